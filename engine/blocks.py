@@ -1,0 +1,176 @@
+"""Who owns which KV block. Pure Python: no tensors, no clock, no sockets; the simulator runs this very file.
+
+Every block is in exactly one of three states:
+
+    free    on the heap, contents meaningless
+    cached  nobody holds it, but its contents are a known prefix; evicted least recently used first
+    held    in the table of at least one owner; a shared prefix block is in several tables
+
+    free + cached + held = total, always; `check` recounts it from the tables.
+
+An owner is a name (a sequence, a transfer, a reservation) with one table of blocks. The table here is the only one:
+nobody else stores block lists that could disagree with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Allocator and prefix cache over `total` blocks of `block_size` token places."""
+
+    def __init__(self, total: int, block_size: int) -> None:
+        if total < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks: total={total}, block_size={block_size}")
+        self.total = total
+        self.block_size = block_size
+        self._free = list(range(total))  # a heap: low numbers first, so that tables tend to be runs of neighbours
+        self._holders = [0] * total  # in how many tables a block is
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # held by nobody; oldest first
+        self._tables: dict[str, list[int]] = {}
+
+    # ---- questions
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had now; cached ones are given up for the asking."""
+        return len(self._free) + len(self._cached)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def table(self, owner: str) -> list[int]:
+        """The owner's blocks in order. The pool's own list: read it, do not change it."""
+        return self._tables[owner]
+
+    def owners(self) -> list[str]:
+        return list(self._tables)
+
+    def owns(self, owner: str) -> bool:
+        return owner in self._tables
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks with these hashes are here."""
+        for count, digest in enumerate(hashes):
+            if digest not in self._block_of:
+                return count
+        return len(hashes)
+
+    # ---- changes; each either happens whole or not at all
+
+    def take(self, owner: str, hashes: Sequence[bytes], count: int) -> int | None:
+        """Give `owner` a table of `count` blocks whose leading ones are reused where `hashes` match.
+
+        Returns the number of reused blocks, or None for "not now": nothing has changed then.
+        """
+        if owner in self._tables:
+            raise ValueError(f"{owner} already owns blocks")
+        reused = [self._block_of[digest] for digest in hashes[: min(self.match(hashes), count)]]
+        fresh = count - len(reused)
+        idle = sum(1 for block in reused if self._holders[block] == 0)  # leave the cache without being evicted
+        if fresh > self.available - idle:
+            return None
+        for block in reused:
+            self._hold(block)
+        self._tables[owner] = reused + [self._fresh() for _ in range(fresh)]
+        return len(reused)
+
+    def grow(self, owner: str, count: int) -> bool:
+        """Make the owner's table `count` blocks long. False for "not now": nothing has changed then."""
+        table = self._tables[owner]
+        missing = count - len(table)
+        if missing > self.available:
+            return False
+        for _ in range(missing):
+            table.append(self._fresh())
+        return True
+
+    def publish(self, owner: str, index: int, digest: bytes) -> None:
+        """The owner's block at `index` now holds the full, final KV with this hash; others may reuse it.
+
+        If the same content is already here under another block, that one stays the cache's copy.
+        """
+        block = self._tables[owner][index]
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def drop(self, owner: str) -> None:
+        """Give up the owner's blocks: known prefixes become cached, the rest free."""
+        for block in reversed(self._tables.pop(owner)):  # the tail first, so that it is also evicted first
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._hash_of:
+                self._cached[block] = None
+            else:
+                heapq.heappush(self._free, block)
+
+    def rename(self, owner: str, new: str) -> None:
+        """Hand a whole table to another owner."""
+        if new in self._tables:
+            raise ValueError(f"{new} already owns blocks")
+        self._tables[new] = self._tables.pop(owner)
+
+    def forget_cached(self) -> None:
+        """Empty the prefix cache; held blocks stay."""
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
+        for block in list(self._hash_of):
+            del self._block_of[self._hash_of.pop(block)]
+
+    # ---- the books
+
+    def check(self, live: Iterable[str] | None = None) -> list[str]:
+        """Sentences about what does not add up; empty when the books balance.
+
+        `live`: the owners that ought to exist; anybody else's blocks are leaked.
+        """
+        faults: list[str] = []
+        held = Counter(block for table in self._tables.values() for block in table)
+        for owner, table in self._tables.items():
+            if len(set(table)) != len(table):
+                faults.append(f"{owner} has a block twice in its table")
+        for block, count in enumerate(self._holders):
+            if count != held[block]:
+                faults.append(f"block {block} counts {count} holders but is in {held[block]} tables")
+        free, cached = set(self._free), set(self._cached)
+        for block in sorted((free & cached) | (free & held.keys()) | (cached & held.keys())):
+            faults.append(f"block {block} is in two states")
+        if len(free) + len(cached) + len(held) != self.total:
+            faults.append(f"free {len(free)} + cached {len(cached)} + held {len(held)} != total {self.total}")
+        if live is not None:
+            faults += [f"{owner} holds blocks but does not live" for owner in sorted(self._tables.keys() - set(live))]
+        return faults
+
+    def _fresh(self) -> int:
+        block = heapq.heappop(self._free) if self._free else self._evict()
+        self._holders[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            del self._cached[block]
+        self._holders[block] += 1

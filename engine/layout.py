@@ -1,0 +1,101 @@
+"""What the bytes of a KV block mean, as data that two workers can compare before any byte moves.
+
+Pure standard library: the router's doctor and the transfer code read this without loading torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+VERSION = 1
+ALIGNMENT = 64  # bytes; every K and V region and every block starts at a multiple of it
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Where one attention call keeps its K and V inside a block.
+
+    K is `[block_size, k_heads, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous.
+    """
+
+    k_heads: int
+    k_dim: int
+    v_heads: int
+    v_dim: int
+    k_offset: int  # bytes from the start of the block
+    v_offset: int  # bytes from the start of the block
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Everything that must be equal on two workers for a copied block to mean the same on both.
+
+    `calls` follows the order of attention calls in a forward. `block_bytes` is the whole block across all calls,
+    padding included; `block_size` counts tokens.
+    """
+
+    version: int
+    model_fingerprint: str
+    dtype: str  # torch's name without the prefix, such as "bfloat16"
+    block_size: int
+    block_bytes: int
+    calls: tuple[CallLayout, ...]
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> KvLayout:
+        """The inverse of `to_json`. Raises ValueError, KeyError or TypeError on text that is not a layout."""
+        raw: dict[str, Any] = json.loads(text)
+        return cls(**{**raw, "calls": tuple(CallLayout(**call) for call in raw["calls"])})
+
+    def hash(self) -> str:
+        """32 hex digits over the canonical JSON; equal if and only if the layouts are (blake2b, RFC 7693)."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def differences(self, other: KvLayout) -> list[str]:
+        """One sentence for each field that differs, with both values; empty when the layouts are equal."""
+        found = [
+            f"{field.name} differs: {getattr(self, field.name)} here, {getattr(other, field.name)} there"
+            for field in fields(self)
+            if field.name != "calls" and getattr(self, field.name) != getattr(other, field.name)
+        ]
+        if len(self.calls) != len(other.calls):
+            found.append(f"the number of attention calls differs: {len(self.calls)} here, {len(other.calls)} there")
+        for field in fields(CallLayout):
+            # The same field usually differs in every call: name the first one and say how many more there are.
+            unequal = [
+                (index, getattr(mine, field.name), getattr(theirs, field.name))
+                for index, (mine, theirs) in enumerate(zip(self.calls, other.calls, strict=False))
+                if getattr(mine, field.name) != getattr(theirs, field.name)
+            ]
+            if unequal:
+                index, mine, theirs = unequal[0]
+                more = f" (and in {len(unequal) - 1} more calls)" if len(unequal) > 1 else ""
+                found.append(f"{field.name} of attention call {index} differs: {mine} here, {theirs} there{more}")
+        return found
+
+
+def plan_calls(shapes: list[tuple[int, int, int]], block_size: int, itemsize: int) -> tuple[tuple[CallLayout, ...], int]:
+    """Places every call's K and V in a block, each at a multiple of 64 bytes.
+
+    `shapes` holds `(kv_heads, k_dim, v_dim)` per call, `itemsize` is bytes per element. Returns the calls and the
+    bytes of a whole block.
+    """
+    calls: list[CallLayout] = []
+    end = 0
+    for heads, k_dim, v_dim in shapes:
+        k_offset = end
+        v_offset = _aligned(k_offset + block_size * heads * k_dim * itemsize)
+        end = _aligned(v_offset + block_size * heads * v_dim * itemsize)
+        calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset))
+    return tuple(calls), end
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

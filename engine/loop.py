@@ -1,0 +1,208 @@
+"""The engine's own thread, and how asyncio code talks to it.
+
+Everything that touches an Engine happens on this thread: steps while there is work, and between steps the calls that
+others submitted. Progress of one step goes to each event loop in one wake-up, however many sequences it moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from time import monotonic
+from typing import Any, TypeVar
+
+import structlog
+
+from engine.engine import Engine, Progress
+from engine.sequence import Sequence
+from tandem.errors import InternalError, TandemError
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+
+class Timed:
+    """Progress with the time at which its step began and ended (monotonic seconds)."""
+
+    __slots__ = ("ended", "progress", "started")
+
+    def __init__(self, progress: Progress, started: float, ended: float) -> None:
+        self.progress = progress
+        self.started = started
+        self.ended = ended
+
+
+class Watch:
+    """One reader of one sequence's progress, on the event loop that made it. Bounded by the sequence's own length."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: deque[Timed] = deque()
+        self._wake = asyncio.Event()
+        self._error: TandemError | None = None
+
+    async def next(self) -> list[Timed]:
+        """Everything that happened since the last call; waits if that is nothing. Raises if the engine broke."""
+        while not self._ready:
+            if self._error:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        items = list(self._ready)
+        self._ready.clear()
+        return items
+
+    def _push(self, items: list[Timed]) -> None:
+        self._ready.extend(items)
+        self._wake.set()
+
+    def _fail(self, error: TandemError) -> None:
+        self._error = error
+        self._wake.set()
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.broken: TandemError | None = None
+        self.on_broken: Callable[[], None] | None = None  # called once, on the engine thread
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._watches: dict[str, Watch] = {}
+        self._stopping = False
+        self._stuck = False  # the last step could not run anything; only a call can change that
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+
+    async def call(self, what: Callable[[], T]) -> T:
+        """Run `what` on the engine thread, between two steps, in the order of submission.
+
+        A cancelled caller cannot know whether it ran: clean up with `drop`, which comes after it either way.
+        """
+        return await asyncio.wrap_future(self.submit(what))
+
+    def submit(self, what: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._wake:
+            if self.broken or self._stopping:
+                future.set_exception(self.broken or InternalError("the engine has stopped"))
+                return future
+            self._calls.append((what, future))
+            self._wake.notify()
+        return future
+
+    async def add(self, sequence: Sequence) -> Watch:
+        """Start a sequence and watch it."""
+        watch = Watch()
+
+        def start() -> None:
+            self.engine.add(sequence)
+            self._watches[sequence.id] = watch
+
+        await self.call(start)
+        return watch
+
+    async def join(self, sequence: Sequence, first_token: int | None) -> Watch:
+        """Let a reserved sequence run and watch it; a first token that ends it shows as one Progress."""
+        watch = Watch()
+
+        def start() -> None:
+            if sequence.id not in self.engine.sequences:
+                raise InternalError(f"{sequence.id} was dropped before it could run")
+            finish = self.engine.join(sequence, first_token)
+            if finish is None:
+                self._watches[sequence.id] = watch
+            else:
+                now = monotonic()
+                ended = [Timed(Progress(sequence, sequence.done, None, finish), now, now)]
+                watch._loop.call_soon_threadsafe(watch._push, ended)
+
+        await self.call(start)
+        return watch
+
+    def drop(self, sequence_id: str) -> Future[None]:
+        """End a sequence and free its blocks, between two steps. Safe from any thread, safe to call twice."""
+
+        def end() -> None:
+            self._watches.pop(sequence_id, None)
+            self.engine.drop(sequence_id)
+
+        return self.submit(end)
+
+    # ---- on the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # the engine's state is unknown now: nobody may be served from it
+            incident = uuid.uuid4().hex[:12]
+            log.exception("engine.broken", incident=incident)
+            self._break(InternalError(f"the engine broke (incident {incident}): {type(error).__name__}"))
+
+    def _turn(self) -> bool:
+        with self._wake:
+            while not (self._calls or self._stopping or (self.engine.scheduler.has_work and not self._stuck)):
+                self._wake.wait()
+            calls = list(self._calls)
+            self._calls.clear()
+            if self._stopping:
+                for _, future in calls:
+                    future.set_exception(InternalError("the engine has stopped"))
+                return False
+        self._stuck = self._stuck and not calls
+        for what, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(what())
+            except Exception as error:  # belongs to the caller, who gets it
+                future.set_exception(error)
+        if self.engine.scheduler.has_work:
+            started = monotonic()
+            progress = self.engine.step()
+            self._stuck = not progress
+            self._deliver(progress, started, monotonic())
+        return True
+
+    def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Watch, Timed]]] = {}
+        for item in progress:
+            watch = self._watches.get(item.sequence.id)
+            if watch is None:
+                continue
+            by_loop.setdefault(watch._loop, []).append((watch, Timed(item, started, ended)))
+            if item.finish is not None:
+                del self._watches[item.sequence.id]
+        for loop, items in by_loop.items():
+            loop.call_soon_threadsafe(_push_all, items)
+
+    def _break(self, error: TandemError) -> None:
+        with self._wake:
+            self.broken = error
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            future.set_exception(error)
+        for watch in self._watches.values():
+            watch._loop.call_soon_threadsafe(watch._fail, error)
+        self._watches.clear()
+        if self.on_broken:
+            self.on_broken()
+
+
+def _push_all(items: list[tuple[Watch, Timed]]) -> None:
+    for watch, timed in items:
+        watch._push([timed])

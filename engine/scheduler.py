@@ -1,0 +1,105 @@
+"""Which sequences take part in the next step, and with how many tokens. Pure Python: no clock, no tensors.
+
+    add ──▶ waiting ──(room for all its tokens)──▶ running ──▶ finished, or held for hand-off
+               ▲                                      │
+               └────────── preempted (blocks dropped, tokens kept) ◀──┘
+
+One budget of tokens for each step. Sequences that need one token (decode) come first, so that a long prompt never
+stalls a stream; the rest of the budget goes to prompts, oldest first, in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.blocks import BlockPool
+from engine.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    sequence: Sequence
+    count: int  # tokens [done, done + count) are computed in this step
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, *, token_budget: int, max_running: int) -> None:
+        if token_budget < max_running:
+            raise ValueError(f"token_budget {token_budget} must be at least max_running {max_running}")
+        self.pool = pool
+        self.token_budget = token_budget
+        self.max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival; the last one is preempted first
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
+        if self.pool.owns(sequence.id):
+            self.running.append(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence; its blocks are the caller's business."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def plan(self) -> list[Chunk]:
+        """The next step. Admits and preempts as room allows; every chunk returned has its blocks."""
+        budget = self.token_budget
+        plan: list[Chunk] = []
+        for sequence in sorted(self.running, key=lambda s: s.todo > 1):  # stable: arrival order within each kind
+            if budget == 0:
+                break
+            if sequence not in self.running:  # preempted by one before it
+                continue
+            count = min(sequence.todo, budget)
+            if self._make_room(sequence, count, plan):
+                plan.append(Chunk(sequence, count))
+                budget -= count
+        while budget and self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.running.append(self.waiting.popleft())
+            count = min(sequence.todo, budget)
+            plan.append(Chunk(sequence, count))
+            budget -= count
+        return plan
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
+        reusable = sequence.hashes(self.pool.block_size)[: (len(sequence.tokens) - 1) // self.pool.block_size]
+        reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
+        if reused is None:
+            return False
+        sequence.done = reused * self.pool.block_size
+        if sequence.preemptions == 0:
+            sequence.cached = sequence.done
+        return True
+
+    def _make_room(self, sequence: Sequence, count: int, plan: list[Chunk]) -> bool:
+        """Blocks for `count` more tokens; takes them from the youngest running sequences if it must."""
+        needed = self.pool.blocks_for(sequence.done + count)
+        while not self.pool.grow(sequence.id, needed):
+            victim = next(s for s in reversed(self.running) if s is sequence or all(s is not c.sequence for c in plan))
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
+        self.running.remove(sequence)
+        self.pool.drop(sequence.id)
+        sequence.done = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)

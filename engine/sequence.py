@@ -1,0 +1,73 @@
+"""A sequence: tokens wanted, tokens computed, and what decides when it ends.
+
+    tokens   [ p0 p1 p2 ... p(prompt_len-1) | g0 g1 ... ]      the client's prompt, then what was generated
+    done       ^^^^^^^^^^^^^^ how many leading tokens have their KV in blocks
+
+There is no prefill phase and no decode phase. A step brings `done` closer to `len(tokens)`; when they meet, the last
+position's logits give the next token, which makes `len(tokens)` one larger again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine import hashing
+
+
+class Finish(StrEnum):
+    STOP = "stop"  # a stop token; it is the last of `tokens` and is not shown to the client
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen; `temperature` 0 is greedy. Checked at the router, not here."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    id: str  # also the owner's name in the block pool
+    tokens: list[int]
+    prompt_len: int  # of the client's prompt; a resumed sequence arrives with generated tokens after it
+    limit: int  # length at which it ends: prompt_len + max_tokens
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    salt: bytes = b""
+    handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
+    done: int = 0
+    cached: int = 0  # of `done` at admission: tokens found in the prefix cache
+    preemptions: int = 0
+    _hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prompt_len <= len(self.tokens) < self.limit:
+            raise ValueError(
+                f"sequence {self.id}: need 0 < prompt_len ({self.prompt_len}) <= tokens ({len(self.tokens)})"
+                f" < limit ({self.limit})"
+            )
+
+    @property
+    def todo(self) -> int:
+        return len(self.tokens) - self.done
+
+    def hashes(self, block_size: int) -> list[bytes]:
+        """Chained hashes of the full blocks of `tokens`, extended as it grows; never more than that many."""
+        while (len(self._hashes) + 1) * block_size <= len(self.tokens):
+            start = len(self._hashes) * block_size
+            previous = self._hashes[-1] if self._hashes else hashing.root(self.salt)
+            self._hashes.append(hashing.extend(previous, self.tokens[start : start + block_size]))
+        return self._hashes
+
+    def append(self, token: int) -> Finish | None:
+        """Take the sampled token; say whether it was the last."""
+        self.tokens.append(token)
+        if token in self.stop_ids:
+            return Finish.STOP
+        return Finish.LENGTH if len(self.tokens) >= self.limit else None

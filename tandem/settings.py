@@ -1,0 +1,114 @@
+"""Every setting of the product, read once. Order: what the caller passes, then TANDEM_* in the environment, then the
+default here. Unknown names and impossible values end the program with one sentence (SettingsError)."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tandem.errors import SettingsError
+
+Role = Literal["router", "decode", "prefill"]
+ENV_PREFIX = "TANDEM_"
+
+
+class Settings(BaseSettings):
+    """One cluster. The same object reaches the router and every worker."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str
+    """A checkpoint folder or a hub id."""
+    prefill: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Wanted prefill workers. 0: decode workers prefill for themselves, and the receipt says so."""
+    decode: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Wanted decode workers."""
+    host: str = "127.0.0.1"
+    """Address that the router and the workers listen on. There is no authentication yet: keep it on loopback."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    """The router's gRPC port; 0 picks a free one."""
+    redis: str | None = None
+    """redis:// or unix:// URL of the registry. Absent: an embedded Valkey that lives as long as `tandem up`."""
+    cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
+    """Prefix of this cluster's keys, for several clusters on one registry."""
+    ray_address: str | None = None
+    """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: the checkpoint's dtype on CUDA, float32 on CPU, where exact resume is worth more than speed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch finds it."""
+    threads: Annotated[int, Field(ge=0, le=512)] = 0
+    """CPU threads of one worker's engine; 0: this machine's cores divided by its workers, at least one."""
+
+    block_size: Annotated[int, Field(ge=1, le=512)] = 16
+    """Token places in a block: the unit of allocation, caching and transfer."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Longest sequence in tokens. Absent: the checkpoint's own limit."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Sequences that one worker has in progress at most."""
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 512
+    """Token budget of one step; prompts longer than this are computed in chunks."""
+    memory_utilization: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
+    """Share of the memory that is free after loading and a profiling step that one worker may use for KV.
+    Absent: 0.9 on CUDA, 0.15 on CPU, where workers share the host."""
+    kv_blocks: Annotated[int, Field(ge=2)] | None = None
+    """Blocks of one worker, instead of measuring."""
+
+    transport: Literal["nixl", "inprocess"] = "nixl"
+    """What moves KV. inprocess is for tests that run both pools in one process."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    """Deadline of a request that brings none, and the longest that one may bring."""
+    transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Longest wait for one announced part of a transfer, and for the release."""
+    max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
+    """How often the router places one request at most."""
+    max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
+    """Largest request message that the router reads."""
+    heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """A worker tells the registry this often that it lives."""
+    heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 3.0
+    """A worker not heard of for so long is gone."""
+    drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long a stopping worker may take to finish what runs."""
+
+
+def load(**given: Any) -> Settings:
+    """Settings from `given` (None means "not given"), the environment and the defaults.
+
+    Raises SettingsError naming the setting and its bound.
+    """
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    # Variables of other parts of the product, not settings of a cluster.
+    known |= {ENV_PREFIX + "TARGET", ENV_PREFIX + "LOG"}
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise SettingsError(f"unknown setting {name} in the environment", field=name)
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise SettingsError(
+            "max_num_batched_tokens must be at least max_num_seqs, so that every stream advances in every step",
+            field="max_num_batched_tokens",
+            bound=f">= {settings.max_num_seqs}",
+        )
+    if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
+        raise SettingsError(
+            "heartbeat_ttl_s must be at least twice heartbeat_s, or a worker is lost at every late beat",
+            field="heartbeat_ttl_s",
+            bound=f">= {2 * settings.heartbeat_s}",
+        )
+    if settings.host not in ("127.0.0.1", "localhost", "::1"):
+        raise SettingsError(
+            "only loopback until the ports ask for credentials; there is no TLS and no key yet",
+            field="host",
+            bound="127.0.0.1, localhost or ::1",
+        )
+    return settings

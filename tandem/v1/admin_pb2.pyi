@@ -1,0 +1,157 @@
+from tandem.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Worker(_message.Message):
+    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    state: str
+    pid: int
+    incarnation: str
+    address: str
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_held: int
+    heartbeat_age_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ...) -> None: ...
+
+class ListWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListWorkersResponse(_message.Message):
+    __slots__ = ("workers", "wanted")
+    class WantedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[Worker]
+    wanted: _containers.ScalarMap[str, int]
+    def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., wanted: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ScalePoolsRequest(_message.Message):
+    __slots__ = ("wanted",)
+    class WantedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    wanted: _containers.ScalarMap[str, int]
+    def __init__(self, wanted: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ScalePoolsResponse(_message.Message):
+    __slots__ = ("wanted",)
+    class WantedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    wanted: _containers.ScalarMap[str, int]
+    def __init__(self, wanted: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "grace_seconds")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    grace_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., grace_seconds: _Optional[float] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("finished", "cut")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    finished: int
+    cut: int
+    def __init__(self, finished: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AuditResponse(_message.Message):
+    __slots__ = ("ledgers", "unreachable")
+    class UnreachableEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LEDGERS_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    ledgers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Ledger]
+    unreachable: _containers.ScalarMap[str, str]
+    def __init__(self, ledgers: _Optional[_Iterable[_Union[_common_pb2.Ledger, _Mapping]]] = ..., unreachable: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class DiagnoseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DiagnoseResponse(_message.Message):
+    __slots__ = ("pairs", "registry_reachable", "registry_round_trip_seconds", "versions", "problems")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    pairs: _containers.RepeatedCompositeFieldContainer[Pair]
+    registry_reachable: bool
+    registry_round_trip_seconds: float
+    versions: _containers.ScalarMap[str, str]
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry_reachable: _Optional[bool] = ..., registry_round_trip_seconds: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Pair(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    compatible: bool
+    differences: _containers.RepeatedScalarFieldContainer[str]
+    transport: str
+    bytes_per_second: float
+    error: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
