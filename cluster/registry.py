@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from time import perf_counter, time
 
@@ -44,7 +44,10 @@ class WorkerRecord:
     address: str  # host:port
     model: str = ""
     layout_hash: str = ""  # of its KV blocks; equal on both sides of a transfer
-    max_model_len: int = 0
+    max_model_len: int = 0  # longest sequence that this worker can hold
+    vocab_size: int = 0
+    eos_token_ids: list[int] = field(default_factory=list)
+    block_size: int = 0
     running: int = 0
     waiting: int = 0
     max_running: int = 0
@@ -57,7 +60,7 @@ class WorkerRecord:
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerRecord:
-        known = {field.name for field in fields(cls)}
+        known = {one.name for one in fields(cls)}
         values = {name: value for name, value in json.loads(text).items() if name in known}  # newer fields are skipped
         return cls(**{**values, "state": State(values["state"])})
 

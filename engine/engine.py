@@ -21,7 +21,7 @@ from engine.blocks import BlockPool
 from engine.model import Model
 from engine.pages import Pages
 from engine.sampling import sample
-from engine.scheduler import Scheduler
+from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.step import Batch
 from tandem.errors import Busy, TooLarge
@@ -102,18 +102,7 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan:
             return []
-        batch = Batch.of(
-            [
-                (
-                    chunk.sequence.tokens[chunk.sequence.done : chunk.sequence.done + chunk.count],
-                    chunk.sequence.done,
-                    self.pool.table(chunk.sequence.id),
-                    chunk.count == chunk.sequence.todo,  # caught up: its last logits are wanted
-                )
-                for chunk in plan
-            ]
-        )
-        logits = self.model.forward(self.pages, batch)  # [rows that caught up, vocab]
+        logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
         ready = [chunk.sequence for chunk in plan if chunk.count == chunk.sequence.todo]
         tokens = iter(sample(logits, [s.sampling for s in ready], [len(s.tokens) for s in ready]))
         self.steps += 1
@@ -130,10 +119,7 @@ class Engine:
                 self.drop(sequence.id)
         return progress
 
-    # ---- the books
-
-    def faults(self) -> list[str]:
-        return self.pool.check(live=self.sequences)
+    # ---- inside
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:
@@ -146,6 +132,20 @@ class Engine:
                 bound=f"prompt + max_tokens <= {self.pool.total * self.pool.block_size}",
             )
         self.sequences[sequence.id] = sequence
+
+    def _pack(self, plan: list[Chunk]) -> Batch:
+        """The chunks behind one another; logits are wanted where a chunk catches up with its sequence."""
+        batch = Batch(token_ids=[], positions=[], query_lens=[], context_lens=[], block_tables=[], logits_at=[])
+        for sequence, count in plan:
+            end = sequence.done + count
+            batch.token_ids += sequence.tokens[sequence.done : end]
+            batch.positions += range(sequence.done, end)
+            batch.query_lens.append(count)
+            batch.context_lens.append(end)
+            batch.block_tables.append(self.pool.table(sequence.id))
+            if end == len(sequence.tokens):
+                batch.logits_at.append(len(batch.token_ids) - 1)
+        return batch
 
     def _publish(self, sequence: Sequence, before: int) -> None:
         """Blocks that became full between `before` and `sequence.done` are good for others now."""

@@ -81,7 +81,9 @@ class KvLayout:
         return found
 
 
-def plan_calls(shapes: list[tuple[int, int, int]], block_size: int, itemsize: int) -> tuple[tuple[CallLayout, ...], int]:
+def plan_calls(
+    shapes: list[tuple[int, int, int]], block_size: int, itemsize: int
+) -> tuple[tuple[CallLayout, ...], int]:
     """Places every call's K and V in a block, each at a multiple of 64 bytes.
 
     `shapes` holds `(kv_heads, k_dim, v_dim)` per call, `itemsize` is bytes per element. Returns the calls and the

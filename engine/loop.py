@@ -89,12 +89,14 @@ class EngineLoop:
     async def call(self, what: Callable[[], T]) -> T:
         """Run `what` on the engine thread, between two steps, in the order of submission.
 
-        A cancelled caller cannot know whether it ran: clean up with `drop`, which comes after it either way.
+        It runs even if the caller is cancelled meanwhile: what was begun can only be undone by a later call, and a
+        clean-up that a second cancellation could skip would leak blocks.
         """
         return await asyncio.wrap_future(self.submit(what))
 
     def submit(self, what: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._wake:
             if self.broken or self._stopping:
                 future.set_exception(self.broken or InternalError("the engine has stopped"))
@@ -132,14 +134,14 @@ class EngineLoop:
         await self.call(start)
         return watch
 
-    def drop(self, sequence_id: str) -> Future[None]:
-        """End a sequence and free its blocks, between two steps. Safe from any thread, safe to call twice."""
+    async def drop(self, sequence_id: str) -> None:
+        """End a sequence and free its blocks, between two steps. Safe to call twice."""
 
         def end() -> None:
             self._watches.pop(sequence_id, None)
             self.engine.drop(sequence_id)
 
-        return self.submit(end)
+        await self.call(end)
 
     # ---- on the engine thread
 
@@ -164,8 +166,6 @@ class EngineLoop:
                 return False
         self._stuck = self._stuck and not calls
         for what, future in calls:
-            if not future.set_running_or_notify_cancel():
-                continue
             try:
                 future.set_result(what())
             except Exception as error:  # belongs to the caller, who gets it

@@ -58,7 +58,7 @@ class Pages:
     def block_view(self, block: int) -> memoryview:
         """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
         assert self.buffer.device.type == "cpu", f"block_view reads host memory, the pages are on {self.buffer.device}"
-        return memoryview(self.buffer[block].numpy())
+        return self.buffer[block].numpy().data
 
     def _window(self, typed: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
         size = (self.num_blocks, self.block_size, heads, dim)

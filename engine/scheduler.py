@@ -89,7 +89,9 @@ class Scheduler:
         """Blocks for `count` more tokens; takes them from the youngest running sequences if it must."""
         needed = self.pool.blocks_for(sequence.done + count)
         while not self.pool.grow(sequence.id, needed):
-            victim = next(s for s in reversed(self.running) if s is sequence or all(s is not c.sequence for c in plan))
+            planned = {chunk.sequence.id for chunk in plan}
+            # Never one whose blocks may have been announced to another worker: they are promised until they are read.
+            victim = next(s for s in reversed(self.running) if s is sequence or not (s.handoff or s.id in planned))
             self.preempt(victim)
             if victim is sequence:
                 return False
@@ -97,6 +99,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
+        assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
         self.running.remove(sequence)
         self.pool.drop(sequence.id)
         sequence.done = 0

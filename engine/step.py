@@ -51,10 +51,10 @@ class Batch:
         expected = list(chain.from_iterable(map(range, starts, self.context_lens)))
         assert self.positions == expected, "positions must continue where each sequence's context ends"
         for query, context, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True):
-            assert query > 0 and context <= len(table) * block_size, (
+            assert 0 < query <= context <= len(table) * block_size, (
                 f"{len(table)} blocks of {block_size} do not hold a context of {context} (query {query})"
             )
-            assert min(table) >= 0 and max(table) < num_blocks, f"block ids {table} outside 0..{num_blocks - 1}"
+            assert 0 <= min(table) <= max(table) < num_blocks, f"block ids {table} outside 0..{num_blocks - 1}"
         assert all(0 <= index < total for index in self.logits_at), f"logits_at {self.logits_at} outside the batch"
 
 
@@ -77,17 +77,20 @@ class Step:
         self.plans: dict[Any, Any] = {}  # what the attention function works out once and uses in every call
 
         width = max(map(len, batch.block_tables))
-        rows = [table + [0] * (width - len(table)) for table in batch.block_tables]  # 0 is never read: seqused_k ends it
+        rows = [
+            table + [0] * (width - len(table)) for table in batch.block_tables
+        ]  # 0 is never read: seqused_k ends it
         slots = [
             (table[position // pages.block_size], position % pages.block_size)
             for query, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True)
             for position in range(context - query, context)
         ]
-        self.input_ids = self._long(batch.token_ids).unsqueeze(0)  # [1, total]
-        self.position_ids = self._long(batch.positions).unsqueeze(0)  # [1, total]
-        self.slot_block = self._long([block for block, _ in slots])  # [total]
-        self.slot_offset = self._long([offset for _, offset in slots])  # [total]
-        self.cu_seq_q = self._int([0, *accumulate(batch.query_lens)])  # [sequences + 1]
+        self.input_ids = self.tensor(batch.token_ids).unsqueeze(0)  # [1, total]
+        self.position_ids = self.tensor(batch.positions).unsqueeze(0)  # [1, total]
+        self.slot_block = self.tensor([block for block, _ in slots])  # [total]
+        self.slot_offset = self.tensor([offset for _, offset in slots])  # [total]
+        self.cu_seq_q_host = [0, *accumulate(batch.query_lens)]
+        self.cu_seq_q = self._int(self.cu_seq_q_host)  # [sequences + 1]
         self.seqused_k = self._int(batch.context_lens)  # [sequences]
         self.block_table = self._int(rows)  # [sequences, max_blocks]
         self.max_q = max(batch.query_lens)
@@ -98,7 +101,8 @@ class Step:
         self.calls += 1
         return self.calls - 1
 
-    def _long(self, values: list[int]) -> torch.Tensor:
+    def tensor(self, values: list[Any]) -> torch.Tensor:
+        """An int64 tensor on the step's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _int(self, values: list[Any]) -> torch.Tensor:

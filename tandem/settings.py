@@ -64,6 +64,8 @@ class Settings(BaseSettings):
     """Deadline of a request that brings none, and the longest that one may bring."""
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Longest wait for one announced part of a transfer, and for the release."""
+    queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Longest wait for room on a decode worker, or for a worker to come back."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024

@@ -1,0 +1,50 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv; nothing else is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.complete
+
+.PHONY: setup demo test lint fast bench proto lock clean
+
+setup: $(STAMP)
+
+# torch first and with its dependencies: on a machine with a CPU build configured, pip takes that one; elsewhere it
+# brings the CUDA libraries it needs. Everything else is installed exactly as locked, without asking anybody again.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tandem needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "$$(grep '^torch==' requirements.lock)" setuptools
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/tandem demo
+
+test: setup lint
+	@$(BIN)/python -m pytest
+
+# The tests that need no second process: seconds, not minutes.
+fast: setup
+	@$(BIN)/python -m pytest tests/rules tests/tandem tests/router tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_sampling.py
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
+	@cd proto && ../$(BIN)/buf lint
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/python -m loadtest.bench
+
+proto: setup
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/tandem/v1/*.proto
+
+# Freezes what is installed now: install or upgrade with pip first, run the tests, then lock.
+lock:
+	@{ echo '# Every package of the virtual environment, exactly. Made by `make lock`; `make setup` installs it.'; \
+	   echo '# torch has no local version here, so that pip takes a CPU build where one is configured.'; \
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip | sed 's/+cpu$$//'; } > requirements.lock
+
+clean:
+	rm -rf .venv build *.egg-info

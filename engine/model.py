@@ -1,0 +1,216 @@
+"""One model on one device: loads it, refuses it if it would be wrong, and runs packed forwards over KV pages.
+
+    Model.load(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages ─▶ probe ─▶ self-check ─▶ `paged_kv`, for good
+    model.forward(pages, batch) ─▶ logits of the packed tokens that were asked for
+
+One forward runs at a time in a thread, and the model is switched once, at load.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine import attention, mla, probe, selfcheck, weights
+from engine.facts import CallFacts, describe
+from engine.pages import Pages, block_bytes, layout_of
+from engine.rope import check_positions, max_length
+from engine.step import Batch, Step, running
+from tandem.errors import CheckpointRefused
+
+log = logging.getLogger(__name__)
+
+
+class Model:
+    """A loaded and checked model. Make one with `Model.load`.
+
+    `facts` has one record per attention call; `fingerprint` is equal in two processes that serve the same weights.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        facts: tuple[CallFacts, ...],
+        *,
+        max_model_len: int,
+        fingerprint: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int = 16,
+    ) -> None:
+        config = module.config.get_text_config()
+        parameters = list(module.parameters())
+        accepted = inspect.signature(module.forward).parameters
+        self.module = module
+        self.facts = facts
+        self.config: PreTrainedConfig = module.config
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = _eos_token_ids(module)
+        self.dtype = dtype
+        self.device = device
+        self.fingerprint = fingerprint
+        self.block_size = block_size
+        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
+        self._keeps_logits = "logits_to_keep" in accepted
+        # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
+        self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        progress: Callable[[str], None] | None = None,
+    ) -> Model:
+        """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
+
+        `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
+        `allocate`. `progress` receives a line for each stage. Raises CheckpointRefused with one sentence that says what
+        is wrong, SettingsError for a `max_model_len` beyond the config's.
+        """
+        say = progress if progress is not None else log.info
+        folder = weights.resolve(path)
+        files = weights.check_folder(folder)
+        config = _read_config(folder)
+        limit = max_length(config, max_model_len)
+        check_positions(config, limit)
+        say(f"fingerprint of {len(files)} weight files")
+        fingerprint = weights.fingerprint(folder, files)
+        say(f"loading {config.model_type} from {folder}")
+        module = _load_module(folder, config, dtype, device)
+        latent = mla.use_latent_pages(module)
+        facts = probe.learn_facts(module)
+        say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
+        model = cls(
+            module,
+            facts,
+            max_model_len=limit,
+            fingerprint=fingerprint,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+        )
+        model.check = model.self_check()
+        say(f"self-check passed: {model.check}")
+        return model
+
+    def self_check(self) -> selfcheck.Report:
+        """Compares the paged path with plain eager attention on random prompts; leaves the model on the paged path.
+
+        Raises CheckpointRefused with the gap and the facts if they differ (engine.selfcheck says how it is measured).
+        """
+        report = selfcheck.run(self)
+        if not report.passed:
+            raise CheckpointRefused(
+                f"the self-check of {type(self.module).__name__} failed: paged logits differ from eager ones "
+                f"({report}); its attention calls are\n{describe(self.facts)}"
+            )
+        return report
+
+    def allocate(self, num_blocks: int, block_size: int | None = None) -> Pages:
+        """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint)
+        return Pages(layout, num_blocks, self.device)
+
+    def block_bytes(self, block_size: int | None = None) -> int:
+        """Bytes of one block of `block_size` tokens."""
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype)
+
+    def forward(self, pages: Pages, batch: Batch) -> torch.Tensor:
+        """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
+
+        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
+        """
+        step = Step(batch, pages, self.facts, self.device)
+        wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
+        extra: dict[str, Any] = {"step": step} if self._passes_step else {}
+        if self._keeps_logits:
+            extra["logits_to_keep"] = wanted
+        with torch.inference_mode(), running(step):
+            out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
+        assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
+        logits: torch.Tensor = out.logits[0]
+        if not self._keeps_logits:
+            logits = logits[wanted]
+        return logits[: len(batch.logits_at)].float()
+
+    def use_paged_attention(self) -> None:
+        """Switches to the paged path; the state in which the model serves."""
+        probe.switch(self.module, attention.NAME)
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        with _quiet():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return config
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+
+
+def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if config.is_encoder_decoder:
+        raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
+    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+    module: PreTrainedModel
+    try:
+        with _quiet():
+            module, report = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        names = sorted(map(str, report.get(problem) or ()))
+        if names:  # transformers would fill these with random numbers and go on
+            raise CheckpointRefused(
+                f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
+            )
+    return module.to(device).eval()  # type: ignore[arg-type]  # the stub of `to` knows no device
+
+
+def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    found = getattr(module.generation_config, "eos_token_id", None)
+    if found is None:
+        found = module.config.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and warnings off the terminal while loading; errors still appear."""
+    noise: Any = transformers_logging  # not typed
+    verbosity, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
+    noise.set_verbosity_error()
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.set_verbosity(verbosity)
+        if bars:
+            noise.enable_progress_bar()

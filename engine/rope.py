@@ -1,0 +1,67 @@
+"""Position rules read from the config: how long a sequence may be, and what depends on more than a token's position.
+
+A packed forward mixes sequences, so whatever a model computes from the whole batch instead of each token's own
+position gives answers that depend on who else is being served. The probe sees most of it; what only shows at long
+positions is decided here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from tandem.errors import CheckpointRefused, SettingsError
+
+
+def max_length(config: PreTrainedConfig, wanted: int | None) -> int:
+    """The longest sequence in tokens: the config's `max_position_embeddings`, or less if `wanted` is less.
+
+    Raises SettingsError when `wanted` is not positive or beyond the config's limit.
+    """
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if wanted is None and own is None:
+        raise SettingsError(
+            f"the config of {config.model_type} states no maximum length; set max_model_len", field="max_model_len"
+        )
+    if wanted is not None and (wanted < 1 or (own is not None and wanted > own)):
+        raise SettingsError(
+            f"max_model_len is {wanted}; this {config.model_type} checkpoint takes 1 to {own} tokens",
+            field="max_model_len",
+            bound=f"1..{own}",
+        )
+    length = wanted if wanted is not None else own
+    assert length is not None
+    return length
+
+
+def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
+    """Raises CheckpointRefused for position schemes whose result depends on the packed batch."""
+    text = config.get_text_config()
+    for rope in _rope_parameters(text):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if "dynamic" in kind:
+            raise CheckpointRefused(
+                f"rope type {kind} changes with the longest sequence in a batch, so one request would change another's "
+                "answer; it cannot be served"
+            )
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        if kind == "longrope" and (original is None or max_model_len > original):
+            raise CheckpointRefused(
+                f"rope type longrope switches its frequencies for a whole batch once a sequence is longer than "
+                f"{original} tokens; set max_model_len to {original} or less (it is {max_model_len})"
+            )
+    if getattr(text, "attn_temperature_tuning", False):
+        raise CheckpointRefused(
+            "attn_temperature_tuning scales queries by their place in the packed batch instead of their position, so "
+            "one request would change another's answer; it cannot be served"
+        )
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rope settings: one dict, or one for each type of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested if nested else [found]

@@ -1,0 +1,205 @@
+"""The self-check at every load: the paged path against plain eager attention, on the very model that will serve.
+
+A few random prompts run through pages in chunks, packed together, over scrambled block ids, and end in single-token
+steps; each step's last logits are compared with those of an eager forward over the whole prompt. The tokens are given
+(teacher-forced), so one early difference does not hide the rest.
+
+    gap = max |paged - eager| / std(eager), per compared position
+
+In float32 every correct family stays below 5e-5 and every wrong one above 2e-1, so 1e-3 decides, for the largest gap.
+
+A model in bfloat16 or float16 whose float32 copy fits into `COPY_LIMIT` bytes is checked on that copy, by the same
+rule; its own weights are put back untouched. A larger one is checked in its own dtype. There the roundings of two
+correct paths differ, and in a mixture of experts a rounding may choose another expert at a few positions; so the gap of
+a prompt is the median over its positions, and it is held against twice what rounding alone does to this model: the gap
+between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
+families in bfloat16: correct paths have 0.1 to 0.7 of that noise, ignored windows and forgotten pasts gaps above 1.7.)
+
+What it cannot see is what its prompts do not reach. One prompt is longer than the smallest window or chunk where that
+is affordable; `Report.window_reached` says whether it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine import probe
+from engine.facts import smallest_reach
+from engine.pages import Pages, dtype_name
+from engine.step import Batch
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+FP32_THRESHOLD = 1e-3
+COPY_LIMIT = 4 << 30  # bytes of a temporary float32 copy of the weights
+NOISE_FACTOR, NOISE_FLOOR, NOISE_CEILING = 2.0, 0.05, 0.5  # thresholds in 16 bits
+BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
+PROMPT_LENGTHS = (5, 21, 1)
+LONGEST, LONGEST_WINDOWED = 40, 512  # tokens of the fourth prompt, without a window and at most with one
+WORK = 4e10  # parameters x tokens that a long prompt may cost; about a second on one core
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the self-check measured. `gap` and `threshold` are in standard deviations of the logits."""
+
+    gap: float
+    threshold: float
+    positions: int
+    window_reached: bool
+    dtype: str  # in which both paths were computed
+
+    @property
+    def passed(self) -> bool:
+        return self.gap <= self.threshold  # false for NaN
+
+    def __str__(self) -> str:
+        reach = "" if self.window_reached else ", no prompt longer than the smallest window"
+        return (
+            f"gap {self.gap:.1e} at {self.positions} positions in {self.dtype}, threshold {self.threshold:.1g}{reach}"
+        )
+
+
+def run(model: Model) -> Report:
+    """Measures the gap and leaves the model switched to the paged path."""
+    copied = not _exact(model) and 4 * model.parameters <= COPY_LIMIT
+    with _float32_copy(model) if copied else nullcontext():
+        return _run(model)
+
+
+def _run(model: Model) -> Report:
+    prompts = _prompts(model)
+    ends = [_compared(len(prompt)) for prompt in prompts]
+    probe.switch(model.module, "eager")
+    eager = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+    threshold = FP32_THRESHOLD
+    if not _exact(model):
+        with _perturbed_embeddings(model):
+            noisy = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+        threshold = min(max(NOISE_FACTOR * _gap(model, noisy, eager), NOISE_FLOOR), NOISE_CEILING)
+    model.use_paged_attention()
+    paged = _paged(model, prompts, ends)
+    smallest = smallest_reach(model.facts)
+    return Report(
+        gap=_gap(model, paged, eager),
+        threshold=threshold,
+        positions=sum(map(len, ends)),
+        window_reached=smallest is None or max(map(len, prompts)) > smallest,
+        dtype=dtype_name(model.dtype),
+    )
+
+
+def _exact(model: Model) -> bool:
+    return model.dtype in (torch.float32, torch.float64)
+
+
+def _prompts(model: Model) -> list[list[int]]:
+    rng = random.Random(0)
+    smallest, longest = smallest_reach(model.facts), LONGEST
+    if smallest is not None:
+        affordable = min(LONGEST_WINDOWED, int(WORK / model.parameters))
+        beyond = smallest + min(smallest, 64) + 5
+        longest = max(longest, min(3 * smallest, affordable), beyond if beyond <= affordable else 0)
+    lengths = [min(length, model.max_model_len) for length in (*PROMPT_LENGTHS, longest)]
+    return [[rng.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
+
+
+def _compared(length: int) -> list[int]:
+    """How many tokens of a prompt have been seen at each comparison: the ends of its steps."""
+    body = max(length - SINGLE_STEPS, 1)
+    return [*range(CHUNK - 1, body, CHUNK - 1), *range(body, length + 1)]
+
+
+def _eager(model: Model, prompt: list[int], ends: list[int]) -> torch.Tensor:
+    """Logits after each of `ends`, `[len(ends), vocab]`, by a plain forward over the whole prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        positions = torch.arange(len(prompt), device=model.device).unsqueeze(0)
+        logits: torch.Tensor = model.module(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits[0, [end - 1 for end in ends]].float()
+
+
+def _paged(model: Model, prompts: list[list[int]], ends: list[list[int]]) -> list[torch.Tensor]:
+    """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
+    pages, tables = scrambled_pages(model, [len(prompt) for prompt in prompts], BLOCK_SIZE)
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for turn in range(max(map(len, ends))):
+        active = [index for index, at in enumerate(ends) if turn < len(at)]
+        spans = [(ends[index][turn - 1] if turn else 0, ends[index][turn]) for index in active]
+        batch = pack(
+            [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
+        )
+        for index, row in zip(active, model.forward(pages, batch), strict=True):
+            logits[index].append(row)
+    return [torch.stack(rows) for rows in logits]
+
+
+def scrambled_pages(model: Model, lengths: list[int], block_size: int) -> tuple[Pages, list[list[int]]]:
+    """Pages with room for sequences of these lengths, and their block tables over shuffled block ids."""
+    counts = [-(-length // block_size) for length in lengths]
+    ids = list(range(sum(counts) + 3))
+    random.Random(1).shuffle(ids)
+    tables = [[ids.pop() for _ in range(count)] for count in counts]
+    return model.allocate(sum(counts) + 3, block_size), tables
+
+
+def pack(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:
+    """A batch of (tokens so far, how many of them are done, block table), with the logits of each last token."""
+    lens = [len(tokens) - done for tokens, done, _ in sequences]
+    return Batch(
+        token_ids=[token for tokens, done, _ in sequences for token in tokens[done:]],
+        positions=[position for tokens, done, _ in sequences for position in range(done, len(tokens))],
+        query_lens=lens,
+        context_lens=[len(tokens) for tokens, _, _ in sequences],
+        block_tables=[table for _, _, table in sequences],
+        logits_at=[sum(lens[: index + 1]) - 1 for index in range(len(lens))],
+    )
+
+
+def _gap(model: Model, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest gap in float32; in 16 bits the largest of the prompts' medians (see the module's docstring)."""
+    gaps = [((a - b).abs().amax(dim=-1) / b.std(dim=-1)) for a, b in zip(ours, theirs, strict=True)]
+    return max((each.max() if _exact(model) else each.median()).item() for each in gaps)
+
+
+@contextmanager
+def _perturbed_embeddings(model: Model) -> Iterator[None]:
+    """Multiplies the input embeddings by 1 ± half a unit in the last place of the model's dtype, at random."""
+    generator = torch.Generator(device="cpu").manual_seed(2)
+    half_unit = torch.finfo(model.dtype).eps / 2
+
+    def perturb(_module: Any, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded.device) * 2 - 1
+        return (embedded.float() * (1 + half_unit * signs)).to(embedded.dtype)
+
+    handle = model.module.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _float32_copy(model: Model) -> Iterator[None]:
+    """Computes in float32 inside; afterwards every parameter and buffer has its own storage again, bit for bit."""
+    tensors = [
+        tensor for tensor in chain(model.module.parameters(), model.module.buffers()) if tensor.dtype == model.dtype
+    ]
+    own, dtype = [tensor.data for tensor in tensors], model.dtype
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        model.dtype = torch.float32
+        yield
+    finally:
+        model.dtype = dtype
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data

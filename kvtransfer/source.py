@@ -1,0 +1,137 @@
+"""The prefill side's book of open transfers. It keeps no blocks alive itself and does no I/O.
+
+The owner of the blocks (the engine) must hold every announced block, unchanged, until the book hands its id back:
+`release` and `revoke` return the ids, and only then may they be freed. Both take the ticket out of the book under one
+lock first, so after either of them no later call can say yes for the same blocks.
+
+    open ──announce*──▶ release ─▶ ids to free          the sink read them and they were held until now
+                  └───▶ revoke  ─▶ ids to free          the stream ended, was cancelled, or the engine was reset
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtransfer.blocks import DigestBlock, Offer, ReadyBlock, Ticket
+from tandem.errors import InternalError, InvalidRequest, StaleTransfer
+
+# Ends of transfers that are remembered, only to say in the error why a ticket is dead.
+REMEMBERED_ENDS = 1024
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """One line of the ledger. `age` is in seconds since `open`."""
+
+    transfer_id: str
+    generation: int
+    blocks: tuple[int, ...]
+    age: float
+
+
+@dataclass
+class _Entry:
+    ticket: Ticket
+    opened_at: float
+    # index in the sequence -> block id
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class Source:
+    """Thread-safe: announcements may be digested in a worker thread while a release arrives on the event loop."""
+
+    def __init__(
+        self, incarnation: str, digest_block: DigestBlock, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._incarnation = incarnation
+        self._digest_block = digest_block
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._entries: dict[str, _Entry] = {}
+        self._ends: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+    def open(self, transfer_id: str) -> Ticket:
+        """Starts a transfer. Raises InvalidRequest while one with this id is open."""
+        with self._lock:
+            if transfer_id in self._entries:
+                raise InvalidRequest(f"transfer {transfer_id} is open already", field="transfer_id")
+            self._generation += 1
+            ticket = Ticket(transfer_id, self._generation, self._incarnation)
+            self._entries[transfer_id] = _Entry(ticket, self._clock())
+            return ticket
+
+    def announce(self, ticket: Ticket, offers: Sequence[Offer]) -> list[ReadyBlock]:
+        """Digests finished blocks and enters them as held. Costs about 0.1 ms per MiB: large ones belong in a thread.
+
+        Raises StaleTransfer if the ticket is or becomes dead, InternalError if an index is offered twice; in both cases
+        nothing is entered.
+        """
+        with self._lock:
+            self._living(ticket)
+        ready = [
+            ReadyBlock(offer.index, offer.block, self._digest_block(offer.block, offer.context), offer.tokens)
+            for offer in offers
+        ]
+        with self._lock:
+            entry = self._living(ticket)
+            new = {block.index: block.remote_block for block in ready}
+            if len(new) != len(ready) or new.keys() & entry.blocks.keys():
+                raise InternalError(f"transfer {ticket.transfer_id} was offered a block index twice")
+            entry.blocks.update(new)
+        return ready
+
+    def release(self, ticket: Ticket) -> tuple[int, ...]:
+        """The fence: returns the block ids, now free, if they were held unchanged until this call.
+
+        Raises StaleTransfer for a ticket that was released, revoked, replaced, never given out, or of another life.
+        """
+        with self._lock:
+            self._living(ticket)
+            return self._end(ticket.transfer_id, "released")
+
+    def revoke(self, transfer_id: str, why: str) -> tuple[int, ...]:
+        """Ends whatever transfer has this id and returns its block ids, now free; none if it has ended already."""
+        with self._lock:
+            return self._end(transfer_id, why) if transfer_id in self._entries else ()
+
+    def revoke_ticket(self, ticket: Ticket, why: str) -> tuple[int, ...]:
+        """As `revoke`, but leaves a later transfer of the same id alone. For the end of one particular stream."""
+        with self._lock:
+            entry = self._entries.get(ticket.transfer_id)
+            return self._end(ticket.transfer_id, why) if entry and entry.ticket == ticket else ()
+
+    def revoke_all(self, why: str) -> dict[str, tuple[int, ...]]:
+        """Ends every transfer, as when the engine's pages were reset. Block ids by transfer id."""
+        with self._lock:
+            return {transfer_id: self._end(transfer_id, why) for transfer_id in list(self._entries)}
+
+    def open_transfers(self) -> list[OpenTransfer]:
+        """For the ledger: what is held, by whom, and for how long."""
+        with self._lock:
+            now = self._clock()
+            return [
+                OpenTransfer(e.ticket.transfer_id, e.ticket.generation, tuple(e.blocks.values()), now - e.opened_at)
+                for e in self._entries.values()
+            ]
+
+    def _living(self, ticket: Ticket) -> _Entry:
+        entry = self._entries.get(ticket.transfer_id)
+        if entry is not None and entry.ticket == ticket:
+            return entry
+        if ticket.incarnation != self._incarnation:
+            why = "belongs to another life of this worker"
+        else:
+            why = self._ends.get((ticket.transfer_id, ticket.generation), "is not open here")
+        raise StaleTransfer(f"transfer {ticket.transfer_id} generation {ticket.generation}: {why}")
+
+    def _end(self, transfer_id: str, why: str) -> tuple[int, ...]:
+        entry = self._entries.pop(transfer_id)
+        self._ends[(transfer_id, entry.ticket.generation)] = why
+        while len(self._ends) > REMEMBERED_ENDS:
+            self._ends.popitem(last=False)
+        return tuple(entry.blocks[index] for index in sorted(entry.blocks))

@@ -1,0 +1,141 @@
+"""Moving blocks from a peer's region into this one: the interface, its factory and the link probe."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from kvtransfer.blocks import Peer, ReadStats, Region
+from tandem.errors import InvalidRequest, SettingsError
+
+log = logging.getLogger(__name__)
+
+# (block in the peer's region, block in ours)
+Pair = tuple[int, int]
+
+# One posted transfer is at most this long, so that readers take turns and a cancelled one ends soon.
+BATCH_BYTES = 16 << 20
+
+# How often a caller that may not leave yet says in the log that it is still waiting, in seconds.
+STUCK_REPORT_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class Transport(Protocol):
+    """Reads blocks of peers into the local region. All times are in seconds.
+
+    Every method may be called from the event loop; none blocks it, but for `close`. The one promise that everything
+    else rests on: when `read` has returned or raised, by any path, no byte of it can reach the local blocks any more.
+    """
+
+    region: Region
+    layout_hash: str
+
+    def peer(self) -> Peer:
+        """What to tell other workers. Ask again each time: a transport that had to restart has new metadata."""
+        ...
+
+    async def connect(self, peer: Peer, timeout: float) -> None:
+        """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
+
+        Any other incarnation of the same worker is forgotten. Raises IncompatibleLayout before any byte moves,
+        WorkerLost when the peer is not there, DeadlineExceeded.
+        """
+        ...
+
+    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+        """Copies remote blocks into local ones, in no particular order.
+
+        Raises InvalidRequest (a block id is out of range or a local block is named twice), IncompatibleLayout,
+        WorkerLost (the peer died, or was forgotten) and
+        DeadlineExceeded. After an error the local blocks may hold anything.
+        """
+        ...
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
+        ...
+
+    def link(self, peer: Peer) -> str:
+        """The path that reads from this peer take, such as "nixl:ucx:cma"; ends in "unknown" where it was not seen."""
+        ...
+
+    def forget(self, peer: Peer) -> None:
+        """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable."""
+        ...
+
+
+def make_transport(kind: str, region: Region, worker_id: str, incarnation: str, layout_hash: str) -> Transport:
+    """`kind` is "nixl" or "inprocess"; only the backend asked for is imported. Raises SettingsError, Unavailable."""
+    if kind == "nixl":
+        from kvtransfer.nixl_transport import NixlTransport
+
+        return NixlTransport(region, worker_id, incarnation, layout_hash)
+    if kind == "inprocess":
+        from kvtransfer.inprocess import InProcessTransport
+
+        return InProcessTransport(region, worker_id, incarnation, layout_hash)
+    raise SettingsError(f"unknown KV transport {kind!r}", field="transport", bound='"nixl" or "inprocess"')
+
+
+async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], timeout: float = 30.0) -> float:
+    """Bytes per second of one read from the peer's first blocks into `blocks`, whose content is lost.
+
+    The first round only warms up. Raises what connect and read raise.
+    """
+    if not blocks:
+        raise InvalidRequest("a probe needs at least one local block", field="blocks")
+    await transport.connect(peer, timeout)
+    pairs = list(zip(itertools.cycle(range(peer.num_blocks)), blocks, strict=False))
+    await transport.read(peer, pairs, timeout)
+    stats = await transport.read(peer, pairs, timeout)
+    return stats.bytes / stats.seconds
+
+
+def check_pairs(region: Region, peer: Peer, pairs: Sequence[Pair]) -> None:
+    """Raises InvalidRequest unless every id exists on its side and no local block would be written twice."""
+    for remote, local in pairs:
+        if not 0 <= remote < peer.num_blocks:
+            raise InvalidRequest(
+                f"{peer.worker_id} has no block {remote}", field="remote_block", bound=f"< {peer.num_blocks}"
+            )
+        if not 0 <= local < region.num_blocks:
+            raise InvalidRequest(
+                f"this worker has no block {local}", field="local_block", bound=f"< {region.num_blocks}"
+            )
+    if len({local for _, local in pairs}) != len(pairs):
+        raise InvalidRequest("a local block is named twice in one read", field="local_block")
+
+
+def batches(pairs: Sequence[Pair], block_bytes: int) -> list[list[Pair]]:
+    """The pairs in pieces of at most BATCH_BYTES, sorted so that neighbouring blocks can become one descriptor."""
+    ordered = sorted(pairs)
+    size = max(1, BATCH_BYTES // block_bytes)
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+async def settle(future: asyncio.Future[T], what: str) -> None:
+    """Waits until `future` is done, whatever its result, and does not let itself be cancelled meanwhile.
+
+    For the end of a read: memory that may still be written must not be given back, so leaving early is not an option.
+    """
+    cancelled = False
+    while not future.done():
+        try:
+            done, _ = await asyncio.wait([future], timeout=STUCK_REPORT_SECONDS)
+        except asyncio.CancelledError:
+            cancelled = True
+            continue
+        if not done:
+            log.error("%s is still in flight; its blocks stay reserved", what)
+    if cancelled:
+        raise asyncio.CancelledError

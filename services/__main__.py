@@ -1,0 +1,48 @@
+"""`python -m services ROLE WORKER_ID`: one worker or router as a process of its own, settings from TANDEM_*.
+
+The supervisor runs the same thing in a Ray actor; this is for tests, and for pods that bring their own supervision.
+Prints `ready HOST:PORT` when requests can be sent; SIGTERM drains and exits 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from services import launch
+from tandem import settings as tandem_settings
+from tandem.errors import TandemError
+
+
+async def run(role: str, worker_id: str) -> None:
+    settings = tandem_settings.load()
+    service = await launch.start(role, settings, worker_id)
+    print(f"ready {service.address}", flush=True)
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    ended, told = asyncio.ensure_future(service.wait()), asyncio.ensure_future(asked.wait())
+    await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        ended.result()  # raises what broke it
+    await service.stop(settings.drain_grace_s)
+    for task in (ended, told):
+        task.cancel()
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(run(sys.argv[1], sys.argv[2]))
+    except TandemError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Between wire messages and the product's own nouns. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from engine.sequence import Finish, Sampling
+from kvtransfer.blocks import Peer, ReadyBlock
+from tandem.v1 import common_pb2, prefill_pb2
+
+
+def sampling_from(message: common_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+    )
+
+
+def peer_to(peer: Peer) -> prefill_pb2.Peer:
+    return prefill_pb2.Peer(
+        worker_id=peer.worker_id,
+        incarnation=peer.incarnation,
+        agent_name=peer.agent_name,
+        metadata=peer.metadata,
+        layout_hash=peer.layout_hash,
+        address=peer.address,
+        num_blocks=peer.num_blocks,
+        block_bytes=peer.block_bytes,
+        device=peer.device,
+        memory=peer.memory,
+        transport=peer.transport,
+    )
+
+
+def peer_from(message: prefill_pb2.Peer) -> Peer:
+    return Peer(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        agent_name=message.agent_name,
+        metadata=message.metadata,
+        layout_hash=message.layout_hash,
+        address=message.address,
+        num_blocks=message.num_blocks,
+        block_bytes=message.block_bytes,
+        device=message.device,
+        memory=message.memory,
+        transport=message.transport,
+    )
+
+
+def ready_to(blocks: list[ReadyBlock], *, last: bool) -> prefill_pb2.Ready:
+    return prefill_pb2.Ready(
+        blocks=[
+            prefill_pb2.ReadyBlock(index=block.index, block=block.remote_block, digest=block.digest)
+            for block in blocks
+        ],
+        last=last,
+    )
+
+
+def ready_from(message: prefill_pb2.Ready) -> list[ReadyBlock]:
+    return [ReadyBlock(block.index, block.block, block.digest) for block in message.blocks]
+
+
+FINISH = {
+    Finish.STOP: common_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}

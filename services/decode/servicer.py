@@ -1,0 +1,321 @@
+"""The decode worker: reserves room, gets the prompt's KV, and generates.
+
+    Decode(stream)   reserve ─▶ admitted ─┬─ prefill elsewhere: stream ▶ pull blocks ▶ Release ▶ commit ─┬─▶ tokens ─▶ ended
+                                          └─ prefill here ───────────────────────────────────────────────┘
+
+The first token goes up as soon as the prefill worker has sampled it, while blocks are still on their way. Blocks that
+were read are used only after the source has confirmed that it held them until the last read was over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import monotonic
+
+import grpc
+
+from engine import hashing
+from engine.loop import Watch
+from engine.sequence import Finish, Sequence
+from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
+from kvtransfer.pull import Pull, PullStats
+from kvtransfer.transport import measure_link
+from services.convert import FINISH, ready_from, sampling_from
+from services.decode.sources import Sources
+from services.server import Channels
+from services.view import ClusterView
+from services.worker import Worker, block_reader, load_engine
+from tandem.errors import (
+    Busy,
+    DataLoss,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    InternalError,
+    PreconditionFailed,
+    TandemError,
+    Unavailable,
+)
+from tandem.settings import Settings
+from tandem.status import known
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
+
+# Output room reserved with the prompt, in tokens: the first stretch, so that a joining stream is not preempted at once.
+AHEAD_TOKENS = 64
+PROBE_BYTES = 64 * 2**20
+
+
+@dataclass
+class _Handover:
+    """What the prefill elsewhere left behind: the watch on the running sequence, or a sequence that ended at once."""
+
+    watch: Watch | None = None
+    finish: Finish | None = None
+    report: common_pb2.TransferReport | None = None
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, worker: Worker, sources: Sources, digest_block: DigestBlock) -> None:
+        self._worker = worker
+        self._sources = sources
+        self._digest_block = digest_block
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        started = monotonic()
+        sequence = _sequence(request)
+        async with self._worker.in_progress(sequence.id):
+            try:
+                await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
+                admitted = decode_pb2.Admitted(
+                    incarnation=self._worker.incarnation, cached_tokens=min(sequence.cached, sequence.prompt_len)
+                )
+                yield decode_pb2.DecodeResponse(admitted=admitted)
+                handover = _Handover()
+                if request.HasField("prefill"):
+                    events = self._prefill_elsewhere(request, sequence, started, handover, context.time_remaining())
+                    async with aclosing(events):
+                        async for event in events:
+                            yield event
+                else:
+                    handover.watch = await self._worker.loop.join(sequence, None)
+                if handover.watch is not None:
+                    async with aclosing(self._generate(sequence, handover, started)) as tokens:
+                        async for event in tokens:
+                            yield event
+                assert handover.finish is not None
+                ended = decode_pb2.Ended(
+                    reason=FINISH[handover.finish], transfer=handover.report, preemptions=sequence.preemptions
+                )
+                yield decode_pb2.DecodeResponse(ended=ended)
+            finally:
+                await self._worker.loop.drop(sequence.id)
+
+    async def _prefill_elsewhere(
+        self,
+        request: decode_pb2.DecodeRequest,
+        sequence: Sequence,
+        started: float,
+        handover: _Handover,
+        remaining: float | None,
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """Get the KV from the named prefill worker and commit it. Yields the first token meanwhile."""
+        reserved = monotonic()
+        where = request.prefill
+        pull: Pull | None = None
+        first: prefill_pb2.FirstToken | None = None
+        first_at = 0.0
+        try:
+            source = await self._sources.get(where.worker_id, where.incarnation, where.address)
+        except TandemError as error:
+            raise _from_below(error, where.worker_id) from error
+        call = source.stub.Prefill(self._prefill_request(request, sequence), timeout=remaining)
+        try:
+            async for event in call:
+                if event.HasField("opened"):
+                    pull = self._open_pull(source.peer, event.opened, sequence)
+                elif event.HasField("first_token"):
+                    first, first_at = event.first_token, monotonic()
+                    yield _first_token(first, sequence, started, reserved, first_at)
+                    handover.finish = _ends_at_once(sequence, first.token_id)
+                    if handover.finish is not None:
+                        return  # nobody needs the KV; leaving ends the stream and with it the lease
+                else:
+                    if pull is None:
+                        raise InternalError(f"{where.worker_id} announced blocks before it opened a transfer")
+                    await pull.add(ready_from(event.ready))
+                    if event.ready.last:
+                        break
+            if pull is None or first is None:
+                raise Unavailable(f"{where.worker_id} ended the prefill stream early", reason="PREFILL_LOST")
+            stats = await pull.finish()
+            await source.stub.ReleaseTransfer(
+                prefill_pb2.ReleaseTransferRequest(
+                    transfer_id=pull.ticket.transfer_id,
+                    generation=pull.ticket.generation,
+                    incarnation=pull.ticket.incarnation,
+                ),
+                timeout=self._worker.settings.transfer_timeout_s,
+            )
+            # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
+            handover.watch = await self._worker.loop.join(sequence, first.token_id)
+            handover.report = _report(stats, exposed=monotonic() - first_at)
+        except (grpc.RpcError, TandemError) as error:
+            raise _from_below(known(error, "prefill"), where.worker_id) from error
+        finally:
+            call.cancel()
+            if pull is not None:
+                await pull.abort()  # nothing may be written into our blocks after they are given back
+
+    async def _generate(
+        self, sequence: Sequence, handover: _Handover, started: float
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """Stream what the engine samples; the tokens of several steps in one message when the reader is behind."""
+        assert handover.watch is not None
+        joined = monotonic()
+        first_step: float | None = None
+        is_first = handover.report is None  # prefilled here: the first token is still to come
+        while handover.finish is None:
+            news = await handover.watch.next()
+            if first_step is None:
+                first_step = news[0].started
+            tokens = [item.progress.token for item in news if item.progress.token is not None]
+            handover.finish = news[-1].progress.finish
+            if not tokens:
+                continue
+            # Where the first of them stands: `len(sequence.tokens)` may be ahead, the engine does not wait for readers.
+            position = next(item.progress.done for item in news if item.progress.token is not None)
+            message = decode_pb2.Tokens(position=position, token_ids=tokens)
+            if is_first:
+                is_first = False
+                at = next(item.ended for item in news if item.progress.token is not None)
+                timing = common_pb2.PrefillTiming(
+                    queue_seconds=first_step - joined,
+                    compute_seconds=at - first_step,
+                    cached_tokens=sequence.cached,
+                    computed_tokens=position - sequence.cached,
+                )
+                message.first.CopyFrom(
+                    decode_pb2.FirstTokenTiming(
+                        total_seconds=monotonic() - started,
+                        admit_seconds=joined - started,
+                        prefill=timing,
+                        path=common_pb2.PATH_LOCAL,
+                    )
+                )
+            yield decode_pb2.DecodeResponse(tokens=message)
+
+    def _prefill_request(self, request: decode_pb2.DecodeRequest, sequence: Sequence) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=f"{request.request_id}/{request.attempt}",
+            token_ids=request.token_ids,
+            prompt_tokens=request.prompt_tokens,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            skip_blocks=sequence.cached // self._worker.engine.pool.block_size,
+            layout_hash=self._worker.layout_hash,
+            incarnation=request.prefill.incarnation,
+        )
+
+    def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:
+        """Expect exactly the blocks of the prompt that are not cached here, each for its own place."""
+        pool = self._worker.engine.pool
+        contexts = hashing.chain(sequence.tokens, pool.block_size, sequence.salt, partial=True)
+        missing = range(sequence.cached // pool.block_size, len(contexts))
+        table = pool.table(sequence.id)
+        return Pull(
+            self._worker.transport,
+            peer,
+            Ticket(opened.transfer_id, opened.generation, opened.incarnation),
+            {index: contexts[index] for index in missing},
+            {index: table[index] for index in missing},
+            self._digest_block,
+            self._worker.settings.transfer_timeout_s,
+        )
+
+    async def ProbePair(
+        self, request: decode_pb2.ProbePairRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.ProbePairResponse:
+        """Reads blocks whose content nobody uses into blocks that nobody has; gives them back afterwards."""
+        worker, where = self._worker, request.prefill
+        try:
+            source = await self._sources.get(where.worker_id, where.incarnation, where.address)
+        except IncompatibleLayout as error:
+            return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
+        pool = worker.engine.pool
+        count = max(1, min(PROBE_BYTES // worker.layout.block_bytes, pool.total // 4, source.peer.num_blocks))
+        owner = f"probe:{where.worker_id}"
+        async with worker.in_progress(owner):
+            try:
+                if await worker.loop.call(lambda: pool.take(owner, [], count)) is None:
+                    raise Busy(f"no {count} blocks are free for a probe now", reason="NO_ROOM", retry_after=1.0)
+                speed = await measure_link(worker.transport, source.peer, list(pool.table(owner)))
+            finally:
+                await worker.loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+        return decode_pb2.ProbePairResponse(
+            compatible=True, transport=worker.transport.link(source.peer), bytes_per_second=speed
+        )
+
+
+def _sequence(request: decode_pb2.DecodeRequest) -> Sequence:
+    return Sequence(
+        id=f"sequence:{request.request_id}/{request.attempt}",
+        tokens=list(request.token_ids),
+        prompt_len=request.prompt_tokens,
+        limit=request.prompt_tokens + request.max_tokens,
+        stop_ids=frozenset(request.stop_token_ids),
+        sampling=sampling_from(request.sampling),
+        salt=request.cache_salt,
+    )
+
+
+def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
+    """Whether the first token is also the last. Asked of a copy: the sequence itself takes the token when it joins."""
+    if token in sequence.stop_ids:
+        return Finish.STOP
+    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
+
+
+def _first_token(
+    first: prefill_pb2.FirstToken, sequence: Sequence, started: float, reserved: float, now: float
+) -> decode_pb2.DecodeResponse:
+    timing = decode_pb2.FirstTokenTiming(
+        total_seconds=now - started,
+        admit_seconds=reserved - started,
+        prefill=first.timing,
+        path=common_pb2.PATH_DISAGGREGATED,
+    )
+    tokens = decode_pb2.Tokens(position=len(sequence.tokens), token_ids=[first.token_id], first=timing)
+    return decode_pb2.DecodeResponse(tokens=tokens)
+
+
+def _report(stats: PullStats, exposed: float) -> common_pb2.TransferReport:
+    return common_pb2.TransferReport(
+        transport=stats.transport,
+        bytes=stats.bytes,
+        blocks=stats.blocks,
+        seconds=stats.seconds,
+        exposed_seconds=max(0.0, exposed),
+    )
+
+
+def _from_below(error: TandemError, source: str) -> TandemError:
+    """An error of the hop below, for the hop above: what the router needs to know is whom to avoid and whether to try
+    again, which it reads from the class and the reason."""
+    if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded):
+        return type(error)(f"{source}: {error.message}", reason=error.reason)
+    if isinstance(error, Unavailable | PreconditionFailed):  # dead, restarted, draining, or it revoked the transfer
+        return Unavailable(f"{source}: {error.message}", reason="PREFILL_LOST")
+    return error
+
+
+async def start(settings: Settings, worker_id: str) -> Worker:
+    """A ready decode worker. Raises CheckpointRefused and SettingsError before anything listens."""
+    engine = await load_engine(settings, lambda line: None)
+    worker = DecodeWorker("decode", settings, worker_id, engine)
+    await worker.start(["tandem.v1.DecodeService"])
+    return worker
+
+
+class DecodeWorker(Worker):
+    """A Worker that also follows the prefill pool, to be connected before a request needs it."""
+
+    async def start(self, services: list[str]) -> None:
+        read = block_reader(self.engine.pages)
+        self._channels = Channels()
+        self._view = ClusterView(self.registry, self.settings.heartbeat_s * 2)
+        sources = Sources(self.transport, self.layout, self._channels)
+        servicer = DecodeServicer(self, sources, lambda block, context: digest(read(block), context))
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
+        await self._view.start()
+        await super().start(services)
+        self._following = asyncio.create_task(sources.follow(self._view), name="follow-prefill-pool")
+
+    async def close(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        await self._view.stop()
+        await self._channels.close()

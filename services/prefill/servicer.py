@@ -1,0 +1,157 @@
+"""The prefill worker: computes a prompt's KV and first token, offers the blocks, and holds them until released.
+
+    Prefill(stream)   opened ▶ ready(blocks 0-3) ▶ ready(4-7) ▶ first_token ▶ ready(8, last) ▶ ... open until released
+    ReleaseTransfer                                                                         ▶ "held until now", once
+
+Blocks are freed on release, when the stream ends for any other reason (the caller cancelled, its deadline passed), and
+when keepalive finds the caller's machine gone, which ends the stream. Revoking comes before freeing, always: a release
+that comes later must not say yes for blocks that somebody else may have by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import monotonic
+
+import grpc
+
+from engine import hashing
+from engine.loop import Timed
+from engine.sequence import Sequence
+from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
+from kvtransfer.source import Source
+from services.convert import peer_to, ready_to, sampling_from
+from services.worker import Worker, block_reader, load_engine
+from tandem.errors import IncompatibleLayout, StaleTransfer
+from tandem.settings import Settings
+from tandem.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, worker: Worker, digest_block: DigestBlock) -> None:
+        self._worker = worker
+        self._source = Source(worker.incarnation, digest_block)
+        self._released: dict[Ticket, asyncio.Event] = {}
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        worker = self._worker
+        self._check(request)
+        ticket = self._source.open(request.request_id)
+        owner = f"transfer:{ticket.transfer_id}#{ticket.generation}"
+        released = self._released[ticket] = asyncio.Event()
+        try:
+            async with worker.in_progress(owner):
+                try:
+                    with worker.transport.serving():
+                        yield prefill_pb2.PrefillResponse(
+                            opened=prefill_pb2.Opened(
+                                transfer_id=ticket.transfer_id,
+                                generation=ticket.generation,
+                                incarnation=ticket.incarnation,
+                            )
+                        )
+                        async with aclosing(self._compute(request, ticket, owner)) as events:
+                            async for event in events:
+                                yield event
+                        await released.wait()  # bounded by the call's deadline; a dead peer cancels it
+                finally:
+                    self._source.revoke_ticket(ticket, "its stream has ended")
+                    await worker.loop.drop(owner)
+        finally:
+            self._source.revoke_ticket(ticket, "its stream was refused")
+            del self._released[ticket]
+
+    async def _compute(
+        self, request: prefill_pb2.PrefillRequest, ticket: Ticket, owner: str
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
+        tokens = list(request.token_ids)
+        pool = self._worker.engine.pool
+        contexts = hashing.chain(tokens, pool.block_size, request.cache_salt, partial=True)
+        sequence = Sequence(
+            id=owner,
+            tokens=list(tokens),
+            prompt_len=request.prompt_tokens,
+            limit=len(tokens) + 1,
+            sampling=sampling_from(request.sampling),
+            salt=request.cache_salt,
+            handoff=True,
+        )
+        arrived = monotonic()
+        watch = await self._worker.loop.add(sequence)
+        announced, first_step = request.skip_blocks, None
+        while True:
+            news = await watch.next()
+            first_step = first_step if first_step is not None else news[0].started
+            latest = news[-1].progress
+            finished = latest.token is not None
+            if finished:
+                yield _first_token(sequence, news[-1], arrived, first_step, len(tokens))
+            # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
+            final = len(contexts) if finished else latest.done // pool.block_size
+            if final > announced or finished:
+                offers = [
+                    Offer(index, pool.table(owner)[index], contexts[index]) for index in range(announced, final)
+                ]
+                ready = await asyncio.to_thread(self._source.announce, ticket, offers)
+                announced = max(announced, final)
+                yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished))
+            if finished:
+                return
+
+    async def ReleaseTransfer(
+        self, request: prefill_pb2.ReleaseTransferRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.ReleaseTransferResponse:
+        ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
+        self._source.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until this line
+        self._released[ticket].set()
+        return prefill_pb2.ReleaseTransferResponse()
+
+    async def GetPeer(
+        self, request: prefill_pb2.GetPeerRequest, context: grpc.aio.ServicerContext
+    ) -> prefill_pb2.GetPeerResponse:
+        return prefill_pb2.GetPeerResponse(
+            peer=peer_to(self._worker.transport.peer()), layout_json=self._worker.layout.to_json()
+        )
+
+    def _check(self, request: prefill_pb2.PrefillRequest) -> None:
+        worker = self._worker
+        if request.incarnation != worker.incarnation:
+            raise StaleTransfer(
+                f"{worker.worker_id} lives as {worker.incarnation}, not as {request.incarnation}; look it up again",
+                reason="STALE_INCARNATION",
+            )
+        if request.layout_hash != worker.layout_hash:
+            raise IncompatibleLayout(
+                f"{worker.worker_id} has KV layout {worker.layout_hash}, the caller {request.layout_hash};"
+                " `tandem doctor` names the differences"
+            )
+
+
+def _first_token(
+    sequence: Sequence, timed: Timed, arrived: float, first_step: float, prompt: int
+) -> prefill_pb2.PrefillResponse:
+    timing = common_pb2.PrefillTiming(
+        queue_seconds=first_step - arrived,
+        compute_seconds=timed.ended - first_step,
+        cached_tokens=sequence.cached,
+        computed_tokens=prompt - sequence.cached,
+    )
+    token = timed.progress.token
+    assert token is not None
+    return prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=token, timing=timing))
+
+
+async def start(settings: Settings, worker_id: str) -> Worker:
+    """A ready prefill worker. Raises CheckpointRefused and SettingsError before anything listens."""
+    engine = await load_engine(settings, lambda line: None)
+    worker = Worker("prefill", settings, worker_id, engine)
+    read = block_reader(engine.engine.pages)
+    servicer = PrefillServicer(worker, lambda block, context: digest(read(block), context))
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, worker.grpc.server)
+    await worker.start(["tandem.v1.PrefillService"])
+    return worker

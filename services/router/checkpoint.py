@@ -1,0 +1,24 @@
+"""Where a checkpoint's files are, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.errors import CheckpointRefused
+
+
+def local_folder(model: str) -> Path:
+    """The folder of a checkpoint. A hub id is looked up in (or fetched into) the Hugging Face cache: tokenizer and
+    template only. Raises CheckpointRefused."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointRefused(
+            f"{model} is neither a folder nor a model that the hub gives; check the name, or download it first"
+        ) from error

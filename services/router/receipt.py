@@ -1,0 +1,133 @@
+"""The account of one request: what happened when, and a receipt whose phases add up to the time to first token.
+
+    arrived ─tokenize─▶ admitted ─queue─▶ dispatched ─dispatch─▶│at decode: reserve, handoff, prefill_queue, prefill_compute│─▶ first token
+                                   ▲─────────retries──────────┘
+
+Each process measures durations on its own clock; a hop is what the caller measured minus what the callee says that it
+spent itself. So the sum is the router's own time to first token, by construction and without comparing two clocks.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from services.router.admit import Job
+from services.router.policy import Placement
+from tandem.errors import TandemError
+from tandem.v1 import common_pb2, decode_pb2, generation_pb2
+
+
+class Account:
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived
+        self.attempts = 0
+        self._admitted = arrived
+        self._queued = 0.0  # waiting for a placement, before the first token
+        self._retries = 0.0  # attempts that failed or were refused, before the first token
+        self._dispatched = arrived
+        self._placement: Placement | None = None
+        self._first: decode_pb2.FirstTokenTiming | None = None
+        self._attempt_first: decode_pb2.FirstTokenTiming | None = None
+        self._first_at = 0.0  # when the first token had come up to the router
+        self._last_at = 0.0
+        self._ttft = 0.0
+        self._before_dispatch = 0.0
+        self._sent = 0
+        self._ended: decode_pb2.Ended | None = None
+        self._preemptions = 0
+
+    def admitted(self) -> None:
+        self._admitted = monotonic()
+
+    def placed(self, placement: Placement, waited: float) -> None:
+        self._placement = placement
+        if self._first is None:
+            self._queued += waited
+
+    def dispatched(self) -> None:
+        self.attempts += 1
+        self._attempt_first = None
+        self._dispatched = monotonic()
+
+    def refused(self) -> None:
+        """The decode worker had no room after all; that is no attempt, only time."""
+        self.attempts -= 1
+        self._count_lost()
+
+    def failed(self, error: TandemError) -> None:
+        self._count_lost()
+
+    def first_token(self, timing: decode_pb2.FirstTokenTiming) -> None:
+        """The first token of an attempt; of the first attempt that came so far, it is the request's."""
+        self._attempt_first = timing
+        if self._first is None:
+            self._first = timing
+            self._first_at = monotonic()
+            self._before_dispatch = self._dispatched - self.arrived
+
+    def sent(self, tokens: int) -> None:
+        self._last_at = monotonic()
+        if self._sent == 0:
+            self._ttft = self._last_at - self.arrived
+        self._sent += tokens
+
+    def ended(self, ended: decode_pb2.Ended) -> None:
+        self._ended = ended
+        self._preemptions += ended.preemptions
+
+    def receipt(self, job: Job, model: str) -> generation_pb2.Receipt:
+        placement, last = self._placement, self._attempt_first
+        assert placement is not None and self._first is not None
+        notes = list(job.notes)
+        if placement.prefill is None:
+            notes.append(f"prefilled on the decode worker: {placement.why_local}")
+        after_first = self._last_at - self.arrived - self._ttft
+        return generation_pb2.Receipt(
+            request_id=job.request_id,
+            model=model,
+            path=last.path if last else self._first.path,
+            prefill_worker=placement.prefill.worker_id if placement.prefill else "",
+            decode_worker=placement.decode.worker_id,
+            prompt_tokens=job.prompt_len,
+            completion_tokens=job.generated,
+            cached_tokens=min(self._first.prefill.cached_tokens, job.prompt_len),
+            seed=job.sampling.seed,
+            ttft_seconds=self._ttft,
+            phases=[_phase(name, seconds) for name, seconds in self._phases()],
+            tpot_seconds=after_first / (job.generated - 1) if job.generated > 1 else 0.0,
+            total_seconds=monotonic() - self.arrived,
+            transfer=self._transfer(),
+            attempts=self.attempts,
+            notes=notes,
+            preemptions=self._preemptions,
+        )
+
+    def _phases(self) -> list[tuple[str, float]]:
+        first = self._first
+        assert first is not None
+        inside = first.prefill.queue_seconds + first.prefill.compute_seconds
+        tokenize = self._admitted - self.arrived
+        # What the router did between admission and dispatch, other than waiting and failing, belongs to the queue.
+        queue = self._before_dispatch - tokenize - self._retries
+        return [
+            ("tokenize", tokenize),
+            ("queue", queue),
+            *([("retries", self._retries)] if self._retries else []),
+            ("dispatch", self._first_at - self.arrived - self._before_dispatch - first.total_seconds),
+            ("reserve", first.admit_seconds),
+            ("handoff", first.total_seconds - first.admit_seconds - inside),
+            ("prefill_queue", first.prefill.queue_seconds),
+            ("prefill_compute", first.prefill.compute_seconds),
+            ("deliver", self.arrived + self._ttft - self._first_at),
+        ]
+
+    def _transfer(self) -> common_pb2.TransferReport | None:
+        return self._ended.transfer if self._ended and self._ended.HasField("transfer") else None
+
+    def _count_lost(self) -> None:
+        if self._first is None:
+            self._retries += monotonic() - self._dispatched
+
+
+def _phase(name: str, seconds: float) -> generation_pb2.Phase:
+    return generation_pb2.Phase(name=name, seconds=seconds)

@@ -1,0 +1,291 @@
+"""The router: text in, text out. Knows no torch.
+
+    Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise ─▶ client
+                          ▲            │ it, or the prefill worker behind it, died
+                          └────────────┘ placed again with the tokens sent so far: same seed and positions, same tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from time import monotonic
+
+import grpc
+import structlog
+
+from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from services.router.admin import AdminServicer
+from services.router.admit import Job, ModelFacts, admit
+from services.router.checkpoint import local_folder
+from services.router.placer import Placer
+from services.router.policy import Placement
+from services.router.receipt import Account
+from services.router.text import Text
+from services.server import Channels, GrpcServer
+from services.view import ClusterView
+from tandem.errors import (
+    Busy,
+    DataLoss,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    InternalError,
+    NoWorker,
+    ResumeFailed,
+    TandemError,
+    Unavailable,
+    WorkerLost,
+)
+from tandem.settings import Settings
+from tandem.status import from_rpc
+from tandem.v1 import (
+    admin_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
+
+log = structlog.get_logger(__name__)
+LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, settings: Settings, view: ClusterView, text: Text, channels: Channels) -> None:
+        self._settings = settings
+        self._view = view
+        self._text = text
+        self._channels = channels
+        self._placer = Placer(view, settings.queue_timeout_s)
+        self._model: ModelFacts | None = None
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        account = Account(monotonic())
+        deadline = account.arrived + min(context.time_remaining() or 1e9, self._settings.request_timeout_s)
+        job = await self._admit(request)
+        account.admitted()
+        started = generation_pb2.Started(
+            request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len
+        )
+        yield generation_pb2.GenerateResponse(started=started)
+        text = self._text.stream()
+        async with aclosing(self._tokens(job, account, deadline)) as stretches:
+            async for tokens in stretches:
+                # A stop token is among the ids and not in the text.
+                visible = tokens[:-1] if tokens[-1] in job.stop_ids else tokens
+                delta = generation_pb2.Delta(
+                    index=job.generated - len(tokens), token_ids=tokens, text=text.push(visible)
+                )
+                account.sent(len(tokens))
+                yield generation_pb2.GenerateResponse(delta=delta)
+        finished = generation_pb2.Finished(
+            reason=job.finish(), text=text.finish(), receipt=account.receipt(job, self._settings.model)
+        )
+        yield generation_pb2.GenerateResponse(finished=finished)
+
+    async def _tokens(self, job: Job, account: Account, deadline: float) -> AsyncGenerator[list[int], None]:
+        """The completion, in stretches, across as many attempts as it takes. Each stretch is in the journal already."""
+        while job.finish() is None:
+            waiting_since = monotonic()
+            remaining = deadline - waiting_since
+            if remaining <= 0:
+                raise DeadlineExceeded(f"the deadline passed after {job.generated} tokens", field="deadline")
+            limit = job.prompt_len + job.max_tokens
+            async with self._placer.placed(len(job.tokens), limit, remaining) as placement:
+                account.placed(placement, waited=monotonic() - waiting_since)
+                try:
+                    async with aclosing(self._attempt(job, placement, account, deadline)) as stretches:
+                        async for tokens in stretches:
+                            yield tokens
+                except Busy:
+                    self._placer.said_no(placement.decode)
+                    account.refused()
+                except (Unavailable, DataLoss, IncompatibleLayout) as error:
+                    self._blame(error, placement)
+                    account.failed(error)
+                    job.notes.append(f"attempt {account.attempts} at token {job.generated}: {error.message}")
+                    log.warning("attempt.failed", request=job.request_id, attempt=account.attempts, error=error.message)
+                    if account.attempts >= self._settings.max_attempts:
+                        raise _given_up(job, account, error) from error
+
+    async def _attempt(
+        self, job: Job, placement: Placement, account: Account, deadline: float
+    ) -> AsyncGenerator[list[int], None]:
+        """One decode worker's stream. Adds to the journal what it yields."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(placement.decode.address))
+        account.dispatched()
+        request = _decode_request(job, placement, account.attempts)
+        call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
+        try:
+            async for event in call:
+                if event.HasField("tokens"):
+                    if event.tokens.position != len(job.tokens):
+                        raise InternalError(
+                            f"{placement.decode.worker_id} sent position {event.tokens.position},"
+                            f" expected {len(job.tokens)}; the stream was stopped to keep it exact"
+                        )
+                    job.tokens.extend(event.tokens.token_ids)
+                    if event.tokens.HasField("first"):
+                        account.first_token(event.tokens.first)
+                    yield list(event.tokens.token_ids)
+                elif event.HasField("ended"):
+                    account.ended(event.ended)
+                    return
+            raise WorkerLost(f"{placement.decode.worker_id} ended the stream early")
+        except grpc.RpcError as error:
+            known = from_rpc(error)
+            if isinstance(known, WorkerLost) and known.reason == WorkerLost.default_reason:
+                raise WorkerLost(f"{placement.decode.worker_id}: {known.message}", reason="DECODE_LOST") from error
+            raise known from error
+        finally:
+            call.cancel()
+
+    def _blame(self, error: TandemError, placement: Placement) -> None:
+        """Who should get nothing new for a while. A digest mismatch is nobody's death: the same pair may try again."""
+        if error.reason == "PREFILL_LOST" or isinstance(error, IncompatibleLayout):
+            if placement.prefill:
+                self._placer.suspect(placement.prefill)
+        elif isinstance(error, Unavailable):
+            self._placer.suspect(placement.decode)
+
+    async def _admit(self, request: generation_pb2.GenerateRequest) -> Job:
+        model = self._facts()
+        if request.ByteSize() > LONG_TEXT_BYTES:
+            return await asyncio.to_thread(admit, request, self._text, model)
+        return admit(request, self._text, model)
+
+    def _facts(self) -> ModelFacts:
+        """What the decode workers say; the last known answer while none lives. Raises NoWorker before the first."""
+        records = self._view.of_role("decode")
+        if records:
+            longest = max(records, key=lambda record: record.max_model_len)
+            self._model = ModelFacts(
+                name=longest.model,
+                context=longest.max_model_len,
+                vocab_size=longest.vocab_size,
+                eos_token_ids=tuple(longest.eos_token_ids),
+            )
+        if self._model is None:
+            raise NoWorker("no decode worker has come up yet; `tandem workers` shows the pools", retry_after=2.0)
+        return self._model
+
+    async def GetModelInfo(
+        self, request: generation_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.GetModelInfoResponse:
+        model = self._facts()
+        return generation_pb2.GetModelInfoResponse(
+            model=self._settings.model,
+            max_context_tokens=model.context,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_tokenizer=self._text.tokenizer is not None,
+            has_chat_template=self._text.template is not None,
+        )
+
+
+def _decode_request(job: Job, placement: Placement, attempt: int) -> decode_pb2.DecodeRequest:
+    request = decode_pb2.DecodeRequest(
+        request_id=job.internal_id,
+        attempt=attempt,
+        token_ids=job.tokens,
+        prompt_tokens=job.prompt_len,
+        max_tokens=job.max_tokens,
+        sampling=job.sampling,
+        stop_token_ids=job.stop_ids,
+        cache_salt=job.salt,
+    )
+    if placement.prefill:
+        request.prefill.worker_id = placement.prefill.worker_id
+        request.prefill.incarnation = placement.prefill.incarnation
+        request.prefill.address = placement.prefill.address
+    return request
+
+
+def _given_up(job: Job, account: Account, error: TandemError) -> TandemError:
+    """After the first token a client must not take the failure for "nothing happened"."""
+    message = f"given up after {account.attempts} attempts: {error.message}"
+    if job.generated:
+        return ResumeFailed(f"{message}; {job.generated} tokens had been sent")
+    return type(error)(message, reason=error.reason, retry_after=1.0)
+
+
+class Router:
+    """One life of one router process."""
+
+    def __init__(self, settings: Settings, worker_id: str, text: Text) -> None:
+        self.settings = settings
+        self.worker_id = worker_id
+        self.incarnation = secrets.token_hex(8)
+        self.address = ""
+        self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
+        self.view = ClusterView(self.registry, settings.heartbeat_s)
+        self.channels = Channels()
+        self.grpc = GrpcServer(max_message_bytes=settings.max_prompt_bytes)
+        generation = GenerationServicer(settings, self.view, text, self.channels)
+        admin = AdminServicer(settings, self.registry, self.view, self.channels)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
+        self._record = WorkerRecord(
+            worker_id=worker_id,
+            role="router",
+            state=State.STARTING,
+            pid=os.getpid(),
+            incarnation=self.incarnation,
+            address="",
+            model=settings.model,
+        )
+        self._heartbeat = Heartbeat(self.registry, lambda: self._record, settings.heartbeat_s)
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._following: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    async def start(self) -> None:
+        await self.view.start()
+        self.address = await self.grpc.start(
+            self.settings.host, self.settings.port, ["tandem.v1.GenerationService", "tandem.v1.AdminService"]
+        )
+        self._record = replace(self._record, state=State.READY, address=self.address)
+        await self._heartbeat.start()
+        self._following = asyncio.create_task(self._follow(), name="warm-channels")
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._ended)
+
+    async def stop(self, grace_s: float) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._record = replace(self._record, state=State.DRAINING)
+        self._heartbeat.changed()
+        await self.grpc.stop(grace_s)
+        if self._following:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self._heartbeat.stop()
+        await self.view.stop()
+        await self.channels.close()
+        await self.registry.close()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _follow(self) -> None:
+        """Connect to workers before a request needs them, and hang up on those that are gone."""
+        async for workers in self.view.updates():
+            addresses = {record.address for record in workers.values() if record.role != "router"}
+            await self.channels.keep_only(addresses)
+            for address in addresses:
+                self.channels.to(address).get_state(try_to_connect=True)
+
+
+async def start(settings: Settings, worker_id: str) -> Router:
+    """A router that listens on settings.port. Raises SettingsError (port in use), CheckpointRefused (tokenizer)."""
+    text = await asyncio.to_thread(lambda: Text.load(local_folder(settings.model)))
+    router = Router(settings, worker_id, text)
+    await router.start()
+    return router

@@ -1,0 +1,231 @@
+"""What a prefill worker and a decode worker have in common: an engine, its pages on a transport, a gRPC server, a
+record in the registry, a ledger, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import monotonic
+
+import grpc
+import structlog
+import torch
+
+from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from engine.build import build_engine
+from engine.loop import EngineLoop
+from engine.pages import Pages
+from kvtransfer.blocks import Region
+from kvtransfer.transport import make_transport
+from services.server import GrpcServer
+from tandem.errors import InternalError, TandemError, Unavailable
+from tandem.settings import Settings
+from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """One life of one worker process. `start` it, then `wait` for its end or `stop` it."""
+
+    def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineLoop) -> None:
+        self.role = role
+        self.settings = settings
+        self.worker_id = worker_id
+        self.incarnation = secrets.token_hex(8)
+        self.loop = engine
+        self.engine = engine.engine
+        self.layout = self.engine.pages.layout
+        self.layout_hash = self.layout.hash()
+        self.transport = make_transport(
+            settings.transport, region_of(self.engine.pages), worker_id, self.incarnation, self.layout_hash
+        )
+        self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
+        self.grpc = GrpcServer()
+        self.address = ""
+        self.state = State.STARTING
+        self._open: dict[str, float] = {}  # requests in progress: id -> when they began
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
+        self._stopped = False
+        self._draining: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    async def start(self, services: list[str]) -> None:
+        """Everything must be added to `self.grpc.server` before."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
+        here = asyncio.get_running_loop()
+        self.loop.on_broken = functools.partial(here.call_soon_threadsafe, self._on_broken)
+        self.loop.start()
+        self.address = await self.grpc.start(self.settings.host, 0, [*services, "tandem.v1.WorkerService"])
+        self.state = State.READY
+        await self._heartbeat.start()
+        log.info("worker.ready", worker=self.worker_id, incarnation=self.incarnation, address=self.address)
+
+    async def wait(self) -> None:
+        """Until this worker has ended by itself: drained (returns) or broken (raises)."""
+        await asyncio.shield(self._ended)
+
+    async def drain(self, grace_s: float) -> tuple[int, int]:
+        """Take nothing new, let requests end for `grace_s` seconds. Returns how many ended and how many were left."""
+        self.state = State.DRAINING
+        self._heartbeat.changed()
+        await self.grpc.stop_accepting()
+        before = len(self._open)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("worker.drain_cut", worker=self.worker_id, requests=len(self._open))
+        return before - len(self._open), len(self._open)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drain, then end everything. Safe to call twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        await self.drain(grace_s)
+        await self._heartbeat.stop()
+        await self.grpc.stop(0.5)
+        await self.close()
+        self.loop.stop()
+        await asyncio.to_thread(self.transport.close)
+        await self.registry.close()
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def close(self) -> None:
+        """What a role has to end besides."""
+
+    def end_soon(self) -> None:
+        """Stop after the current call has been answered (a drain asked for over gRPC)."""
+        self._draining = asyncio.create_task(self.stop(0.0), name="stop-after-drain")
+
+    # ---- requests in progress
+
+    @asynccontextmanager
+    async def in_progress(self, name: str) -> AsyncIterator[None]:
+        """Accounts for one request; refuses it when this worker is on its way out."""
+        if self.state is not State.READY:
+            raise Unavailable(f"{self.worker_id} is draining; place the request elsewhere", reason="DRAINING")
+        if self.loop.broken:
+            raise self.loop.broken
+        self._open[name] = monotonic()
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            del self._open[name]
+            if not self._open:
+                self._idle.set()
+
+    # ---- what others see
+
+    def record(self) -> WorkerRecord:
+        scheduler, pool, model = self.engine.scheduler, self.engine.pool, self.engine.model
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            state=self.state,
+            pid=os.getpid(),
+            incarnation=self.incarnation,
+            address=self.address,
+            model=self.settings.model,
+            layout_hash=self.layout_hash,
+            max_model_len=min(model.max_model_len, pool.total * pool.block_size),
+            vocab_size=model.vocab_size,
+            eos_token_ids=list(model.eos_token_ids),
+            block_size=pool.block_size,
+            running=len(self._open),
+            waiting=len(scheduler.waiting),
+            max_running=scheduler.max_running,
+            blocks_total=pool.total,
+            blocks_held=pool.held,
+        )
+
+    def ref(self) -> common_pb2.WorkerRef:
+        return common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
+
+    async def ledger(self) -> common_pb2.Ledger:
+        """The books, read between two steps so that they stand still."""
+        return await self.loop.call(self._ledger)
+
+    def _ledger(self) -> common_pb2.Ledger:
+        pool, now = self.engine.pool, monotonic()
+        faults = pool.check(live=self.engine.sequences.keys() | self._open.keys())
+        forgotten = sorted(self.engine.sequences.keys() - self._open.keys())
+        faults += [f"{name} is in the engine, but no request is in progress for it" for name in forgotten]
+        entries = [
+            common_pb2.LedgerEntry(
+                owner=owner, blocks=pool.table(owner), age_seconds=now - self._open.get(owner, now)
+            )
+            for owner in pool.owners()
+        ]
+        return common_pb2.Ledger(
+            worker=self.ref(),
+            total=pool.total,
+            free=pool.free,
+            cached=pool.cached,
+            held=pool.held,
+            entries=entries,
+            faults=faults,
+        )
+
+    def _on_broken(self) -> None:
+        error: TandemError = self.loop.broken or InternalError("the engine broke")
+        self.state = State.DRAINING
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def GetLedger(
+        self, request: worker_pb2.GetLedgerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetLedgerResponse:
+        return worker_pb2.GetLedgerResponse(ledger=await self._worker.ledger())
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        finished, cut = await self._worker.drain(request.grace_seconds)
+        self._worker.end_soon()
+        return worker_pb2.DrainResponse(finished=finished, cut=cut)
+
+
+async def load_engine(settings: Settings, say: Callable[[str], None]) -> EngineLoop:
+    """Load and check the model on a thread, so that the event loop stays alive meanwhile."""
+    return EngineLoop(await asyncio.to_thread(build_engine, settings, say))
+
+
+def region_of(pages: Pages) -> Region:
+    on_host = pages.buffer.device.type == "cpu"
+    return Region(
+        address=pages.base_address,
+        num_blocks=pages.num_blocks,
+        block_bytes=pages.block_bytes,
+        device=pages.device_id,
+        memory="dram" if on_host else "vram",
+        keepalive=pages.buffer,
+    )
+
+
+def block_reader(pages: Pages) -> Callable[[int], memoryview]:
+    """Reads one block's bytes for its digest. From a GPU it is copied to the host first (not yet run on a GPU)."""
+    if pages.buffer.device.type == "cpu":
+        return pages.block_view
+
+    def copy(block: int) -> memoryview:
+        host: torch.Tensor = pages.buffer[block].cpu()
+        return memoryview(host.numpy())
+
+    return copy

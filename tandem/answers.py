@@ -1,0 +1,441 @@
+"""What the cluster answers, as plain values: completions, receipts, workers, ledgers, diagnoses.
+
+Everything here is frozen, compares by value and turns into JSON with `to_dict()`. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+from tandem.errors import InternalError
+from tandem.v1 import admin_pb2, common_pb2, generation_pb2
+
+FinishReason = Literal["stop", "length"]
+Path = Literal["disaggregated", "local", "unknown"]
+
+_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+_PATHS: dict[int, Path] = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
+
+
+class _Dict:
+    """Gives a dataclass `to_dict`."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, ready for json.dumps."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
+# ---- one request
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(_Dict):
+    """One movement of a request's KV from its prefill worker to its decode worker."""
+
+    transport: str
+    """What carried the bytes, for example "nixl:ucx:cma" or "nixl:ucx:tcp"."""
+    bytes: int
+    blocks: int
+    seconds: float
+    """Time in which at least one read was under way."""
+    exposed: float
+    """Seconds of it that prefill compute did not hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt(_Dict):
+    """The account of a finished request."""
+
+    request_id: str
+    model: str
+    path: Path
+    prefill_worker: str
+    """Empty when the path is local."""
+    decode_worker: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that nobody had to compute for this request."""
+    seed: int
+    ttft: float
+    """From the request's arrival at the router to the first token leaving it."""
+    phases: dict[str, float]
+    """The parts of `ttft` in their order; they add up to it."""
+    tpot: float
+    """Mean time per token after the first."""
+    total: float
+    transfer: Transfer | None
+    attempts: int
+    """1 when nothing went wrong."""
+    notes: list[str]
+    """A sentence for each resume and for each thing that did not run as configured."""
+    preemptions: int
+    client_ttft: float | None
+    """From sending to the first token's arrival, measured by this client; None when no token came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(_Dict):
+    """What one message of a stream adds. The last one has the finish reason and the receipt."""
+
+    text: str
+    """Whole code points only, so it may lag behind the ids."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(_Dict):
+    """A finished request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo(_Dict):
+    model: str
+    max_context_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+class StreamReader:
+    """Turns the events of one Generate call into pieces, and refuses a stream with a gap or without an end.
+
+    A stream that lost or repeated a message must never look like a shorter or longer answer.
+    Make it when the request is sent: it measures the time to the first token from there.
+    """
+
+    def __init__(self) -> None:
+        self._sent = perf_counter()
+        self._first_token: float | None = None  # seconds after sending
+        self._tokens = 0
+        self._finished = False
+
+    def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
+        """The piece in this event, or None if it has none. Raises InternalError on a gap."""
+        kind = event.WhichOneof("event")
+        if kind == "delta" and not self._finished:
+            return self._delta(event.delta)
+        if kind == "finished" and not self._finished:
+            self._finished = True
+            receipt = _receipt(event.finished.receipt, self._first_token)
+            return Piece(event.finished.text, [], _reason(event.finished.reason), receipt)
+        if self._finished:
+            raise InternalError("the server sent more after the end of the stream")
+        return None  # started, or an event of a newer server
+
+    def _delta(self, delta: generation_pb2.Delta) -> Piece:
+        if delta.index != self._tokens:
+            raise InternalError(f"the stream has a gap: token {self._tokens} was due and token {delta.index} came")
+        if delta.token_ids and self._first_token is None:
+            self._first_token = perf_counter() - self._sent
+        self._tokens += len(delta.token_ids)
+        return Piece(delta.text, list(delta.token_ids))
+
+    def end(self) -> None:
+        """The stream is over. Raises InternalError if it never said how it ended."""
+        if not self._finished:
+            raise InternalError("the stream ended without a receipt, so the text may be cut")
+
+
+def completion(pieces: list[Piece]) -> Completion:
+    """A whole stream as one value. The last piece is the one with the receipt (StreamReader saw to it)."""
+    reason, receipt = pieces[-1].finish_reason, pieces[-1].receipt
+    assert reason is not None
+    assert receipt is not None
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        finish_reason=reason,
+        receipt=receipt,
+    )
+
+
+def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model=answer.model,
+        max_context_tokens=answer.max_context_tokens,
+        vocab_size=answer.vocab_size,
+        eos_token_ids=list(answer.eos_token_ids),
+        has_tokenizer=answer.has_tokenizer,
+        has_chat_template=answer.has_chat_template,
+    )
+
+
+def _reason(reason: int) -> FinishReason:
+    if reason not in _REASONS:
+        raise InternalError(f"the stream ended for reason {reason}, which this client does not know; upgrade it")
+    return _REASONS[reason]
+
+
+def _receipt(receipt: generation_pb2.Receipt, client_ttft: float | None) -> Receipt:
+    return Receipt(
+        request_id=receipt.request_id,
+        model=receipt.model,
+        path=_PATHS.get(receipt.path, "unknown"),
+        prefill_worker=receipt.prefill_worker,
+        decode_worker=receipt.decode_worker,
+        prompt_tokens=receipt.prompt_tokens,
+        completion_tokens=receipt.completion_tokens,
+        cached_tokens=receipt.cached_tokens,
+        seed=receipt.seed,
+        ttft=receipt.ttft_seconds,
+        phases={phase.name: phase.seconds for phase in receipt.phases},
+        tpot=receipt.tpot_seconds,
+        total=receipt.total_seconds,
+        transfer=_transfer(receipt.transfer) if receipt.HasField("transfer") else None,
+        attempts=receipt.attempts,
+        notes=list(receipt.notes),
+        preemptions=receipt.preemptions,
+        client_ttft=client_ttft,
+    )
+
+
+def _transfer(report: common_pb2.TransferReport) -> Transfer:
+    return Transfer(report.transport, report.bytes, report.blocks, report.seconds, report.exposed_seconds)
+
+
+# ---- the cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Worker(_Dict):
+    """One worker as the router sees it."""
+
+    worker_id: str
+    role: str
+    state: str
+    """starting, ready, draining, suspect or gone."""
+    pid: int
+    incarnation: str
+    address: str
+    """host:port."""
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_held: int
+    """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
+    heartbeat_age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pools(_Dict):
+    """Every worker, and how many of each role are wanted. Iterates over the workers."""
+
+    workers: list[Worker]
+    wanted: dict[str, int]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(_Dict):
+    """What became of the requests of a drained worker."""
+
+    finished: int
+    cut: int
+    """Not done within the grace; they go on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(_Dict):
+    """Blocks with one owner."""
+
+    owner: str
+    """"sequence:<request>", "transfer:<id>#<generation>" or "reservation:<request>"."""
+    blocks: list[int]
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger(_Dict):
+    """Every KV block of one worker."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    total: int
+    free: int
+    cached: int
+    held: int
+    """Blocks with at least one owner; a shared one counts once."""
+    entries: list[Held]
+    faults: list[str]
+    """Sentences about what does not add up, the worker's own and this client's; empty when it balances."""
+
+    @property
+    def balanced(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Audit(_Dict):
+    """The ledgers of all workers, and the workers that did not answer with the reason."""
+
+    ledgers: list[Ledger]
+    unreachable: dict[str, str]
+
+    @property
+    def balanced(self) -> bool:
+        """Every worker answered and every ledger adds up."""
+        return not self.unreachable and all(ledger.balanced for ledger in self.ledgers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(_Dict):
+    """A prefill and a decode worker: whether KV may move between them, over what and how fast."""
+
+    prefill_worker: str
+    decode_worker: str
+    compatible: bool
+    differences: list[str]
+    """Why not, a sentence each."""
+    transport: str
+    bytes_per_second: float
+    """Of a probe transfer."""
+    error: str
+    """Why the probe failed; empty when it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(_Dict):
+    """What `tandem doctor` asks for."""
+
+    pairs: list[Pair]
+    registry_reachable: bool
+    registry_round_trip: float
+    versions: dict[str, str]
+    problems: list[str]
+    """What an operator should look at; empty when all is well."""
+
+
+def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
+    return Pools([_worker(worker) for worker in answer.workers], dict(answer.wanted))
+
+
+def audit(answer: admin_pb2.AuditResponse) -> Audit:
+    return Audit([_ledger(ledger) for ledger in answer.ledgers], dict(answer.unreachable))
+
+
+def diagnosis(answer: admin_pb2.DiagnoseResponse) -> Diagnosis:
+    return Diagnosis(
+        pairs=[_pair(pair) for pair in answer.pairs],
+        registry_reachable=answer.registry_reachable,
+        registry_round_trip=answer.registry_round_trip_seconds,
+        versions=dict(sorted(answer.versions.items())),
+        problems=list(answer.problems),
+    )
+
+
+def _worker(worker: admin_pb2.Worker) -> Worker:
+    return Worker(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        state=worker.state,
+        pid=worker.pid,
+        incarnation=worker.incarnation,
+        address=worker.address,
+        running=worker.running,
+        waiting=worker.waiting,
+        blocks_total=worker.blocks_total,
+        blocks_held=worker.blocks_held,
+        heartbeat_age=worker.heartbeat_age_seconds,
+    )
+
+
+def _ledger(ledger: common_pb2.Ledger) -> Ledger:
+    return Ledger(
+        worker_id=ledger.worker.worker_id,
+        incarnation=ledger.worker.incarnation,
+        address=ledger.worker.address,
+        total=ledger.total,
+        free=ledger.free,
+        cached=ledger.cached,
+        held=ledger.held,
+        entries=[Held(entry.owner, list(entry.blocks), entry.age_seconds) for entry in ledger.entries],
+        faults=[*ledger.faults, *_sums(ledger)],
+    )
+
+
+def _sums(ledger: common_pb2.Ledger) -> list[str]:
+    """The sums done again here, so that a ledger is believed for its numbers and not for its word."""
+    faults = []
+    counted = ledger.free + ledger.held + ledger.cached
+    if counted != ledger.total:
+        faults.append(
+            f"free {ledger.free} + held {ledger.held} + cached {ledger.cached} = {counted}, not total {ledger.total}"
+        )
+    owned = {block for entry in ledger.entries for block in entry.blocks}
+    if len(owned) != ledger.held:
+        faults.append(f"{ledger.held} blocks are held and {len(owned)} have an owner")
+    return faults
+
+
+def _pair(pair: admin_pb2.Pair) -> Pair:
+    return Pair(
+        prefill_worker=pair.prefill_worker,
+        decode_worker=pair.decode_worker,
+        compatible=pair.compatible,
+        differences=list(pair.differences),
+        transport=pair.transport,
+        bytes_per_second=pair.bytes_per_second,
+        error=pair.error,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(_Dict):
+    """A diagnosis in sentences."""
+
+    problems: list[str]
+    """Something does not work."""
+    degraded: list[str]
+    """It works, but slower than this machine could."""
+    slow_pairs: list[tuple[str, str]]
+    """The (prefill, decode) pairs of those sentences."""
+
+
+def examine(answer: Diagnosis, seen: Pools) -> Findings:
+    """Everything in the diagnosis that an operator should look at."""
+    problems = list(answer.problems)
+    if not answer.registry_reachable:
+        problems.append("the registry does not answer")
+    for pair in answer.pairs:
+        name = f"{pair.prefill_worker} and {pair.decode_worker}"
+        if pair.error:
+            problems.append(f"{name}: the probe failed: {pair.error}")
+        elif not pair.compatible:
+            problems.append(f"{name} do not fit: {'; '.join(pair.differences) or 'no reason given'}")
+    hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in seen}
+    slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
+    sentences = [
+        f"{pair.prefill_worker} and {pair.decode_worker} are on one host and talk over TCP ({pair.transport})"
+        for pair in slow
+    ]
+    pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
+    return Findings(list(dict.fromkeys(problems)), sentences, pairs)
+
+
+def _over_tcp_at_home(pair: Pair, hosts: Mapping[str, str]) -> bool:
+    """TCP between two workers of one host, where memory could be read directly. `hosts` is by worker id."""
+    prefill, decode = hosts.get(pair.prefill_worker), hosts.get(pair.decode_worker)
+    return "tcp" in pair.transport.split(":") and prefill is not None and prefill == decode

@@ -1,0 +1,356 @@
+"""The command line: `tandem up`, `generate`, `workers`, `scale`, `drain`, `audit`, `doctor`, `demo`.
+
+Facts go to stdout, with `--json` as one JSON value and nothing else; progress and errors go to stderr. The exit code
+is 0 only on success, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C. Commands import what they need when
+they run, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from tandem.errors import (
+    Busy,
+    DeadlineExceeded,
+    ResumeFailed,
+    SettingsError,
+    TandemError,
+    TooLarge,
+    Unavailable,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tandem.client import Options
+
+app = typer.Typer(
+    help="Serve language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+INTERRUPTED = 130
+
+Target = Annotated[
+    str, typer.Option("--target", metavar="HOST:PORT", envvar="TANDEM_TARGET", help="The cluster's router.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+LOCAL = "localhost:50051"
+
+
+def main() -> None:
+    """The `tandem` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character ends no stream
+    app(prog_name="tandem")
+
+
+# ---- the cluster's life
+
+
+@app.command()
+def up(
+    model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
+    port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster. [default: one of its own]")] = None,
+    transport: Annotated[str | None, typer.Option(help="What moves KV. [default: nixl]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of one worker. [default: measured]")] = None,
+    memory_utilization: Annotated[float | None, typer.Option(help="Share of free memory for KV.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in progress on one worker.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
+) -> None:
+    """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
+    given = dict(locals())
+    with _reported():
+        from tandem.settings import load
+
+        settings = load(**given)
+        from cluster.up import run_forever
+
+        raise typer.Exit(run_forever(settings))
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="A checkpoint folder. [default: the demo's own]")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages.")] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="For prompts that do not say.")] = 48,
+) -> None:
+    """Start a cluster, send it a file of prompts at once, show the streams and the receipts, stop it."""
+    with _reported():
+        from tandem.demo import run
+
+        raise typer.Exit(run(model, prompts, prefill=prefill, decode=decode, max_tokens=max_tokens))
+
+
+# ---- requests
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin.")],
+    target: Target = LOCAL,
+    as_json: AsJson = False,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids; print ids.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send PROMPT as a user's message.")] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message before it (with --chat).")
+    ] = None,
+    receipt: Annotated[bool, typer.Option("--receipt", help="Print the receipt after the text.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
+    min_p: Annotated[float | None, typer.Option(metavar="P")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="The same seed gives the same tokens.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on at the model's end tokens.")] = False,
+    request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
+) -> None:
+    """Stream a completion."""
+    if chat and token_ids:
+        raise typer.BadParameter("--chat and --token-ids exclude each other")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    # As bytes, so that the server is who judges what is not UTF-8.
+    source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
+    ids = _parse_ids(source) if token_ids else None
+    options: Options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+        "request_id": request_id,
+    }
+    if chat:
+        options["messages"] = _messages(system, source)
+    with _reported(target):
+        from tandem.answers import completion
+        from tandem.client import Client
+
+        pieces = []
+        with Client(target) as client:
+            given = None if chat else source if ids is None else ids
+            with closing(client.stream(given, timeout=timeout, **options)) as stream:
+                for piece in stream:
+                    pieces.append(piece)
+                    if not as_json:
+                        _write(piece.text if ids is None else "".join(f"{token} " for token in piece.token_ids))
+        answer = completion(pieces)
+        if as_json:
+            _print_json(answer.to_dict())
+            return
+        _write("\n")
+        if receipt:
+            from tandem import show
+
+            _write("\n")
+            _print(show.receipt(answer.receipt))
+
+
+def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:
+    said: list[dict[str, str | bytes]] = [{"role": "user", "content": user}]
+    if system is not None:
+        said.insert(0, {"role": "system", "content": system.encode(errors="surrogateescape")})
+    return said
+
+
+def _parse_ids(source: bytes) -> list[int]:
+    try:
+        return [int(word) for word in source.decode().replace(",", " ").split()]
+    except ValueError as error:
+        raise typer.BadParameter(f"with --token-ids the prompt is integers; {error}") from error
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():
+        from tandem.show import printable
+
+        text = printable(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+# ---- operators
+
+
+@app.command()
+def workers(target: Target = LOCAL, as_json: AsJson = False) -> None:
+    """List the workers: role, state, process, load and KV use."""
+    with _reported(target):
+        from tandem import show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer = client.workers()
+        _print_json(answer.to_dict()) if as_json else _print(show.pools(answer))
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N")],
+    target: Target = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """Set how many workers of a role are wanted; the cluster starts or drains workers until it has them."""
+    wanted = dict(_parse_size(size) for size in sizes)
+    if len(wanted) < len(sizes):
+        raise typer.BadParameter("name each pool once")
+    with _reported(target):
+        from tandem import show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer = client.scale(**wanted)
+        _print_json({"wanted": answer}) if as_json else print(f"wanted: {show.wanted(answer)}")
+
+
+def _parse_size(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    if role not in ("prefill", "decode") or not number.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not prefill=N or decode=N")
+    return role, int(number)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="An id that `tandem workers` shows.")],
+    grace: Annotated[float, typer.Option(metavar="SECONDS", help="How long its requests may still take.")] = 30.0,
+    target: Target = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a worker after its requests; those that outlast the grace go on elsewhere. Returns when it is drained."""
+    with _reported(target):
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer = client.drain(worker, grace)
+        if as_json:
+            _print_json(answer.to_dict())
+        else:
+            print(f"{worker} is drained: {answer.finished} requests finished, {answer.cut} went on elsewhere")
+
+
+@app.command()
+def audit(target: Target = LOCAL, as_json: AsJson = False) -> None:
+    """Show who owns every KV block of every worker. Fails unless free + held + cached = total everywhere."""
+    with _reported(target):
+        from tandem import show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer = client.audit()
+        _print_json({**answer.to_dict(), "balanced": answer.balanced}) if as_json else _print(show.audit(answer))
+        raise typer.Exit(0 if answer.balanced else 1)
+
+
+@app.command()
+def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
+    """Probe every prefill-decode pair, the registry and the versions. Fails if something needs a look."""
+    with _reported(target):
+        from tandem import show
+        from tandem.answers import examine
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer, seen = client.diagnose(), client.workers()
+        findings = examine(answer, seen)
+        if as_json:
+            _print_json({**answer.to_dict(), **findings.to_dict()})
+        else:
+            _print(show.diagnosis(answer, findings))
+        raise typer.Exit(1 if findings.problems else 0)
+
+
+# ---- output
+
+
+def _print(what: RenderableType) -> None:
+    from rich.console import Console
+
+    # Without a terminal nothing is cut: a pipe or a log is as wide as the table.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(what, crop=False)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+@contextmanager
+def _reported(target: str | None = None) -> Iterator[None]:
+    """Turns an error into a sentence on stderr and the exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader of our output has gone; so must we, without a second error at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except TandemError as error:
+        _fail(error, target)
+
+
+def _fail(error: TandemError, target: str | None) -> NoReturn:
+    print(f"error: {sentence(error, target)}", file=sys.stderr)
+    raise typer.Exit(2 if isinstance(error, SettingsError) else 1) from error
+
+
+def sentence(error: TandemError, target: str | None = None) -> str:
+    """The error for a person: what, where, the bound, and what to do."""
+    if target is not None and isinstance(error, WorkerLost) and _NOBODY.search(error.message):
+        why = error.message.rpartition(": ")[2]
+        return f"nothing answers at {target} ({why}); start a cluster with `tandem up`, or name one with --target"
+    what = error.message.strip().rstrip(".") or error.reason
+    if error.field and error.field not in what:
+        what = f"{error.field}: {what}"
+    if error.bound and error.bound not in what:
+        what += f" (allowed: {error.bound})"
+    advice = _advice(error)
+    return f"{what}; {advice}" if advice else what
+
+
+# What gRPC says when it reaches no server at all.
+_NOBODY = re.compile("failed to connect|DNS resolution failed", re.IGNORECASE)
+
+
+def _advice(error: TandemError) -> str:
+    if error.retry_after is not None:
+        return f"try again in {error.retry_after:g} s"
+    match error:
+        case Busy() | Unavailable():
+            return "try again"
+        case ResumeFailed():
+            return "send the request again"
+        case DeadlineExceeded():
+            return "allow more time with --timeout"
+        case TooLarge():
+            return "send less"
+    return ""

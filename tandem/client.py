@@ -1,0 +1,445 @@
+"""The client: text or token ids in, a completion or a stream of pieces out, over gRPC.
+
+    Client.generate ── collects ──▶ Client.stream ── build_request ──▶ Generate ── StreamReader ──▶ pieces
+    Client.workers, scale, drain, audit, diagnose, model_info ── one _Question each ──▶ a value of tandem.answers
+
+Client blocks and AsyncClient awaits; they differ in that alone. What is asked and how the answer is read is written
+once, outside of both. Every error is a class of tandem.errors. The server checks the values of a request; here only
+what cannot be put into a message is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from tandem import answers
+from tandem.answers import Audit, Completion, Diagnosis, Drained, ModelInfo, Piece, Pools
+from tandem.errors import InvalidRequest, TooLarge
+from tandem.status import from_rpc
+from tandem.v1 import admin_pb2, generation_pb2
+
+DEFAULT_TARGET = "localhost:50051"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Largest message sent or read. Well above what a router accepts, so that its own answer is what the caller sees."""
+
+GENERATION = "tandem.v1.GenerationService"
+ADMIN = "tandem.v1.AdminService"
+
+# A call is tried again only while the server has not answered at all: gRPC commits a call at its first response.
+# Scaling and draining change the cluster, so they are tried once.
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": GENERATION},
+                {"service": ADMIN, "method": "ListWorkers"},
+                {"service": ADMIN, "method": "Audit"},
+                {"service": ADMIN, "method": "Diagnose"},
+            ],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+}
+
+Prompt = str | bytes | Iterable[int]
+Answer = TypeVar("Answer")
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take besides the prompt. Absent or None: the server's default.
+
+    The server answers a value out of its bound with InvalidRequest, which names the field and the bound.
+    """
+
+    messages: Sequence[Mapping[str, str | bytes]] | None
+    """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template."""
+    max_tokens: int | None
+    temperature: float | None
+    """0 is greedy."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    """0 to 2^64-1. The same seed, prompt and model give the same tokens. The receipt has the one that was used."""
+    ignore_eos: bool
+    stop_token_ids: Iterable[int] | None
+    cache_salt: str | bytes | None
+    """Requests with different salts never share cached KV."""
+    request_id: str | None
+    """To find the request again in logs; made up by the router when absent."""
+
+
+def build_request(
+    prompt: Prompt | None,
+    *,
+    messages: Sequence[Mapping[str, str | bytes]] | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    stop_token_ids: Iterable[int] | None = None,
+    cache_salt: str | bytes | None = None,
+    request_id: str | None = None,
+) -> generation_pb2.GenerateRequest:
+    """The message for these options. Raises InvalidRequest or TooLarge for what no message can hold."""
+    if (prompt is None) == (messages is None):
+        raise InvalidRequest("give either a prompt or messages", field="prompt", bound="exactly one of the two")
+    request = generation_pb2.GenerateRequest()
+    if messages is not None:
+        request.chat.SetInParent()
+        for place, message in enumerate(messages):
+            _add_message(f"chat.messages[{place}]", message, request.chat)
+    elif isinstance(prompt, str | bytes):
+        request.text = _bytes("text", prompt)
+    else:
+        request.token_ids.SetInParent()
+        _add_ids("token_ids", prompt, request.token_ids.ids)
+
+    sampling = request.sampling
+    _set(sampling, "max_tokens", max_tokens, "an integer of 64 bits")
+    _set(sampling, "temperature", temperature, "a number")
+    _set(sampling, "top_p", top_p, "a number")
+    _set(sampling, "top_k", top_k, "an integer of 64 bits")
+    _set(sampling, "min_p", min_p, "a number")
+    _set(sampling, "seed", seed, "an integer from 0 to 2^64-1")
+    _set(sampling, "ignore_eos", ignore_eos, "true or false")
+    if stop_token_ids is not None:
+        _add_ids("stop_token_ids", stop_token_ids, sampling.stop_token_ids)
+    if cache_salt is not None:
+        request.cache_salt = _bytes("cache_salt", cache_salt)
+    _set(request, "request_id", request_id, "Unicode text")
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        bound = f"at most {MAX_MESSAGE_BYTES} bytes"
+        raise TooLarge(f"the request has {size} bytes; {bound} can be sent", field="prompt", bound=bound)
+    return request
+
+
+def _unencodable(field: str, value: object, bound: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} must be {bound}, not {reprlib.repr(value)}", field=field, bound=bound)
+
+
+def _set(message: Any, field: str, value: object, bound: str) -> None:
+    """Sets a field unless the value is None. Protobuf raises for another type, a number out of range, bad Unicode."""
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError) as error:
+        raise _unencodable(field, value, bound) from error
+
+
+def _bytes(field: str, text: str | bytes) -> bytes:
+    try:
+        return text if isinstance(text, bytes) else text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise _unencodable(field, text, "bytes or Unicode text") from error
+
+
+def _add_ids(field: str, ids: Any, into: Any) -> None:
+    try:
+        values = list(ids)
+        into.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _unencodable(field, ids, "a list of integers of 64 bits") from error
+
+
+def _add_message(field: str, message: Mapping[str, str | bytes], chat: generation_pb2.Chat) -> None:
+    try:
+        role, content = message["role"], message["content"]
+    except (KeyError, TypeError) as error:
+        raise _unencodable(field, message, "an object with role and content") from error
+    _set(chat.messages.add(content=_bytes(f"{field}.content", content)), "role", role, "Unicode text")
+
+
+def _seconds(timeout: float | None) -> float | None:
+    """A deadline that gRPC can keep: it would take 0 for "none"."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
+        raise _unencodable("timeout", timeout, "more than 0 seconds")
+    return None if math.isinf(timeout) else float(timeout)
+
+
+# ---- questions to the cluster
+
+
+@dataclass(frozen=True, slots=True)
+class _Question(Generic[Answer]):
+    """One unary call: where it goes, what it says, how long it may take (seconds), and how its answer is read."""
+
+    path: str
+    request: Any
+    answer: Any
+    read: Callable[[Any], Answer]
+    timeout: float = 30.0
+
+
+def _workers() -> _Question[Pools]:
+    return _Question(
+        f"/{ADMIN}/ListWorkers", admin_pb2.ListWorkersRequest(), admin_pb2.ListWorkersResponse, answers.pools
+    )
+
+
+def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]:
+    request = admin_pb2.ScalePoolsRequest()
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        try:
+            request.wanted.update({} if size is None else {role: size})
+        except (TypeError, ValueError) as error:
+            raise _unencodable(role, size, "an integer of 32 bits, 0 or more") from error
+    return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
+
+
+def _drain(worker_id: str, grace: float) -> _Question[Drained]:
+    if not math.isfinite(grace) or grace < 0:
+        raise _unencodable("grace", grace, "0 seconds or more")
+    return _Question(
+        f"/{ADMIN}/DrainWorker",
+        admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace),
+        admin_pb2.DrainWorkerResponse,
+        lambda answer: Drained(answer.finished, answer.cut),
+        timeout=grace + 30.0,
+    )
+
+
+def _audit() -> _Question[Audit]:
+    return _Question(f"/{ADMIN}/Audit", admin_pb2.AuditRequest(), admin_pb2.AuditResponse, answers.audit)
+
+
+def _diagnose() -> _Question[Diagnosis]:
+    return _Question(
+        f"/{ADMIN}/Diagnose", admin_pb2.DiagnoseRequest(), admin_pb2.DiagnoseResponse, answers.diagnosis, timeout=120.0
+    )
+
+
+def _model_info() -> _Question[ModelInfo]:
+    return _Question(
+        f"/{GENERATION}/GetModelInfo",
+        generation_pb2.GetModelInfoRequest(),
+        generation_pb2.GetModelInfoResponse,
+        answers.model_info,
+    )
+
+
+def _channel_options(target: str) -> list[tuple[str, Any]]:
+    host = target.rpartition(":")[0].strip("[]")
+    return [
+        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; the pings must go on
+        # This machine is never behind the proxy that the environment may name.
+        ("grpc.enable_http_proxy", 0 if host in ("localhost", "127.0.0.1", "::1") else 1),
+    ]
+
+
+# ---- the two clients
+
+
+class AsyncClient:
+    """Talks to one cluster from asyncio. One connection, any number of requests at a time; close it when done."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        """`target` is the router's HOST:PORT. Connects when it is first used."""
+        self.target = target
+        self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
+        self._generate = self._channel.unary_stream(
+            f"/{GENERATION}/Generate",
+            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+
+    async def generate(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The whole completion of a prompt, which is text or token ids; see Options.
+
+        `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
+        """
+        return answers.completion([piece async for piece in self.stream(prompt, timeout=timeout, **options)])
+
+    def stream(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Piece, None]:
+        """The completion piece by piece, each as soon as it arrives. The last one has the receipt.
+
+        The request is sent when the first piece is asked for; `aclose()`, or leaving the task, cancels it.
+        Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
+        """
+        return self._pieces(build_request(prompt, **options), _seconds(timeout))
+
+    async def _pieces(
+        self, request: generation_pb2.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[Piece, None]:
+        reader = answers.StreamReader()
+        call = self._generate(request, timeout=timeout)
+        try:
+            async for event in call:
+                if (piece := reader.read(event)) is not None:
+                    yield piece
+            reader.end()
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()  # does nothing to a call that is over
+
+    async def workers(self) -> Pools:
+        """Every worker of the cluster, and the wanted pool sizes."""
+        return await self._ask(_workers())
+
+    async def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
+        """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
+        return await self._ask(_scale(prefill, decode))
+
+    async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
+        """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
+        return await self._ask(_drain(worker_id, grace))
+
+    async def audit(self) -> Audit:
+        """The block ledger of every worker."""
+        return await self._ask(_audit())
+
+    async def diagnose(self) -> Diagnosis:
+        """Every prefill-decode pair probed, the registry and the versions."""
+        return await self._ask(_diagnose())
+
+    async def model_info(self) -> ModelInfo:
+        """What the cluster serves."""
+        return await self._ask(_model_info())
+
+    async def _ask(self, question: _Question[Answer]) -> Answer:
+        call = self._channel.unary_unary(
+            question.path,
+            request_serializer=type(question.request).SerializeToString,
+            response_deserializer=question.answer.FromString,
+        )
+        try:
+            return question.read(await call(question.request, timeout=question.timeout))
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Client:
+    """Talks to one cluster, blocking. Threads may share it; close it when done."""
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        """`target` is the router's HOST:PORT. Connects when it is first used."""
+        self.target = target
+        self._channel = grpc.insecure_channel(target, options=_channel_options(target))
+        self._generate = self._channel.unary_stream(
+            f"/{GENERATION}/Generate",
+            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+
+    def generate(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The whole completion of a prompt, which is text or token ids; see Options.
+
+        `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
+        """
+        return answers.completion(list(self.stream(prompt, timeout=timeout, **options)))
+
+    def stream(
+        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Generator[Piece, None, None]:
+        """The completion piece by piece, each as soon as it arrives. The last one has the receipt.
+
+        The request is sent when the first piece is asked for; `close()`, or dropping the iterator, cancels it.
+        Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
+        """
+        return self._pieces(build_request(prompt, **options), _seconds(timeout))
+
+    def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
+        reader = answers.StreamReader()
+        call = self._generate(request, timeout=timeout)
+        try:
+            for event in call:
+                if (piece := reader.read(event)) is not None:
+                    yield piece
+            reader.end()
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()  # does nothing to a call that is over
+
+    def workers(self) -> Pools:
+        """Every worker of the cluster, and the wanted pool sizes."""
+        return self._ask(_workers())
+
+    def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
+        """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
+        return self._ask(_scale(prefill, decode))
+
+    def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
+        """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
+        return self._ask(_drain(worker_id, grace))
+
+    def audit(self) -> Audit:
+        """The block ledger of every worker."""
+        return self._ask(_audit())
+
+    def diagnose(self) -> Diagnosis:
+        """Every prefill-decode pair probed, the registry and the versions."""
+        return self._ask(_diagnose())
+
+    def model_info(self) -> ModelInfo:
+        """What the cluster serves."""
+        return self._ask(_model_info())
+
+    def _ask(self, question: _Question[Answer]) -> Answer:
+        call = self._channel.unary_unary(
+            question.path,
+            request_serializer=type(question.request).SerializeToString,
+            response_deserializer=question.answer.FromString,
+        )
+        try:
+            return question.read(call(question.request, timeout=question.timeout))
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+
+    def close(self) -> None:
+        """Cancels what still runs and closes the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,187 @@
+"""The error tree on the wire, both ways. The only place where errors and gRPC statuses meet.
+
+Outwards: code, message and `grpc-status-details-bin` with ErrorInfo (reason, domain "tandem"), BadRequest (field and
+bound), RetryInfo; a retryable refusal also carries the `grpc-retry-pushback-ms` trailer. Inwards: the same details
+become the same class of error again. Clients switch on the class or on `reason`, never on the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from tandem import errors
+from tandem.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    TandemError,
+    WorkerLost,
+)
+
+log = structlog.get_logger(__name__)
+DOMAIN = "tandem"
+
+
+def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _leaves(child))]
+
+
+# A reason names its class; where a class is raised with another reason, its status decides.
+_BY_REASON = {cls.default_reason: cls for cls in _leaves(TandemError)}
+_BY_STATUS: dict[str, type[TandemError]] = {}
+for _cls in _leaves(TandemError):
+    _BY_STATUS.setdefault(_cls.status, _cls)
+_BY_STATUS.update(
+    RESOURCE_EXHAUSTED=errors.Busy,
+    UNAVAILABLE=errors.Unavailable,
+    INVALID_ARGUMENT=errors.InvalidRequest,
+    INTERNAL=InternalError,
+    UNKNOWN=InternalError,
+    UNIMPLEMENTED=errors.PreconditionFailed,
+    OUT_OF_RANGE=errors.InvalidRequest,
+)
+
+
+def to_status(error: TandemError) -> status_pb2.Status:
+    """google.rpc.Status with details."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason, domain=DOMAIN, metadata={"class": type(error).__name__, **_text(error, "bound")}
+    )
+    details: list[Any] = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.bound or "")
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(error.retry_after * 1000))
+        details.append(retry)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_rpc(error: grpc.RpcError) -> TandemError:
+    """The error that a peer raised, or what the broken call means. Works for sync and aio calls."""
+    code, message = error.code().name, error.details() or ""  # type: ignore[attr-defined]
+    if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
+        return WorkerLost(message or "the connection was lost")
+    found: dict[str, Any] = {}
+    cls = _BY_STATUS.get(code, InternalError)
+    for detail in _details(error):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            found["reason"] = info.reason
+            found["bound"] = info.metadata.get("bound")
+            named = getattr(errors, info.metadata.get("class", ""), None) or _BY_REASON.get(info.reason)
+            if isinstance(named, type) and issubclass(named, TandemError) and named.status == code:
+                cls = named
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            if bad.field_violations:
+                found["field"] = bad.field_violations[0].field
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            found["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
+    return cls(message, **found)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
+    """End the call with this error."""
+    if error.retry_after is not None:
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", str(int(error.retry_after * 1000))),))
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    raise AssertionError("abort returns to nobody")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
+    to the log: without this, grpcio would send UNKNOWN with the exception's text."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        method = handler_call_details.method
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _guard_unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _guard_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await inner(request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await abort(context, known(error, method))
+
+    return call
+
+
+def _guard_stream(inner: Callable[..., AsyncGenerator[Any, None]], method: str) -> Callable[..., Any]:
+    # Written with context.write instead of yield: a cancellation while grpcio writes then surfaces here, and the
+    # handler's generator is closed, its `finally` blocks awaited, before the call is over.
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+        try:
+            async with aclosing(inner(request, context)) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await abort(context, known(error, method))
+
+    return call
+
+
+def known(error: Exception, where: str) -> TandemError:
+    """The error itself if it is one of ours; a peer's error for a broken call; else a bug, logged with an id."""
+    if isinstance(error, TandemError):
+        return error
+    if isinstance(error, grpc.RpcError):
+        return from_rpc(error)
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(f"{where} took too long")
+    incident = uuid.uuid4().hex[:12]
+    log.error("bug", where=where, incident=incident, exc_info=error)
+    return InternalError(f"internal error, incident {incident}: please report it with the server's log")
+
+
+def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
+    for key, value in (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ():
+        if key == "grpc-status-details-bin":
+            return list(status_pb2.Status.FromString(value).details)
+    return []
+
+
+def _text(error: TandemError, name: str) -> dict[str, str]:
+    value = getattr(error, name)
+    return {name: value} if value else {}
+
+
+__all__ = ["Cancelled", "ErrorInterceptor", "abort", "from_rpc", "known", "to_status"]

@@ -1,0 +1,218 @@
+"""Every family is served from pages exactly as transformers generates it, and broken pages are noticed.
+
+The driver below is the engine in small: four prompts over scrambled block ids, 13 tokens a step, so that prompts are
+cut into chunks and mixed with decoding. The reference is `generate` of a second copy of the model, with the library's
+own cache and eager attention.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import attention
+from engine.checkpoints import TINY, WINDOW
+from engine.facts import Full, smallest_reach
+from engine.model import Model
+from engine.selfcheck import pack
+from tandem.errors import CheckpointRefused
+
+BLOCK_SIZE, BUDGET, NEW = 4, 13, 24
+PROMPT_LENGTHS = (5, 21, 1, 34)
+FAMILIES = sorted(TINY)
+REPETITIVE = {"opt", "gpt2"}  # random weights of these families hardly react to their input
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Family:
+    name: str
+    model: Model
+    prompts: list[list[int]]
+    tokens: list[list[int]]  # what generate appends to each prompt
+    logits: list[torch.Tensor]  # [NEW, vocab] for each prompt
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Family:
+    folder = checkpoint(f"tiny-{request.param}")
+    model = Model.load(str(folder), dtype=torch.float32, device=CPU)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(model.vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens, logits = zip(*(generate(reference, prompt) for prompt in prompts), strict=True)
+    return Family(request.param, model, prompts, list(tokens), list(logits))
+
+
+def generate(reference: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and their logits `[NEW, vocab]` by transformers itself."""
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+
+
+def drive(model: Model, prompts: list[list[int]]) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy tokens and their logits through pages: decoding sequences first, then prompts, up to the budget."""
+    tokens = [list(prompt) for prompt in prompts]
+    done = [0] * len(prompts)
+    tables: list[list[int]] = [[] for _ in prompts]
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    free = list(range(80))
+    random.Random(3).shuffle(free)
+    pages = model.allocate(len(free), BLOCK_SIZE)
+    while active := [index for index, got in enumerate(rows) if len(got) < NEW]:
+        budget, stretch = BUDGET, {}
+        for index in sorted(active, key=lambda index: len(tokens[index]) - done[index]):
+            if taken := min(len(tokens[index]) - done[index], budget):
+                stretch[index] = taken
+                budget -= taken
+        order = random.Random(len(tokens[0]) + budget).sample(sorted(stretch), len(stretch))
+        for index in order:
+            while len(tables[index]) * BLOCK_SIZE < done[index] + stretch[index]:
+                tables[index].append(free.pop())
+        batch = pack([(tokens[index][: done[index] + stretch[index]], done[index], tables[index]) for index in order])
+        for index, logits in zip(order, model.forward(pages, batch), strict=True):
+            done[index] += stretch[index]
+            if done[index] == len(tokens[index]):
+                rows[index].append(logits)
+                tokens[index].append(int(logits.argmax()))
+    return [each[len(prompt) :] for each, prompt in zip(tokens, prompts, strict=True)], [torch.stack(r) for r in rows]
+
+
+def test_paged_greedy_equals_generate(family: Family) -> None:
+    """Chunked, packed and over scrambled blocks, every family gives the tokens and the logits of `generate`."""
+    tokens, logits = drive(family.model, family.prompts)
+    assert tokens == family.tokens
+    gaps = [
+        ((ours - theirs).abs().amax(dim=-1) / theirs.std(dim=-1)).max().item()
+        for ours, theirs in zip(logits, family.logits, strict=True)
+    ]
+    print(f"{family.name}: gap {max(gaps):.1e}")
+    assert max(gaps) < 3e-4
+
+
+def test_references_vary(family: Family) -> None:
+    """The references have many distinct tokens and differ between prompts, so that equality means something."""
+    assert len({tuple(tokens) for tokens in family.tokens}) == len(PROMPT_LENGTHS)
+    distinct = [len(set(tokens)) for tokens in family.tokens]
+    assert max(distinct) >= (4 if family.name in REPETITIVE else 10), distinct
+
+
+def reversed_blocks(tables: list[list[int]], *rest: Any) -> list[list[int]]:
+    return [row[::-1] for row in context_blocks(tables, *rest)]
+
+
+def skipped_block(tables: list[list[int]], *rest: Any) -> list[list[int]]:
+    return [row[1:] + row[-1:] for row in context_blocks(tables, *rest)]
+
+
+def only_itself(_reach: Any, position: Any) -> Any:
+    return position
+
+
+def everything(_reach: Any, position: Any) -> Any:
+    return position * 0
+
+
+context_blocks = attention.context_blocks
+CONTROLS = {
+    "wrong block order": ("context_blocks", reversed_blocks),
+    "a skipped block": ("context_blocks", skipped_block),
+    "a forgotten past": ("first_visible", only_itself),
+    "an ignored window": ("first_visible", everything),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_broken_paths_are_noticed(family: Family, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of breaking the paged path changes the tokens, and the self-check refuses the model for it."""
+    if control == "an ignored window" and smallest_reach(family.model.facts) is None:
+        pytest.skip("the family has no window")
+    monkeypatch.setattr(attention, *CONTROLS[control])
+    tokens, _ = drive(family.model, family.prompts)
+    assert tokens != family.tokens
+    with pytest.raises(CheckpointRefused, match=r"self-check .* failed"):
+        family.model.self_check()
+
+
+def test_windows_are_learnt(family: Family) -> None:
+    """The probe finds the window of every family that has one, and none in the others."""
+    values = TINY[family.name]
+    expected = WINDOW if WINDOW in (values.get("sliding_window"), values.get("attention_chunk_size")) else None
+    assert smallest_reach(family.model.facts) == expected
+    if "layer_types" in values:
+        kinds = ["full" if isinstance(fact.reach, Full) else "local" for fact in family.model.facts]
+        assert kinds == ["local", "full"] * (len(kinds) // 2)
+
+
+def test_logits_may_be_empty(family: Family) -> None:
+    """A chunk in the middle of a prompt asks for no logits and gets an empty tensor of the right width."""
+    pages = family.model.allocate(4, BLOCK_SIZE)
+    batch = pack([([1, 2, 3], 0, [2])])
+    batch.logits_at = []
+    assert family.model.forward(pages, batch).shape == (0, family.model.vocab_size)
+
+
+@pytest.mark.parametrize("shape", ["tiny-deepseek-v2", "tiny-deepseek-v3"])
+def test_latent_pages(shape: str, checkpoint: Callable[[str], Path]) -> None:
+    """MLA families keep the latent and the rotated key in pages, not the expanded heads."""
+    model = Model.load(str(checkpoint(shape)), dtype=torch.float32, device=CPU)
+    for fact in model.facts:
+        assert (fact.latent, fact.kv_heads, fact.k_dim, fact.v_dim) == (True, 1, 24, 8)
+
+
+def test_garbage_in_free_slots_is_harmless(checkpoint: Callable[[str], Path]) -> None:
+    """NaN in slots outside of a sequence's context, as a recycled block may hold, never reaches its logits."""
+    model = Model.load(str(checkpoint("tiny-qwen3-sliding")), dtype=torch.float32, device=CPU)
+    sequences = [(list(range(1, 22)), 20, [5, 3, 8, 1, 9, 7]), ([4, 5], 1, [2])]
+    results = []
+    for garbage in (0.0, float("nan")):
+        pages = model.allocate(12, BLOCK_SIZE)
+        for call in range(len(model.facts)):
+            pages.k(call).fill_(garbage)
+            pages.v(call).fill_(garbage)
+        model.forward(pages, pack([(tokens[:done], 0, table) for tokens, done, table in sequences]))
+        results.append(model.forward(pages, pack(sequences)))
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mixtral", "tiny-gpt-oss", "tiny-deepseek-v3"])
+def test_16_bit_models_pass_without_a_float32_copy(
+    shape: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model too large for a float32 copy is held against its own rounding noise: right passes, wrong does not."""
+    monkeypatch.setattr("engine.selfcheck.COPY_LIMIT", 0)
+    model = Model.load(str(checkpoint(shape)), dtype=torch.bfloat16, device=CPU)
+    assert model.check is not None
+    assert model.check.dtype == "bfloat16"
+    monkeypatch.setattr(attention, "first_visible", only_itself)
+    with pytest.raises(CheckpointRefused, match="self-check"):
+        model.self_check()
+
+
+def test_float32_copy_leaves_weights_untouched(checkpoint: Callable[[str], Path]) -> None:
+    """The self-check on a float32 copy gives a bfloat16 model its own weights and buffers back, bit for bit."""
+    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.bfloat16, device=CPU)
+    before = {
+        name: tensor.clone() for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]
+    }
+    report = model.self_check()
+    assert report.dtype == "float32"
+    assert model.dtype == torch.bfloat16
+    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        assert tensor.dtype == before[name].dtype, name
+        assert torch.equal(tensor, before[name]), name

@@ -1,0 +1,261 @@
+"""What cannot be served rightly is refused at load, in one sentence that names the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from engine.checkpoints import make_checkpoint
+from engine.facts import Chunked, Full, Sliding, name_reach
+from engine.model import Model
+from engine.weights import fingerprint
+from tandem.errors import CheckpointRefused, SettingsError
+
+Checkpoint = Callable[[str], Path]
+CPU = torch.device("cpu")
+
+
+def load(folder: Path | str, **options: Any) -> Model:
+    return Model.load(str(folder), dtype=torch.float32, device=CPU, **options)
+
+
+@pytest.fixture
+def llama(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama checkpoint that a test may damage."""
+    return Path(shutil.copytree(checkpoint("tiny-llama"), tmp_path / "llama"))
+
+
+def save(folder: Path, model_type: str, **values: Any) -> Path:
+    """A random checkpoint of any model type."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing-here", "org/name/extra"])
+def test_missing_folder(path: str) -> None:
+    """A path that leads nowhere is refused without asking the network."""
+    with pytest.raises(CheckpointRefused, match="there is no folder"):
+        load(path)
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id that cannot be downloaded is refused with a sentence that says so."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointRefused, match="hub cannot be reached"):
+        load("tandem-tests/no-such-model")
+
+
+def test_missing_config(llama: Path) -> None:
+    """A folder without config.json is no checkpoint."""
+    (llama / "config.json").unlink()
+    with pytest.raises(CheckpointRefused, match=r"has no config\.json"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "names no model_type")],
+)
+def test_broken_config(llama: Path, text: str, message: str) -> None:
+    """A config that is no JSON object with a model type is refused by what is wrong with it."""
+    (llama / "config.json").write_text(text)
+    with pytest.raises(CheckpointRefused, match=message):
+        load(llama)
+
+
+def test_unknown_model_type(llama: Path) -> None:
+    """A model type that transformers does not know is refused; code from the checkpoint is never run."""
+    (llama / "config.json").write_text(json.dumps({"model_type": "made_up"}))
+    with pytest.raises(CheckpointRefused, match="made_up"):
+        load(llama)
+
+
+def test_missing_weights(llama: Path) -> None:
+    """A folder without safetensors is refused."""
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(CheckpointRefused, match=r"has no model\.safetensors"):
+        load(llama)
+
+
+def test_missing_shard(llama: Path) -> None:
+    """An index that names a shard which is not there is refused with the shard's name."""
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (llama / "model.safetensors").rename(llama / "model-00001-of-00002.safetensors")
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointRefused, match=r"lacks model-00002-of-00002\.safetensors"):
+        load(llama)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_truncated_weights(llama: Path, keep: int) -> None:
+    """A safetensors file cut in its length, its header or its data is refused before anything is loaded."""
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointRefused, match=r"model\.safetensors .*download it again"):
+        load(llama)
+
+
+def test_missing_tensor(llama: Path) -> None:
+    """A tensor that the config needs and the file lacks is refused; it is never filled with random numbers."""
+    tensors = load_file(llama / "model.safetensors")
+    tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointRefused, match=r"1 missing keys, such as model\.layers\.1\.self_attn\.q_proj"):
+        load(llama)
+
+
+def test_mamba(tmp_path: Path) -> None:
+    """A model without attention keeps its state elsewhere and is refused."""
+    folder = save(tmp_path, "mamba2", num_hidden_layers=2, hidden_size=32, num_heads=4, head_dim=16, vocab_size=99,
+                  n_groups=1, state_size=8)  # fmt: skip
+    with pytest.raises(CheckpointRefused, match="makes no call to transformers' attention interface"):
+        load(folder, max_model_len=64)
+
+
+def test_hybrid(tmp_path: Path) -> None:
+    """A model in which some layers are linear attention is refused, and the layer type is named."""
+    folder = save(
+        tmp_path,
+        "qwen3_next",
+        num_hidden_layers=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        vocab_size=99,
+    )
+    with pytest.raises(CheckpointRefused, match="linear_attention keep state"):
+        load(folder)
+
+
+def test_state_beside_attention(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that influence each other outside of attention are found by the probe, whatever the layers are called."""
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
+    with pytest.raises(CheckpointRefused, match="influence each other outside of attention"):
+        load(checkpoint("tiny-llama"))
+
+
+def with_keywords(monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> None:
+    """Makes Llama's attention modules pass more keywords to the attention function."""
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention,
+        "forward",
+        lambda self, *args, **kwargs: forward(self, *args, **kwargs, **keywords),
+    )
+
+
+def test_unknown_keyword(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keyword that the attention function does not implement is refused by its name, never ignored."""
+    with_keywords(monkeypatch, alibi_slopes=torch.ones(4))
+    with pytest.raises(CheckpointRefused, match="alibi_slopes"):
+        load(checkpoint("tiny-llama"))
+
+
+def test_contradicting_window(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window in the keyword that the mask does not have is refused."""
+    with_keywords(monkeypatch, sliding_window=4)
+    with pytest.raises(CheckpointRefused, match="full mask but passes sliding_window=4"):
+        load(checkpoint("tiny-llama"))
+
+
+def test_not_causal(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that looks ahead is refused."""
+    with_keywords(monkeypatch, is_causal=False)
+    with pytest.raises(CheckpointRefused, match="not causal"):
+        load(checkpoint("tiny-llama"))
+
+
+def test_dynamic_rope(tmp_path: Path) -> None:
+    """Rope frequencies that follow the longest sequence of a batch are refused."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = make_checkpoint(tmp_path, "tiny-llama", rope_parameters=rope)
+    with pytest.raises(CheckpointRefused, match="rope type dynamic"):
+        load(folder)
+
+
+def test_longrope(tmp_path: Path) -> None:
+    """Longrope is refused beyond its original length and served within it."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 256,
+    }
+    folder = make_checkpoint(tmp_path, "tiny-phi3", rope_parameters=rope, original_max_position_embeddings=256)
+    with pytest.raises(CheckpointRefused, match="set max_model_len to 256 or less"):
+        load(folder)
+    assert load(folder, max_model_len=256).max_model_len == 256
+
+
+def test_temperature_tuning(tmp_path: Path) -> None:
+    """Llama-4's temperature tuning counts places in the packed batch instead of positions, so it is refused."""
+    folder = make_checkpoint(tmp_path, "tiny-llama4-text", attn_temperature_tuning=True)
+    with pytest.raises(CheckpointRefused, match="attn_temperature_tuning"):
+        load(folder)
+
+
+@pytest.mark.parametrize("wanted", [0, 1025])
+def test_impossible_length(checkpoint: Checkpoint, wanted: int) -> None:
+    """A maximum length that the checkpoint cannot have is an error, not a silent cut."""
+    with pytest.raises(SettingsError, match="max_model_len"):
+        load(checkpoint("tiny-llama"), max_model_len=wanted)
+
+
+def test_fingerprint_follows_weights_and_config(llama: Path, checkpoint: Checkpoint) -> None:
+    """Equal folders have equal fingerprints; another config or another weight gives another one."""
+    original = load(llama).fingerprint
+    assert original == load(checkpoint("tiny-llama")).fingerprint
+    files = [llama / "model.safetensors"]
+    config = (llama / "config.json").read_text()
+    (llama / "config.json").write_text(config + "\n")
+    assert fingerprint(llama, files) != original
+    (llama / "config.json").write_text(config)
+    assert fingerprint(llama, files) == original
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(bytes(data))
+    assert fingerprint(llama, files) != original
+
+
+def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the header and evenly spaced samples count, up to the last byte."""
+    monkeypatch.setattr("engine.weights.WHOLE_FILE_LIMIT", 1000)
+    files = [llama / "model.safetensors"]
+    original = fingerprint(llama, files)
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(bytes(data))
+    assert fingerprint(llama, files) != original
+
+
+def test_reach_is_found_by_asking() -> None:
+    """A mask function is named by what it answers; one that is none of the three has no name."""
+    assert name_reach(lambda b, h, q, kv: kv <= q, None, CPU) == Full()
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 5), 5, CPU) == Sliding(5)
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv // 5 == q // 5), 5, CPU) == Chunked(5)
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv >= q - 5), 5, CPU) is None
+    assert name_reach(lambda b, h, q, kv: kv >= 0 * q, None, CPU) is None
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 4096), None, CPU) is None
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 5), 0, CPU) is None

@@ -1,0 +1,236 @@
+"""Workers for the transfer tests: pages in this process, and real processes with a NIXL agent of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtransfer.blocks import Peer, ReadStats, Region
+from kvtransfer.transport import Pair, Transport, make_transport
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = "layout-1"
+# Seconds within which a helper process must have done what it was told.
+PATIENCE = 30.0
+
+
+def pattern(seed: int, size: int) -> np.ndarray:
+    """What `fill` writes: different in every block and every byte."""
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+class Pages:
+    """A worker in this process: memory and the transport over it."""
+
+    def __init__(self, kind: str, worker_id: str, incarnation: str, num_blocks: int, block_bytes: int) -> None:
+        self.array = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
+        self.region = Region(self.array.ctypes.data, num_blocks, block_bytes, keepalive=self.array)
+        self.transport = make_transport(kind, self.region, worker_id, incarnation, LAYOUT)
+
+    @property
+    def peer(self) -> Peer:
+        return self.transport.peer()
+
+    def fill(self, block: int, seed: int) -> None:
+        self.array[block] = pattern(seed, self.region.block_bytes)
+
+    def flip(self, block: int) -> None:
+        self.array[block, self.region.block_bytes // 2] ^= 1
+
+    def serve(self) -> None:
+        """In-process reads need nothing from the source."""
+
+
+class Worker:
+    """A worker in a process of its own; the same verbs as Pages."""
+
+    def __init__(
+        self, worker_id: str, incarnation: str, num_blocks: int, block_bytes: int, env: dict[str, str] | None = None
+    ) -> None:
+        arguments = [worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT]
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("peer.py")), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read_lines, daemon=True)
+        self._reader.start()
+        self._peer: Peer | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """Waits for the process to be up at the first use, so that several can start at once."""
+        if self._peer is None:
+            fields = self._answer()["peer"]
+            self._peer = Peer(**{**fields, "metadata": bytes.fromhex(fields["metadata"])})
+        return self._peer
+
+    def fill(self, block: int, seed: int) -> None:
+        self.ask(cmd="fill", block=block, seed=seed)
+
+    def flip(self, block: int) -> None:
+        self.ask(cmd="flip", block=block)
+
+    def serve(self) -> None:
+        self.ask(cmd="serve")
+
+    def ask(self, **command: object) -> dict[str, Any]:
+        assert self.peer and self.process.stdin
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def exit(self) -> dict[str, Any]:
+        answer = self.ask(cmd="exit")
+        self.process.wait(PATIENCE)
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+
+    def _read_lines(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self._lines.put(line)
+
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._lines.get(timeout=PATIENCE))
+        return answer
+
+
+class FaultyTransport:
+    """Any Transport, with something done to it before and after each read."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.region, self.layout_hash = inner.region, inner.layout_hash
+        self.before: Callable[[Sequence[Pair]], Awaitable[None]] | None = None
+        self.after: Callable[[Sequence[Pair]], Awaitable[None]] | None = None
+
+    def peer(self) -> Peer:
+        return self.inner.peer()
+
+    async def connect(self, peer: Peer, timeout: float) -> None:
+        await self.inner.connect(peer, timeout)
+
+    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+        if self.before:
+            await self.before(pairs)
+        stats = await self.inner.read(peer, pairs, timeout)
+        if self.after:
+            await self.after(pairs)
+        return stats
+
+    def serving(self) -> AbstractContextManager[None]:
+        return self.inner.serving()
+
+    def link(self, peer: Peer) -> str:
+        return self.inner.link(peer)
+
+    def forget(self, peer: Peer) -> None:
+        self.inner.forget(peer)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def pages() -> Iterator[Callable[..., Pages]]:
+    """Makes workers of this process: pages(kind, worker_id="sink", incarnation="1", num_blocks=16, block_bytes=4096)."""
+    made: list[Pages] = []
+
+    def make(
+        kind: str, worker_id: str = "sink", incarnation: str = "1", num_blocks: int = 16, block_bytes: int = 4096
+    ) -> Pages:
+        made.append(Pages(kind, worker_id, incarnation, num_blocks, block_bytes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.transport.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Worker]]:
+    """Starts workers in processes of their own, and ends every one of them."""
+    made: list[Worker] = []
+
+    def make(
+        worker_id: str = "source",
+        incarnation: str = "1",
+        num_blocks: int = 16,
+        block_bytes: int = 4096,
+        env: dict[str, str] | None = None,
+    ) -> Worker:
+        made.append(Worker(worker_id, incarnation, num_blocks, block_bytes, env))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture(params=["inprocess", "nixl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def nixl_source() -> Iterator[Worker]:
+    """One process for all tests that only read from it."""
+    made = Worker("source", "1", 16, 4096)
+    try:
+        for block in range(16):
+            made.fill(block, block)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture
+def source(kind: str, pages: Callable[..., Pages], request: pytest.FixtureRequest) -> Pages | Worker:
+    """16 blocks of 4096 bytes to read from, block b filled with pattern b; for NIXL in another process."""
+    if kind == "nixl":
+        return request.getfixturevalue("nixl_source")
+    made = pages(kind, "source")
+    for block in range(16):
+        made.fill(block, block)
+    return made
+
+
+@pytest.fixture
+def sink(kind: str, pages: Callable[..., Pages]) -> Pages:
+    return pages(kind, "sink")
+
+
+@pytest.fixture
+def faulty() -> type[FaultyTransport]:
+    return FaultyTransport
+
+
+@pytest.fixture
+def expected() -> Callable[[int, int], np.ndarray]:
+    return pattern

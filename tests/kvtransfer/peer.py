@@ -1,0 +1,60 @@
+"""A worker process for the tests: a NIXL transport over a few blocks, told what to do by JSON lines on stdin.
+
+    {"cmd": "fill", "block": b, "seed": s}    writes the pattern of that seed into the block
+    {"cmd": "flip", "block": b}               changes one byte of the block
+    {"cmd": "serve"}, {"cmd": "unserve"}      holds `serving()`, lets go of it
+    {"cmd": "cpu"}                            answers with the CPU seconds used so far
+    {"cmd": "exit"}                           closes the transport and names the threads that are left
+
+Arguments: worker id, incarnation, number of blocks, bytes per block, layout hash. Its first line is its Peer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import numpy as np
+
+from kvtransfer.blocks import Region
+from kvtransfer.transport import make_transport
+
+
+def say(**answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    worker_id, incarnation, num_blocks, block_bytes, layout_hash = sys.argv[1:6]
+    count, size = int(num_blocks), int(block_bytes)
+    pages = np.zeros((count, size), dtype=np.uint8)
+    region = Region(pages.ctypes.data, count, size, keepalive=pages)
+    transport = make_transport("nixl", region, worker_id, incarnation, layout_hash)
+    peer = transport.peer()
+    say(peer={**vars(peer), "metadata": peer.metadata.hex()})
+    with ExitStack() as stack:
+        for line in sys.stdin:
+            ask = json.loads(line)
+            match ask["cmd"]:
+                case "fill":
+                    rng = np.random.default_rng(ask["seed"])
+                    pages[ask["block"]] = rng.integers(0, 256, size, dtype=np.uint8)
+                case "flip":
+                    pages[ask["block"], size // 2] ^= 1
+                case "serve":
+                    stack.enter_context(transport.serving())
+                case "unserve":
+                    stack.pop_all().close()
+                case "exit":
+                    break
+            say(cpu=time.process_time())
+    transport.close()
+    transport.close()
+    say(threads=[thread.name for thread in threading.enumerate()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tandem import AsyncClient, Client
+from tandem.client import build_request
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    NoWorker,
+    TandemError,
+    TooLarge,
+    WorkerLost,
+)
+
+
+def leaves(cls: type[TandemError]) -> list[type[TandemError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in leaves(child))]
+
+
+# ---- what comes back
+
+
+async def test_generate_folds_the_stream(client: Any) -> None:
+    """generate() returns all text, held-back text included, all ids, the reason and the receipt."""
+    answer = await client.generate("Hi", max_tokens=4)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("Hello!", [5, 6, 7, 8], "length")
+    receipt = answer.receipt
+    assert (receipt.path, receipt.prefill_worker, receipt.decode_worker) == ("disaggregated", "prefill-0", "decode-0")
+    assert list(receipt.phases.items()) == [("tokenize", 0.01), ("prefill_compute", 0.03)]
+    assert sum(receipt.phases.values()) == pytest.approx(receipt.ttft)
+    assert receipt.transfer is not None
+    assert (receipt.transfer.bytes, receipt.transfer.transport) == (4096, "nixl:ucx:cma")
+    assert receipt.seed == 2**64 - 1
+    assert receipt.client_ttft > 0
+    assert receipt.to_dict()["transfer"]["blocks"] == 2
+
+
+async def test_pieces_arrive_as_they_are_sent(client: Any, fake: Any, events: Any) -> None:
+    """A piece reaches the caller before the server has sent the next one; the last has the receipt."""
+    taken = asyncio.Event()
+
+    async def one_by_one(_: Any) -> Any:
+        yield events.started()
+        for index, text in enumerate("abc"):
+            yield events.delta(index, [index], text)
+            await taken.wait()  # a client that waited for more would never set it
+            taken.clear()
+        yield events.finished(3)
+
+    fake.script = one_by_one
+    pieces = []
+    async for piece in client.stream("Hi"):
+        pieces.append(piece)
+        taken.set()
+    assert [(piece.text, piece.token_ids) for piece in pieces] == [("a", [0]), ("b", [1]), ("c", [2]), ("", [])]
+    assert [piece.receipt is None for piece in pieces] == [True, True, True, False]
+    assert pieces[-1].finish_reason == "length"
+
+
+async def test_early_close_cancels_the_server(client: Any, fake: Any, events: Any) -> None:
+    """Closing a stream after its first piece ends the request in the server."""
+
+    async def endless(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        await asyncio.Event().wait()
+
+    fake.script = endless
+    async with aclosing(client.stream("Hi")) as pieces:
+        assert (await anext(pieces)).text == "a"
+    await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_dropping_a_stream_cancels_the_server(fake: Any, events: Any) -> None:
+    """So does a `break` out of the loop, without a close."""
+
+    async def endless(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        await asyncio.Event().wait()
+
+    def take_one(client: Client) -> None:
+        for _ in client.stream("Hi"):
+            break
+
+    fake.script = endless
+    async with AsyncClient(fake.target) as client:
+        async for _ in client.stream("Hi"):
+            break
+        await asyncio.wait_for(fake.cancelled.wait(), 5)
+    fake.cancelled.clear()
+    with Client(fake.target) as blocking:
+        await asyncio.to_thread(take_one, blocking)
+        await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_a_cancelled_task_cancels_the_server(fake: Any, events: Any) -> None:
+    """Cancelling the task that awaits generate() ends the request in the server."""
+    sent = asyncio.Event()
+
+    async def endless(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        sent.set()
+        await asyncio.Event().wait()
+
+    fake.script = endless
+    async with AsyncClient(fake.target) as client:
+        task = asyncio.create_task(client.generate("Hi"))
+        await sent.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_many_streams_share_one_connection(client: Any) -> None:
+    """Streams at the same time on one client do not mix."""
+    answers = await asyncio.gather(*(client.generate(f"prompt {number}") for number in range(20)))
+    assert {answer.text for answer in answers} == {"Hello!"}
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("cls", leaves(TandemError)[1:], ids=lambda cls: cls.__name__)
+async def test_every_error_keeps_its_class(client: Any, fake: Any, cls: type[TandemError]) -> None:
+    """What the server raises is what the caller catches: class, message, reason, field, bound, retry_after."""
+
+    async def refuse(_: Any) -> Any:
+        raise cls("no because", reason="WORD", field="max_tokens", bound="1 to 8", retry_after=0.02)
+        yield
+
+    fake.script = refuse
+    with pytest.raises(cls) as caught:
+        await client.generate("Hi")
+    error = caught.value
+    assert type(error) is cls
+    assert (error.message, error.reason, error.field) == ("no because", "WORD", "max_tokens")
+    assert (error.bound, error.retry_after) == ("1 to 8", 0.02)
+
+
+async def test_questions_raise_typed_errors_too(client: Any) -> None:
+    """Admin calls map errors like Generate does."""
+    with pytest.raises(NotFound, match="no worker x") as caught:
+        await client.drain("x")
+    assert caught.value.field == "worker_id"
+
+
+async def test_deadline(client: Any, fake: Any) -> None:
+    """`timeout` seconds are the deadline of the whole request, and the server hears of it."""
+
+    async def silent(_: Any) -> Any:
+        await asyncio.Event().wait()
+        yield
+
+    fake.script = silent
+    with pytest.raises(DeadlineExceeded):
+        await client.generate("Hi", timeout=0.2)
+    await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_nobody_there() -> None:
+    """A target where nothing listens is WorkerLost (UNAVAILABLE), which is safe to retry."""
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(WorkerLost):
+            await client.generate("Hi")
+
+
+async def test_unavailable_is_tried_again_before_the_first_message(client: Any, fake: Any) -> None:
+    """UNAVAILABLE before any answer is tried at most four times in all."""
+
+    async def gone(_: Any) -> Any:
+        raise NoWorker("none", retry_after=0.01)
+        yield
+
+    fake.script = gone
+    with pytest.raises(NoWorker):
+        await client.generate("Hi")
+    assert len(fake.requests) == 4
+
+
+async def test_nothing_is_tried_again_after_the_first_message(client: Any, fake: Any, events: Any) -> None:
+    """A stream that breaks is not sent again: the caller has seen its beginning."""
+
+    async def breaks(_: Any) -> Any:
+        yield events.started()
+        raise NoWorker("gone", retry_after=0.01)
+
+    fake.script = breaks
+    with pytest.raises(NoWorker):
+        await client.generate("Hi")
+    assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize("indices", [(0, 2), (0, 0), (1, 2)], ids=["lost", "repeated", "late"])
+async def test_a_gap_is_an_error(client: Any, fake: Any, events: Any, indices: tuple[int, int]) -> None:
+    """A lost or repeated message is never passed off as the answer."""
+
+    async def gap(_: Any) -> Any:
+        for index in indices:
+            yield events.delta(index, [index], "x")
+        yield events.finished(2)
+
+    fake.script = gap
+    with pytest.raises(InternalError, match="gap"):
+        await client.generate("Hi")
+
+
+async def test_a_stream_without_an_end_is_an_error(client: Any, fake: Any, events: Any) -> None:
+    """OK without `finished` could be a cut text, so it is not an answer."""
+
+    async def cut(_: Any) -> Any:
+        yield events.delta(0, [1], "x")
+
+    fake.script = cut
+    with pytest.raises(InternalError, match="without a receipt"):
+        await client.generate("Hi")
+
+
+async def test_a_huge_prompt_gets_the_servers_answer(client: Any) -> None:
+    """50 MB leave the client; what the user sees is the server's RESOURCE_EXHAUSTED, quickly."""
+    with pytest.raises(TandemError) as caught:
+        await client.generate(b"x" * 50_000_000)
+    assert caught.value.status == "RESOURCE_EXHAUSTED"
+
+
+# ---- what is sent
+
+
+def test_options_reach_the_wire() -> None:
+    """Each option has its field, and an option that is not given stays absent."""
+    request = build_request(
+        "Hi",
+        max_tokens=-1,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        stop_token_ids=(7, 8),
+        cache_salt="salt",
+        request_id="mine",
+    )
+    sampling = request.sampling
+    assert (request.text, request.cache_salt, request.request_id) == (b"Hi", b"salt", "mine")
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (-1, 0.5, 2**64 - 1)
+    assert (sampling.top_p, sampling.top_k, sampling.min_p) == (0.9, 3, 0.1)
+    assert (sampling.ignore_eos, list(sampling.stop_token_ids)) == (True, [7, 8])
+    bare = build_request("Hi").sampling
+    assert not any(bare.HasField(name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"))
+
+
+def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
+    """Also when it is empty: whether that is allowed is the server's to say."""
+    assert build_request("é").text == "é".encode()
+    assert build_request(b"\xff").text == b"\xff"
+    assert list(build_request(range(3)).token_ids.ids) == [0, 1, 2]
+    assert list(build_request([-1]).token_ids.ids) == [-1]
+    assert build_request("").WhichOneof("input") == "text"
+    assert build_request([]).WhichOneof("input") == "token_ids"
+    assert build_request(None, messages=[]).WhichOneof("input") == "chat"
+    chat = build_request(None, messages=[{"role": "user", "content": "Hi"}]).chat
+    assert [(message.role, message.content) for message in chat.messages] == [("user", b"Hi")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("x", {"seed": -1}, "seed"),
+        ("x", {"seed": 2**64}, "seed"),
+        ("x", {"max_tokens": 2**63}, "max_tokens"),
+        ("x", {"max_tokens": 1.5}, "max_tokens"),
+        ("x", {"temperature": "hot"}, "temperature"),
+        ("x", {"stop_token_ids": [2**63]}, "stop_token_ids"),
+        ([2**63], {}, "token_ids"),
+        (["a"], {}, "token_ids"),
+        (5, {}, "token_ids"),
+        ("\ud800", {}, "text"),
+        ("x", {"request_id": "\ud800"}, "request_id"),
+        (None, {"messages": [{"role": "user"}]}, "chat.messages[0]"),
+        (None, {"messages": [{"role": "user", "content": 5}]}, "chat.messages[0].content"),
+        (None, {}, "prompt"),
+        ("x", {"messages": []}, "prompt"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(prompt: Any, options: dict[str, Any], field: str) -> None:
+    """A value that no message can hold is InvalidRequest with field and bound, before anything is sent."""
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(prompt, **options)
+    assert caught.value.field == field
+    assert caught.value.bound
+
+
+def test_too_large_to_send() -> None:
+    """More than one message can carry is TooLarge with the bound."""
+    with pytest.raises(TooLarge, match="67108864"):
+        build_request(b"x" * (64 * 1024 * 1024))
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1"])
+def test_a_timeout_is_more_than_nothing(timeout: Any) -> None:
+    """gRPC would take 0 for "no deadline"; here it is refused."""
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
+        client.stream("x", timeout=timeout)
+    assert caught.value.field == "timeout"
+
+
+def test_unknown_options_are_refused() -> None:
+    """A misspelt option is a TypeError, not silence."""
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="temprature"):
+        client.stream("x", temprature=1.0)  # type: ignore[call-arg]
+
+
+# ---- the cluster
+
+
+async def test_cluster_questions(client: Any, fake: Any) -> None:
+    """Workers, sizes, drains, ledgers, diagnosis and the model come back as values."""
+    pools = await client.workers()
+    assert [worker.worker_id for worker in pools] == ["prefill-0", "decode-0"]
+    assert (len(pools), pools.wanted, pools.workers[0].blocks_held) == (2, {"prefill": 1, "decode": 1}, 2)
+    assert await client.scale(prefill=3) == {"prefill": 3, "decode": 1}
+    assert dict(fake.requests[-1].wanted) == {"prefill": 3}
+    assert (await client.drain("decode-0", grace=1.5)).to_dict() == {"finished": 3, "cut": 1}
+    assert (fake.requests[-1].worker_id, fake.requests[-1].grace_seconds) == ("decode-0", 1.5)
+    audit = await client.audit()
+    assert audit.balanced
+    assert audit.ledgers[0].entries[0].blocks == [3, 4]
+    assert (await client.diagnose()).pairs[0].bytes_per_second == 2.5e9
+    assert (await client.model_info()).eos_token_ids == [2]
+    with pytest.raises(InvalidRequest, match="decode"):
+        await client.scale(decode=-1)
+    with pytest.raises(InvalidRequest, match="grace"):
+        await client.drain("decode-0", grace=float("nan"))
+
+
+async def test_the_client_adds_up_the_ledger_itself(client: Any, fake: Any, events: Any) -> None:
+    """A ledger that claims to be well but does not add up is not balanced, nor is one with blocks that nobody owns."""
+    fake.audit.ledgers[0].CopyFrom(events.ledger("prefill-0", free=4))
+    fake.audit.ledgers[1].CopyFrom(events.ledger("decode-0", held=3, free=4))
+    audit = await client.audit()
+    assert not audit.balanced
+    assert "= 7, not total 8" in audit.ledgers[0].faults[0]
+    assert "3 blocks are held and 2 have an owner" in audit.ledgers[1].faults[0]
