@@ -189,7 +189,8 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
-    return module.to(device).eval()  # type: ignore[arg-type]  # the stub of `to` knows no device
+    module.to(device)  # type: ignore[arg-type]  # the stub of `to` knows no device
+    return module.eval()
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:

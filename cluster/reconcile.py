@@ -1,0 +1,266 @@
+"""The supervisor's loop: brings the live workers to the wanted ones. Knows no Ray; a Host starts and ends processes.
+
+    registry "wanted" ──▶ plan(wanted, seen, backoffs, now) ──▶ Host.create(id) ──▶ one task per life:
+                                      ▲                              start → ready → wait → ended
+                                      └──────── wake: a life ended, wanted changed, a delay is over
+
+Nothing is polled: a life's end is the end of its wait(), a change of "wanted" is announced by the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from time import monotonic
+from typing import Protocol
+
+import structlog
+
+from cluster.registry import Registry
+from cluster.supervisor import ROLES, Backoff, Phase, Seen, plan, role_of
+from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+
+log = structlog.get_logger(__name__)
+WANTED_EVERY_S = 5.0
+"""How old a missed change of "wanted" may get."""
+STOP_MARGIN_S = 5.0
+"""A worker that has not stopped so long after its grace is killed."""
+EVENTS_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a worker says of itself once it serves."""
+
+    address: str
+    pid: int
+    incarnation: str
+
+
+class Life(Protocol):
+    """One worker process. Every call raises WorkerLost once the process is dead, and only errors of the tree."""
+
+    async def start(self) -> Started:
+        """Serves; again on a worker that serves already, the same answer."""
+
+    async def wait(self) -> None:
+        """Returns when the service has ended by itself."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains."""
+
+    def kill(self) -> None:
+        """Ends the process; safe to repeat."""
+
+
+class Host(Protocol):
+    def create(self, worker_id: str) -> Life: ...
+
+    def survivors(self) -> dict[str, Life]:
+        """Workers that an earlier life of this supervisor started."""
+
+
+class Kind(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"  # drained, as it was told to or by itself
+    FAILED = "failed"  # could not start, for a reason that starting again would not change
+    DIED = "died"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change in one worker's life."""
+
+    seq: int
+    kind: Kind
+    worker_id: str
+    started: Started | None = None
+    error: TandemError | None = None
+    retry_in_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    worker_id: str
+    life: Life
+    phase: Phase = Phase.STARTING
+    started: Started | None = None
+    ready_at: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Runs from run() to the end of stop()."""
+
+    def __init__(
+        self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._host = host
+        self._registry = registry
+        self._grace_s = grace_s
+        self._clock = clock
+        self._wanted: dict[str, int] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._backoffs: dict[str, Backoff] = {}
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._seq = 0
+        self._news = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Reconciles until stop()."""
+        for worker_id, life in self._host.survivors().items():
+            self._watch(worker_id, life)
+        follow = asyncio.create_task(self._follow_wanted(), name="wanted")
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                retry_at = self._reconcile()
+                await _wait(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
+                if follow.done():
+                    follow.result()  # a bug there must not leave a supervisor that follows nothing
+        finally:
+            follow.cancel()
+            await asyncio.gather(follow, return_exceptions=True)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains everything, routers first so that no new request arrives, and ends run()."""
+        self._stopping = True
+        self._wake.set()
+        deadline = self._clock() + grace_s
+        for roles in (("router",), ("decode", "prefill")):
+            mine = [worker for worker in list(self._workers.values()) if role_of(worker.worker_id) in roles]
+            left = max(0.0, deadline - self._clock())
+            await asyncio.gather(*(self._drain(worker, left) for worker in mine))
+            await asyncio.gather(*(worker.ended.wait() for worker in mine))
+
+    async def events(self, after: int) -> list[Event]:
+        """What happened since event `after`; waits until something did. A caller that knows more than has happened
+        talks to a new life of this supervisor and gets everything."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._seq != after)
+        known = after if after < self._seq else 0
+        return [event for event in self._events if event.seq > known]
+
+    # ---- wanted against seen
+
+    def _reconcile(self) -> float | None:
+        seen = [Seen(worker.worker_id, worker.phase) for worker in self._workers.values()]
+        todo = plan(self._wanted, seen, self._backoffs, self._clock())
+        for worker_id in todo.start:
+            self._watch(worker_id, self._host.create(worker_id))
+        for worker_id in todo.stop:
+            self._spawn(self._drain(self._workers[worker_id], self._grace_s))
+        return todo.retry_at
+
+    async def _follow_wanted(self) -> None:
+        """Keeps `wanted` current. A registry that lost it, or does not answer, changes nothing: the last known stays,
+        and is written back."""
+        async for _ in self._registry.changes(WANTED_EVERY_S):
+            try:
+                found = {role: size for role, size in (await self._registry.wanted()).items() if role in ROLES}
+                lost = {role: size for role, size in self._wanted.items() if role not in found}
+                if lost:
+                    await self._registry.want(lost)
+            except Unavailable as error:
+                log.warning("supervisor.registry_lost", error=error.message)
+                continue
+            if {**self._wanted, **found} != self._wanted:
+                self._wanted |= found
+                self._wake.set()
+
+    # ---- one life
+
+    def _watch(self, worker_id: str, life: Life) -> None:
+        worker = self._workers[worker_id] = _Worker(worker_id, life)
+        self._spawn(self._live(worker))
+
+    async def _live(self, worker: _Worker) -> None:
+        """Follows one worker from its start to its end."""
+        await self._tell(Kind.STARTING, worker)
+        error: TandemError | None = None
+        try:
+            worker.started = await worker.life.start()
+            worker.ready_at = self._clock()
+            if worker.phase is Phase.STARTING:
+                worker.phase = Phase.READY
+            await self._tell(Kind.READY, worker)
+            await worker.life.wait()
+        except TandemError as caught:
+            error = caught
+        except Exception as caught:
+            log.exception("supervisor.bug", worker_id=worker.worker_id)
+            error = InternalError(f"the supervisor lost track of {worker.worker_id}: {caught}")
+        finally:
+            worker.life.kill()
+        await self._forget(worker, error)
+
+    async def _forget(self, worker: _Worker, error: TandemError | None) -> None:
+        """After the end of a life: its place may be filled again."""
+        try:
+            await self._registry.withdraw(worker.worker_id)  # before the id's next life writes its own record
+        except Unavailable as caught:
+            log.warning("supervisor.withdraw_failed", worker_id=worker.worker_id, error=caught.message)
+        now = self._clock()
+        if worker.phase is Phase.STOPPING:
+            self._backoffs.pop(worker.worker_id, None)
+            kind = Kind.STOPPED
+        else:
+            ready_for = now - worker.ready_at if worker.started else 0.0
+            self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
+            kind = _kind_of_end(worker, error)
+        del self._workers[worker.worker_id]
+        worker.ended.set()
+        self._wake.set()
+        await self._tell(kind, worker, error)
+
+    async def _drain(self, worker: _Worker, grace_s: float) -> None:
+        """Ends one worker: with grace if it serves, at once if it does not yet. Its life task does the rest."""
+        starting, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
+        if starting:
+            worker.life.kill()
+            return
+        try:
+            async with asyncio.timeout(grace_s + STOP_MARGIN_S):
+                await worker.life.stop(grace_s)
+        except (TimeoutError, TandemError) as error:
+            log.warning("supervisor.stop_failed", worker_id=worker.worker_id, error=repr(error))
+        finally:
+            worker.life.kill()
+
+    # ---- small things
+
+    async def _tell(self, kind: Kind, worker: _Worker, error: TandemError | None = None) -> None:
+        backoff = self._backoffs.get(worker.worker_id, Backoff())
+        retry_in_s = max(0.0, backoff.retry_at - self._clock()) if kind in (Kind.DIED, Kind.FAILED) else 0.0
+        log.info("supervisor.worker", kind=kind, worker_id=worker.worker_id, error=error and error.message)
+        async with self._news:
+            self._seq += 1
+            self._events.append(Event(self._seq, kind, worker.worker_id, worker.started, error, retry_in_s))
+            self._news.notify_all()
+
+    def _spawn(self, work: asyncio._CoroutineLike[None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kind_of_end(worker: _Worker, error: TandemError | None) -> Kind:
+    if error is None:
+        return Kind.STOPPED
+    return Kind.DIED if worker.started or isinstance(error, WorkerLost) else Kind.FAILED
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """Until the event, or for so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

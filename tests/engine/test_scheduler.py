@@ -1,0 +1,129 @@
+"""Promises of the scheduler: streams advance in every step, prompts are chunked, running out of blocks loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.blocks import BlockPool
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+SIZE = 4
+
+
+def sequence(name: str, prompt: int, new: int = 8, first: int = 0, **kw: object) -> Sequence:
+    return Sequence(name, list(range(first, first + prompt)), prompt, prompt + new, **kw)  # type: ignore[arg-type]
+
+
+def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """Do what the engine does with a plan, without a model: every new token is 7."""
+    plan = scheduler.plan()
+    for one, count in plan:
+        one.done += count
+        if one.todo == 0 and one.append(7) is not None:
+            scheduler.remove(one)
+            if not one.handoff:
+                scheduler.pool.drop(one.id)
+    return [(one.id, count) for one, count in plan]
+
+
+def test_a_stream_advances_in_every_step_while_a_long_prompt_is_chunked() -> None:
+    """The budget goes to decode tokens first; a prompt gets the rest, in chunks."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
+    scheduler.add(sequence("stream", 2))
+    assert run_step(scheduler) == [("stream", 2)]
+    scheduler.add(sequence("long", 20, first=50))
+    assert [run_step(scheduler) for _ in range(3)] == [
+        [("stream", 1), ("long", 7)],
+        [("stream", 1), ("long", 7)],
+        [("stream", 1), ("long", 6)],
+    ]
+
+
+def test_prompts_are_packed_into_one_step() -> None:
+    """Several short prompts share a step."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=16, max_running=4)
+    for name in "abc":
+        scheduler.add(sequence(name, 5, first=ord(name) * 10))
+    assert run_step(scheduler) == [("a", 5), ("b", 5), ("c", 5)]
+
+
+def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
+    """A prompt that is wholly cached still computes its last block, for the logits."""
+    pool = BlockPool(16, SIZE)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4)
+    scheduler.add(one := sequence("a", 8, new=1))
+    assert scheduler.plan()[0].count == 8
+    for index, digest in enumerate(one.hashes(SIZE)):
+        pool.publish("a", index, digest)
+    scheduler.remove(one)
+    pool.drop("a")
+    scheduler.add(again := sequence("b", 8, new=1))
+    assert scheduler.plan()[0].count == 4
+    assert again.cached == 4
+
+
+def test_the_youngest_is_preempted_and_finishes_later_with_all_its_tokens() -> None:
+    """When blocks run out the oldest go on; the victim keeps its tokens and comes back first."""
+    pool = BlockPool(6, SIZE)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4)
+    old, young = sequence("old", 8, new=12, first=0), sequence("young", 8, new=12, first=100)
+    scheduler.add(old)
+    scheduler.add(young)
+    steps = 0
+    while scheduler.has_work:
+        run_step(scheduler)
+        assert pool.check(live=["old", "young"]) == []
+        steps += 1
+        assert steps < 200
+    assert young.preemptions > 0
+    assert old.preemptions == 0
+    assert old.tokens[8:] == young.tokens[8:] == [7] * 12
+    assert pool.held == 0
+
+
+def test_blocks_that_were_promised_to_another_worker_are_never_preempted() -> None:
+    """A hand-off's blocks may have been announced; taking them back would break the fence."""
+    pool = BlockPool(5, SIZE)
+    scheduler = Scheduler(pool, token_budget=6, max_running=4)
+    stream = sequence("stream", 3, new=9)
+    scheduler.add(stream)
+    run_step(scheduler)
+    handoff = sequence("handoff", 15, new=1, first=50, handoff=True)
+    scheduler.add(handoff)
+    for _ in range(12):
+        run_step(scheduler)
+    assert handoff.preemptions == 0
+    assert stream.preemptions > 0
+    assert len(handoff.tokens) == 16
+
+
+def test_a_budget_below_the_number_of_streams_is_refused() -> None:
+    """Every stream must be able to advance in every step."""
+    with pytest.raises(ValueError, match="token_budget"):
+        Scheduler(BlockPool(4, SIZE), token_budget=3, max_running=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10),
+    blocks=st.integers(11, 30),
+    budget=st.integers(4, 40),
+)
+def test_everything_that_fits_alone_finishes(lengths: list[tuple[int, int]], blocks: int, budget: int) -> None:
+    """Whatever the load, every sequence gets all its tokens, within the budget, and no block is left behind."""
+    pool = BlockPool(blocks, SIZE)
+    scheduler = Scheduler(pool, token_budget=budget, max_running=4)
+    sequences = [sequence(f"s{i}", prompt, new, first=100 * i) for i, (prompt, new) in enumerate(lengths)]
+    for one in sequences:
+        scheduler.add(one)
+    steps = 0
+    while scheduler.has_work:
+        assert 0 < sum(count for _, count in run_step(scheduler)) <= budget
+        assert pool.check() == []
+        steps += 1
+        assert steps < 5000
+    assert all(len(one.tokens) == one.limit for one in sequences)
+    assert pool.held == 0
