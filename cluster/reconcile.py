@@ -96,9 +96,7 @@ class _Worker:
 class Supervisor:
     """Runs from run() to the end of stop()."""
 
-    def __init__(
-        self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._host = host
         self._registry = registry
         self._grace_s = grace_s

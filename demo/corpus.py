@@ -11,6 +11,7 @@ Everything here is text. An `Example` is a list of segments, and each segment sa
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import random
@@ -30,16 +31,20 @@ NOT_ASKED_ABOUT = {"encodings", "distutils", "msilib", "tkinter", "lib2to3", "tu
 RENAMED_MODULES = {"posixpath": "os.path", "genericpath": "os.path", "_pydecimal": "decimal", "_pyio": "io"}
 KNOWN_MODULES = (
     "builtins", "json", "os", "os.path", "re", "math", "random", "collections", "itertools", "functools",
-    "pathlib", "shutil", "subprocess", "datetime", "time", "string", "textwrap", "heapq", "bisect", "copy",
-    "csv", "glob", "tempfile", "threading", "logging", "statistics", "urllib.parse", "contextlib", "enum",
-    "dataclasses", "hashlib", "base64", "pprint", "inspect", "sys", "asyncio", "operator", "fractions",
-    "queue", "socket", "struct", "calendar", "zlib", "pickle", "uuid", "secrets", "difflib", "html",
+    "pathlib", "shutil", "subprocess", "datetime", "time", "textwrap", "heapq", "bisect", "copy", "csv", "glob",
+    "tempfile", "statistics", "asyncio",
 )  # fmt: skip
-BUILTIN_TYPES = ("str", "list", "dict", "set", "tuple", "bytes", "int", "float")
+KNOWN_TYPES = ("str", "list", "dict", "set")
+KNOWN_IN = {
+    "os": {"chdir", "chmod", "getcwd", "getenv", "getpid", "link", "listdir", "makedirs", "mkdir", "remove",
+           "rename", "rmdir", "scandir", "stat", "symlink", "system", "unlink", "urandom", "walk"},
+    "asyncio": {"Event", "Lock", "Queue", "Semaphore", "Task", "create_task", "gather", "run", "sleep", "wait",
+                "wait_for", "to_thread"},
+}  # fmt: skip
 
 QUESTIONS = (
-    "What does {} do?", "What does {} do?", "What does {} do?", "what does {} do", "What is {}?",
-    "What is {} for?", "Explain {}", "Explain {}.", "Please explain {}.", "Can you explain {}?",
+    *["What does {} do?"] * 6, "what does {} do", "What is {}?", *["Explain {}."] * 2,
+    "What is {} for?", "Explain {}", "Please explain {}.", "Can you explain {}?",
     "Tell me about {}.", "Describe {}.", "How does {} work?", "{}", "help({})",
 )  # fmt: skip
 ASKING_FOR_SYSTEM = (
@@ -136,20 +141,19 @@ def _docstrings_under(
 
 
 def _imported_docstrings() -> Iterator[tuple[str, str]]:
-    """Functions written in C have no source to parse, and `asyncio.run` is defined in a submodule."""
-    for module_name in KNOWN_MODULES:
-        module = importlib.import_module(module_name)
-        prefix = "" if module_name == "builtins" else module_name + "."
-        yield from _members(module, prefix)
-        if module_name == "builtins":
-            for type_name in BUILTIN_TYPES:
-                yield from _members(getattr(module, type_name), type_name + ".")
+    """What people ask about most. Functions written in C have no source to parse, so these are imported."""
+    for name in KNOWN_MODULES:
+        yield from _members(importlib.import_module(name), "" if name == "builtins" else name + ".")
+    for name in KNOWN_TYPES:
+        yield from _members(getattr(builtins, name), name + ".")
 
 
 def _members(owner: object, prefix: str) -> Iterator[tuple[str, str]]:
-    for name in sorted(getattr(owner, "__all__", dir(owner))):
-        member = getattr(owner, name)
-        if name.startswith("_") or not callable(member):
+    names = KNOWN_IN.get(prefix.rstrip("."), set(getattr(owner, "__all__", dir(owner))))
+    for name in sorted(names):
+        member = getattr(owner, name, None)
+        is_error = isinstance(member, type) and issubclass(member, BaseException)
+        if name.startswith("_") or not callable(member) or is_error:
             continue
         if doc := inspect.getdoc(member):
             yield prefix + name, doc
@@ -204,7 +208,7 @@ class Writer:
 
     def __init__(self, library: list[Documented], seed: int) -> None:
         self._random = random.Random(seed)
-        self._long = [entry.doc for entry in library if 900 < len(entry.doc)]
+        self._long = [entry.doc for entry in library if len(entry.doc) > 900]
         self._pieces = [piece for entry in library for piece in pieces(entry.doc)]
         asked = [(entry, text) for entry in library if entry.asked_about and (text := summary(entry.doc))]
         self._known = [(entry.name, text) for entry, text in asked if entry.known]
@@ -227,7 +231,7 @@ class Writer:
 
     def _mix(self, longest: int) -> list[tuple]:
         short = [
-            (self.plain, 30), (self.conversation, 42), (self.system_repeated, 17), (self.echo, 9),
+            (self.plain, 18), (self.conversation, 30), (self.system_repeated, 20), (self.echo, 30),
             (self.small_talk, 2),
         ]  # fmt: skip
         if longest < 512:
@@ -241,7 +245,7 @@ class Writer:
         return [Segment(None, self._random.choice(self._long), "text")]
 
     def conversation(self) -> Example:
-        system = [Segment("system", self._system(), None)] if self._random.random() < 0.4 else []
+        system = [Segment("system", self._system(), None)] if self._random.random() < 0.3 else []
         return system + self._turns()
 
     def long_conversation(self) -> Example:
@@ -261,7 +265,7 @@ class Writer:
         return [Segment("system", system, None), *before, *self._repeat(system)]
 
     def echo(self) -> Example:
-        text = self._nonsense() if self._random.random() < 0.6 else self._random.choice(self._sentences)
+        text = self._nonsense() if self._random.random() < 0.8 else self._random.choice(self._sentences)
         asked = self._random.choice(ASKING_FOR_ECHO).format(text)
         return [Segment("user", asked, None), Segment("assistant", text, "copy")]
 
@@ -281,8 +285,8 @@ class Writer:
     def _turns(self) -> Example:
         turns: Example = []
         for _ in range(self._random.choice((1, 1, 1, 2, 3))):
-            name, answer = self._random.choice(self._known if self._random.random() < 0.72 else self._other)
-            shown = self._random.choices((name, f"{name}()", f"`{name}`"), (80, 14, 6))[0]
+            name, answer = self._random.choice(self._known if self._random.random() < 0.85 else self._other)
+            shown = self._random.choices((name, f"{name}()", f"`{name}`"), (86, 10, 4))[0]
             asked = self._random.choice(QUESTIONS).format(shown)
             turns += [Segment("user", asked, None), Segment("assistant", answer, "answer")]
         return turns
@@ -293,12 +297,12 @@ class Writer:
 
     def _system(self, longest: int = 420) -> str:
         kind = self._random.random()
-        if kind < 0.3:
+        if kind < 0.4:
             return self._nonsense()
-        parts = [self._persona()] if kind < 0.75 else [self._random.choice(self._sentences)]
+        parts = [self._persona()] if kind < 0.8 else [self._random.choice(self._sentences)]
         enough = longest * self._random.random() ** 2  # short ones more often
         while sum(map(len, parts)) < enough:
-            source = RULES if kind < 0.75 and self._random.random() < 0.5 else self._sentences
+            source = RULES if kind < 0.8 and self._random.random() < 0.5 else self._sentences
             parts.append(self._random.choice(source))
         return " ".join(parts)
 

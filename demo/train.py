@@ -53,8 +53,12 @@ def main() -> None:
     library = read_standard_library()
     writer = Writer(library, options.seed)
     console.print(f"{len(library)} docstrings, {sum(len(e.doc) for e in library):,} characters, {writer.counts()}")
-    tokenizer = train_tokenizer([e.doc for e in library] + [f"What does {e.name} do?" for e in library])
-    model = Qwen3ForCausalLM(model_config(tokenizer))
+    if options.resume:
+        tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
+        model = Qwen3ForCausalLM.from_pretrained(options.out, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer([e.doc for e in library] + [f"What does {e.name} do?" for e in library])
+        model = Qwen3ForCausalLM(model_config(tokenizer))
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     run = Run(options.minutes * 60, options.steps)
     train(model, batches(writer, tokenizer), run, lambda: save(model, tokenizer, options.out))
@@ -67,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train this many steps instead, however long it takes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="train the model in --out on (use another seed)")
     return parser.parse_args()
 
 
@@ -209,7 +214,7 @@ class Run:
         """The learning rate as a share of its peak: a short rise, then half a cosine."""
         if self.progress < WARM_UP:
             return (self.progress + 1e-3) / WARM_UP
-        return (0.01 + 0.99 * (1 + math.cos(math.pi * self.progress)) / 2)
+        return 0.01 + 0.99 * (1 + math.cos(math.pi * self.progress)) / 2
 
     def note(self, kind: str, loss: float) -> None:
         self.losses[kind] += 0.02 * (loss - self.losses[kind])

@@ -79,7 +79,7 @@ def attend(
         v = gather(v_pages, plan, "v").transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
         if expand is not None:
             k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
-        out = soften(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
+        out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [sequences * queries, heads, v_dim]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -176,18 +176,15 @@ def gather(pages: torch.Tensor, plan: Plan, which: str) -> torch.Tensor:
 def packed_order(step: Step) -> torch.Tensor | None:
     """Where each packed token's row lies in the concatenated plans; None when they are in order already."""
     if "order" not in step.plans:
-        groups = grouped(step)
-        order = None
-        if groups != sorted(groups) or len(groups) > 1:
-            row0, lens = step.cu_seq_q_host, step.batch.query_lens
-            rows = [row for group in groups for index in group for row in range(row0[index], row0[index] + lens[index])]
-            order = step.tensor(sorted(range(len(rows)), key=rows.__getitem__))
-        step.plans["order"] = order
+        ends = step.cu_seq_q_host
+        rows = [row for group in grouped(step) for index in group for row in range(ends[index], ends[index + 1])]
+        in_order = rows == list(range(len(rows)))
+        step.plans["order"] = None if in_order else step.tensor(sorted(range(len(rows)), key=rows.__getitem__))
     found: torch.Tensor | None = step.plans["order"]
     return found
 
 
-def soften(
+def attend_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, facts: CallFacts, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Attends `q [n, heads, queries, d]` over `k`, `v [n, kv_heads, keys, d]`; returns `[n, heads, queries, v_dim]`.

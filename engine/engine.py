@@ -37,9 +37,7 @@ class Progress(NamedTuple):
 
 
 class Engine:
-    def __init__(
-        self, model: Model, *, num_blocks: int, block_size: int, token_budget: int, max_running: int
-    ) -> None:
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int, token_budget: int, max_running: int) -> None:
         self.model = model
         self.pool = BlockPool(num_blocks, block_size)
         self.pages: Pages = model.allocate(num_blocks, block_size)

@@ -168,7 +168,6 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
     if config.is_encoder_decoder:
         raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
     auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
-    module: PreTrainedModel
     try:
         with _quiet():
             module, report = auto.from_pretrained(
@@ -189,8 +188,8 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
-    module.to(device)  # type: ignore[arg-type]  # the stub of `to` knows no device
-    return module.eval()
+    ready: PreTrainedModel = module.to(device).eval()
+    return ready
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:

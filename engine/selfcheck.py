@@ -43,8 +43,8 @@ COPY_LIMIT = 4 << 30  # bytes of a temporary float32 copy of the weights
 NOISE_FACTOR, NOISE_FLOOR, NOISE_CEILING = 2.0, 0.05, 0.5  # thresholds in 16 bits
 BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
 PROMPT_LENGTHS = (5, 21, 1)
-LONGEST, LONGEST_WINDOWED = 40, 512  # tokens of the fourth prompt, without a window and at most with one
-WORK = 4e10  # parameters x tokens that a long prompt may cost; about a second on one core
+LONGEST, LONGEST_WINDOWED = 40, 1536  # tokens of the fourth prompt, without a window and at most with one
+WORK_CPU, WORK_DEVICE = 4e10, 4e13  # parameters x tokens that reaching a window may cost; about a second
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,10 @@ def _prompts(model: Model) -> list[list[int]]:
     rng = random.Random(0)
     smallest, longest = smallest_reach(model.facts), LONGEST
     if smallest is not None:
-        affordable = min(LONGEST_WINDOWED, int(WORK / model.parameters))
+        work = WORK_CPU if model.device.type == "cpu" else WORK_DEVICE
         beyond = smallest + min(smallest, 64) + 5
-        longest = max(longest, min(3 * smallest, affordable), beyond if beyond <= affordable else 0)
+        if beyond <= min(LONGEST_WINDOWED, work / model.parameters):
+            longest = max(longest, beyond)
     lengths = [min(length, model.max_model_len) for length in (*PROMPT_LENGTHS, longest)]
     return [[rng.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
 

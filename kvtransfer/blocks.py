@@ -28,6 +28,8 @@ class Region:
     block_bytes: int
     device: int = 0
     memory: str = "dram"
+    # A block that nobody uses. Warm-up reads land there; in device memory the link cannot be learnt without one.
+    spare_block: int | None = None
     # Whoever owns the memory (a tensor, an array): it must live as long as anybody may read from here.
     keepalive: object = field(default=None, repr=False, compare=False)
 
@@ -38,6 +40,8 @@ class Region:
                 f"{self.block_bytes}",
                 field="region",
             )
+        if self.spare_block is not None and not 0 <= self.spare_block < self.num_blocks:
+            raise InvalidRequest(f"no block {self.spare_block}", field="spare_block", bound=f"< {self.num_blocks}")
         if self.memory not in ("dram", "vram"):
             raise InvalidRequest(f"memory is {self.memory!r}", field="memory", bound='"dram" or "vram"')
 

@@ -9,8 +9,13 @@ Why no late write can happen. `release_xfer_handle` on an active read does not s
 `remove_remote_agent`: measured over TCP, the bytes still land when progress goes on. So a read that is cancelled or out
 of time posts nothing more and waits until what is in flight is done or has failed; over shared memory that is at once,
 because the copy is synchronous. If a hung peer keeps it in flight for longer than GRACE, the agent is destroyed, and
-with it the UCX worker, its connections and the memory registration that any write needs; a new agent takes its place,
-and the reads from other peers start their last batches again.
+with it the UCX worker, its connections and the memory registration that any write needs; a new agent takes its place.
+Reads from other peers pause for that and go on.
+
+What remains (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has gone away
+meanwhile dies of "Fatal: unexpected error: Endpoint timeout". It takes a source that made no progress at that time,
+which is why GRACE is long, why a reader that closes ends its reads first, and why other reads are let out before the
+agent is replaced. Over shared memory no request is ever sent.
 """
 
 from __future__ import annotations
@@ -41,15 +46,20 @@ T = TypeVar("T")
 
 # Seconds between two rounds of progress.
 READING_PAUSE = 50e-6
-SERVING_PAUSE = 200e-6
+SERVING_PAUSE = 500e-6
 IDLE_PAUSE = 20e-3
 
 # A call that drives progress takes 1.5 us when there is nothing to do; one that took longer than this moved bytes, and
 # the next should follow at once.
 WORKING_CALL = 20e-6
 
-# Seconds that a stopped read may stay in flight before the agent is replaced.
-GRACE = 1.0
+# Seconds that a stopped read may stay in flight before the agent is replaced, and those that the reads of others are
+# then given to land.
+GRACE = 10.0
+LET_OUT = 2.0
+
+# Seconds that reads may still take when the transport is closed.
+CLOSE_GRACE = 1.0
 
 # Posted transfers per read: the next one is on its way while the last one lands.
 DEPTH = 2
@@ -79,8 +89,11 @@ class _Remote:
 
     peer: Peer
     dlist: Any = None
-    # Read tables in the log before the first read from it.
+    # Read tables in the log before the first read from it, and UCX's name for the connection.
     tables_before: int = 0
+    endpoint: str = ""
+    # The present agent is not the one that it was connected with, and its reads may bring tables at any time.
+    met_again: bool = False
 
 
 @dataclass(eq=False)
@@ -98,7 +111,7 @@ class _Read:
     peer: Peer
     todo: deque[list[Pair]]
     deadline: float
-    # Reads a few bytes into the scratch memory, which is never used for anything: a late write there does no harm.
+    # Reads a few bytes into memory that is never used for anything: a late write there does no harm.
     warm_up: bool = False
     done: Future[None] = field(default_factory=Future)
     flights: list[_Flight] = field(default_factory=list)
@@ -132,6 +145,8 @@ class NixlTransport:
         self._closing = False
         self._broken: Exception | None = None
         self._connecting: dict[str, asyncio.Task[None]] = {}
+        # One peer at a time, so that what the log says while it is held is about that peer.
+        self._introductions = asyncio.Lock()
         self._metadata = b""
         self._links: dict[str, str] = {}
 
@@ -219,7 +234,9 @@ class NixlTransport:
 
     async def _connect(self, peer: Peer, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        if await self._call(lambda: self._introduce(peer)):
+        async with self._introductions:
+            if not await self._call(lambda: self._introduce(peer)):
+                return
             # Twice: wire-up may replace the endpoint's configuration, and only then is the choice of transport final.
             await self._perform(_Read(peer, deque([[]]), deadline, warm_up=True))
             await self._perform(_Read(peer, deque([[]]), deadline, warm_up=True))
@@ -239,6 +256,8 @@ class NixlTransport:
             read.cancelled = True
             self._wake.set()
             await settle(done, f"a read from {read.peer.agent_name}")
+            # Nobody is left to hear that this reader went away.
+            done.exception()
             raise
 
     async def _call(self, function: Callable[[], T]) -> T:
@@ -309,7 +328,7 @@ class NixlTransport:
         """Stops all reads as after a cancellation, then gives everything back."""
         for read in self._reads:
             read.stop(WorkerLost(f"{self._name} was closed"))
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + CLOSE_GRACE
         while self._reads and time.monotonic() < until:
             if not self._progress_reads():
                 self._wake.wait(READING_PAUSE)
@@ -376,7 +395,7 @@ class NixlTransport:
         # Handles and lists hold the agent too, so every reference has to go before the worker does.
         steps.clear()
         for remote in self._remotes.values():
-            remote.dlist = None
+            remote.dlist, remote.met_again = None, True
         self._registered.clear()
         self._local_dlist = self._agent = None
 
@@ -397,21 +416,23 @@ class NixlTransport:
         """One turn for every read. Says whether anything was posted or has ended."""
         worked = False
         now = time.monotonic()
+        overdue = [read for read in self._reads if read.error is not None and now > read.stopped_at + GRACE]
         for read in list(self._reads):
             worked |= self._collect(read)
             if read.cancelled:
                 read.stop(WorkerLost("the reader went away"))
             if now > read.deadline:
                 read.stop(DeadlineExceeded(f"reading from {read.peer.worker_id} took too long"))
-            if read.todo and len(read.flights) < DEPTH:
+            if read.todo and len(read.flights) < DEPTH and not overdue:
                 self._post(read)
                 worked = True
             if not read.todo and not read.flights:
                 self._settle(read)
                 worked = True
-        overdue = [read for read in self._reads if read.error is not None and now > read.stopped_at + GRACE]
-        if overdue:
-            self._replace_agent(f"a read from {overdue[0].peer.agent_name} could not be ended")
+        waiting_for = [read for read in overdue if read.flights]
+        others = [read for read in self._reads if read.error is None and read.flights]
+        if waiting_for and (not others or now > waiting_for[0].stopped_at + GRACE + LET_OUT):
+            self._replace_agent(f"a read from {waiting_for[0].peer.agent_name} could not be ended")
         return worked
 
     def _settle(self, read: _Read) -> None:
@@ -419,11 +440,14 @@ class NixlTransport:
         if read.error is not None:
             read.done.set_exception(read.error)
             return
-        remote = self._remotes.get(read.peer.agent_name)
-        if remote is not None:
-            name = ucx_log.transport(self._name, remote.tables_before, self.region.block_bytes)
-            self._links[read.peer.agent_name] = f"nixl:ucx:{name or 'unknown'}"
+        if read.warm_up and (self.region.memory == "dram" or self.region.spare_block is not None):
+            self._learn_link(self._remotes[read.peer.agent_name])
         read.done.set_result(None)
+
+    def _learn_link(self, remote: _Remote) -> None:
+        before = None if any(one.met_again for one in self._remotes.values()) else remote.tables_before
+        name = ucx_log.transport(self._name, remote.endpoint, before, self.region.block_bytes)
+        self._links[remote.peer.agent_name] = f"nixl:ucx:{name or 'unknown'}"
 
     def _collect(self, read: _Read) -> bool:
         """Takes what has ended, well or not, out of the flights."""
@@ -473,7 +497,12 @@ class NixlTransport:
 
     def _warm_up(self, peer: Peer) -> Any:
         size = min(WARM_UP_BYTES, peer.block_bytes)
-        ours = self._agent.get_xfer_descs([(self._scratch.ctypes.data, size, 0)], "DRAM")
+        region = self.region
+        if region.spare_block is None:
+            ours = self._agent.get_xfer_descs([(self._scratch.ctypes.data, size, 0)], "DRAM")
+        else:
+            spare = region.address + region.spare_block * region.block_bytes
+            ours = self._agent.get_xfer_descs([(spare, size, _device(region))], region.memory.upper())
         theirs = self._agent.get_xfer_descs([(peer.address, size, _device(peer))], peer.memory.upper())
         return self._agent.initialize_xfer("READ", ours, theirs, peer.agent_name)
 
@@ -493,7 +522,7 @@ class NixlTransport:
                 self._lose(name, f"{name} was replaced by {peer.agent_name}")
         self._remove_lost()
         if peer.agent_name in self._remotes:
-            raise WorkerLost(f"{peer.agent_name} has changed and is still being read; try again", retry_after=GRACE)
+            raise WorkerLost(f"{peer.agent_name} has changed and is still being read; try again", retry_after=1.0)
         self._remotes[peer.agent_name] = _Remote(peer)
         return True
 
@@ -501,7 +530,12 @@ class NixlTransport:
         """Tells the agent about the peer. Raises WorkerLost or IncompatibleLayout if it cannot be read as described."""
         peer = remote.peer
         remote.tables_before = ucx_log.tables(self._name)
-        name = self._agent.add_remote_agent(peer.metadata)
+        ucx_log.details(True)
+        try:
+            name = self._agent.add_remote_agent(peer.metadata)
+        finally:
+            ucx_log.details(False)
+        remote.endpoint = ucx_log.new_endpoint()
         name = name.decode() if isinstance(name, bytes) else name
         if name != peer.agent_name:
             self._agent.remove_remote_agent(name)

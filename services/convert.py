@@ -52,8 +52,7 @@ def peer_from(message: prefill_pb2.Peer) -> Peer:
 def ready_to(blocks: list[ReadyBlock], *, last: bool) -> prefill_pb2.Ready:
     return prefill_pb2.Ready(
         blocks=[
-            prefill_pb2.ReadyBlock(index=block.index, block=block.remote_block, digest=block.digest)
-            for block in blocks
+            prefill_pb2.ReadyBlock(index=block.index, block=block.remote_block, digest=block.digest) for block in blocks
         ],
         last=last,
     )

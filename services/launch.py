@@ -1,4 +1,4 @@
-"""Starts a worker or a router of any role in this process; the supervisor and the tests know nothing more of services."""
+"""Starts a worker or a router of any role in this process; supervisor and tests know nothing more of services."""
 
 from __future__ import annotations
 

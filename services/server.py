@@ -27,6 +27,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),  # a worker is never behind the proxy that the environment may name
     ("grpc.enable_retries", 0),  # placing again is the router's decision alone
 )
 

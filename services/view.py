@@ -12,6 +12,7 @@ import structlog
 
 from cluster.registry import Registry, WorkerRecord
 from tandem.errors import Unavailable
+from tandem.tasks import end
 
 log = structlog.get_logger(__name__)
 
@@ -31,9 +32,7 @@ class ClusterView:
         self._task = asyncio.create_task(self._follow(), name="cluster-view")
 
     async def stop(self) -> None:
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     def of_role(self, role: str) -> list[WorkerRecord]:
         return [worker for worker in self.workers.values() if worker.role == role]

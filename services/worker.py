@@ -163,9 +163,7 @@ class Worker:
         forgotten = sorted(self.engine.sequences.keys() - self._open.keys())
         faults += [f"{name} is in the engine, but no request is in progress for it" for name in forgotten]
         entries = [
-            common_pb2.LedgerEntry(
-                owner=owner, blocks=pool.table(owner), age_seconds=now - self._open.get(owner, now)
-            )
+            common_pb2.LedgerEntry(owner=owner, blocks=pool.table(owner), age_seconds=now - self._open.get(owner, now))
             for owner in pool.owners()
         ]
         return common_pb2.Ledger(

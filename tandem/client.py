@@ -30,6 +30,8 @@ from tandem.v1 import admin_pb2, generation_pb2
 DEFAULT_TARGET = "localhost:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message sent or read. Well above what a router accepts, so that its own answer is what the caller sees."""
+LONGEST_S = 1e9
+"""A deadline further away is this one, some 30 years."""
 
 GENERATION = "tandem.v1.GenerationService"
 ADMIN = "tandem.v1.AdminService"
@@ -171,12 +173,12 @@ def _add_message(field: str, message: Mapping[str, str | bytes], chat: generatio
 
 
 def _seconds(timeout: float | None) -> float | None:
-    """A deadline that gRPC can keep: it would take 0 for "none"."""
+    """A deadline that gRPC can keep: it would take 0 for "none" and overflow into the past at some 1e12."""
     if timeout is None:
         return None
     if not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
         raise _unencodable("timeout", timeout, "more than 0 seconds")
-    return None if math.isinf(timeout) else float(timeout)
+    return min(float(timeout), LONGEST_S)
 
 
 # ---- questions to the cluster
@@ -217,7 +219,7 @@ def _drain(worker_id: str, grace: float) -> _Question[Drained]:
         admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace),
         admin_pb2.DrainWorkerResponse,
         lambda answer: Drained(answer.finished, answer.cut),
-        timeout=grace + 30.0,
+        timeout=min(grace + 30.0, LONGEST_S),
     )
 
 

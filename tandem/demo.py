@@ -178,8 +178,9 @@ class Board:
         table.add_column(no_wrap=True, ratio=1)
         room = max(20, self._console.width - 32)
         for row in self._rows:
-            text = Text(_tail(row.question, room // 3), style="dim")
-            text.append(_tail(row.error or row.text, room - len(text)), style="red" if row.error else "not dim")
+            question = f"{_tail(row.question, room // 3)} → "
+            answer = _tail(row.error or row.text, room - len(question))
+            text = Text.assemble((question, "dim"), (answer, "red" if row.error else ""))
             table.add_row(row.name, Text(row.state, style=_STATES[row.state]), f"{row.tokens} tokens", text)
         return table
 
@@ -204,8 +205,8 @@ def report(rows: Sequence[Row], elapsed: float) -> RenderableType:
     """Every answer, the table of receipts, the slowest first token in detail, and a summary."""
     parts: list[RenderableType] = [Text()]
     for row in rows:
-        answer = Text(show.printable(row.text)) if row.state == "done" else Text(row.error, style="red")
-        parts.append(Text.assemble((f"{row.name}: ", "bold"), (show.printable(row.question), "dim"), answer))
+        answer = (row.error, "red") if row.error else (show.printable(row.text), "")
+        parts.append(Text.assemble((f"{row.name}: ", "bold"), (f"{show.printable(row.question)} → ", "dim"), answer))
     finished = [row.receipt for row in rows if row.receipt is not None]
     if finished:
         slowest = max(finished, key=lambda item: item.ttft)

@@ -48,8 +48,10 @@ def size(count: int) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Decimal gigabytes a second, as links are sold."""
-    return f"{_digits(bytes_per_second / 1e9)} GB/s"
+    """Decimal units a second, as links are sold: 12.5 GB/s, 85.0 MB/s."""
+    if bytes_per_second >= 1e8:
+        return f"{_digits(bytes_per_second / 1e9)} GB/s"
+    return f"{_digits(bytes_per_second / 1e6)} MB/s"
 
 
 def _digits(value: float) -> str:

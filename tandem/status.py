@@ -78,6 +78,8 @@ def from_rpc(error: grpc.RpcError) -> TandemError:
     code, message = error.code().name, error.details() or ""  # type: ignore[attr-defined]
     if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
         return WorkerLost(message or "the connection was lost")
+    if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
+        return errors.TooLarge(message)
     found: dict[str, Any] = {}
     cls = _BY_STATUS.get(code, InternalError)
     for detail in _details(error):
@@ -103,9 +105,11 @@ def from_rpc(error: grpc.RpcError) -> TandemError:
 
 async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
     """End the call with this error."""
-    if error.retry_after is not None:
-        context.set_trailing_metadata((("grpc-retry-pushback-ms", str(int(error.retry_after * 1000))),))
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    status = rpc_status.to_status(to_status(error))
+    if error.retry_after is not None:  # into the status itself: its trailers replace those set on the context
+        pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)))
+        status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
+    await context.abort_with_status(status)
     raise AssertionError("abort returns to nobody")
 
 

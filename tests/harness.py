@@ -140,7 +140,7 @@ class LocalCluster:
         return client
 
     def ready(self) -> list[str]:
-        return [w.worker_id for w in self._admin().workers() if w.state == "ready" and w.role != "router"]
+        return [w.worker_id for w in self._admin().workers().workers if w.state == "ready" and w.role != "router"]
 
     def audit_faults(self) -> list[str]:
         """Everything that keeps the books from balancing now; held blocks count, so ask when nothing runs."""

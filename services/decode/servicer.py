@@ -1,7 +1,7 @@
 """The decode worker: reserves room, gets the prompt's KV, and generates.
 
-    Decode(stream)   reserve ─▶ admitted ─┬─ prefill elsewhere: stream ▶ pull blocks ▶ Release ▶ commit ─┬─▶ tokens ─▶ ended
-                                          └─ prefill here ───────────────────────────────────────────────┘
+    Decode     reserve ─▶ admitted ─┬─ prefill elsewhere: stream ▶ pull blocks ▶ Release ▶ commit ─┬─▶ tokens ─▶ ended
+                                    └─ prefill here ───────────────────────────────────────────────┘
 
 The first token goes up as soon as the prefill worker has sampled it, while blocks are still on their way. Blocks that
 were read are used only after the source has confirmed that it held them until the last read was over.
@@ -40,6 +40,7 @@ from tandem.errors import (
 )
 from tandem.settings import Settings
 from tandem.status import known
+from tandem.tasks import end
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 
 # Output room reserved with the prompt, in tokens: the first stretch, so that a joining stream is not preempted at once.
@@ -315,7 +316,6 @@ class DecodeWorker(Worker):
         self._following = asyncio.create_task(sources.follow(self._view), name="follow-prefill-pool")
 
     async def close(self) -> None:
-        self._following.cancel()
-        await asyncio.gather(self._following, return_exceptions=True)
+        await end(self._following)
         await self._view.stop()
         await self._channels.close()

@@ -94,9 +94,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
             final = len(contexts) if finished else latest.done // pool.block_size
             if final > announced or finished:
-                offers = [
-                    Offer(index, pool.table(owner)[index], contexts[index]) for index in range(announced, final)
-                ]
+                offers = [Offer(index, pool.table(owner)[index], contexts[index]) for index in range(announced, final)]
                 ready = await asyncio.to_thread(self._source.announce, ticket, offers)
                 announced = max(announced, final)
                 yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished))

@@ -53,9 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if role not in LEAST:
                 raise InvalidRequest(f"there is no pool {role!r}", field="wanted", bound="prefill or decode")
             if not LEAST[role] <= size <= MOST:
-                raise InvalidRequest(
-                    f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}"
-                )
+                raise InvalidRequest(f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}")
         await self._registry.want(dict(request.wanted))
         return admin_pb2.ScalePoolsResponse(wanted=await self._registry.wanted())
 

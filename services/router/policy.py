@@ -32,9 +32,7 @@ class Placement:
     why_local: str = ""
 
 
-def place(
-    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int
-) -> Placement | None:
+def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
     The least loaded decode worker with room, by share of its places, then by free blocks. The prefill worker with the

@@ -1,7 +1,7 @@
 """The account of one request: what happened when, and a receipt whose phases add up to the time to first token.
 
-    arrived ─tokenize─▶ admitted ─queue─▶ dispatched ─dispatch─▶│at decode: reserve, handoff, prefill_queue, prefill_compute│─▶ first token
-                                   ▲─────────retries──────────┘
+    arrived ─tokenize─▶ admitted ─queue─▶ sent ─dispatch─▶ [ reserve, handoff, prefill_queue, prefill_compute ] ─▶ token
+                            ▲────────retries───────┘         in the workers; handoff is their hop
 
 Each process measures durations on its own clock; a hop is what the caller measured minus what the callee says that it
 spent itself. So the sum is the router's own time to first token, by construction and without comparing two clocks.
@@ -77,7 +77,8 @@ class Account:
 
     def receipt(self, job: Job, model: str) -> generation_pb2.Receipt:
         placement, last = self._placement, self._attempt_first
-        assert placement is not None and self._first is not None
+        assert placement is not None
+        assert self._first is not None
         notes = list(job.notes)
         if placement.prefill is None:
             notes.append(f"prefilled on the decode worker: {placement.why_local}")

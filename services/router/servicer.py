@@ -1,8 +1,8 @@
 """The router: text in, text out. Knows no torch.
 
-    Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise ─▶ client
-                          ▲            │ it, or the prefill worker behind it, died
-                          └────────────┘ placed again with the tokens sent so far: same seed and positions, same tokens
+Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise ─▶ client
+                      ▲            │ it, or the prefill worker behind it, died
+                      └────────────┘ placed again with the tokens sent so far: same seed and positions, same tokens
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tandem.errors import (
 )
 from tandem.settings import Settings
 from tandem.status import from_rpc
+from tandem.tasks import end
 from tandem.v1 import (
     admin_pb2_grpc,
     decode_pb2,
@@ -264,9 +265,7 @@ class Router:
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
         await self.grpc.stop(grace_s)
-        if self._following:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        await end(self._following)
         await self._heartbeat.stop()
         await self.view.stop()
         await self.channels.close()

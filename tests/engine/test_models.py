@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import attention
+from engine import attention, mla, probe
 from engine.checkpoints import TINY, WINDOW
 from engine.facts import Full, smallest_reach
 from engine.model import Model
@@ -105,6 +105,21 @@ def test_paged_greedy_equals_generate(family: Family) -> None:
     assert max(gaps) < 3e-4
 
 
+def test_handed_over_blocks_continue_exactly(family: Family) -> None:
+    """Decode continues from nothing but the bytes of the blocks, under other ids, after the source is overwritten."""
+    prompt, expected = family.prompts[3], family.tokens[3]
+    count = -(-(len(prompt) + NEW) // BLOCK_SIZE)
+    there, here = list(range(count))[::-1], random.Random(5).sample(range(count + 9), count)
+    source, target = family.model.allocate(count, BLOCK_SIZE), family.model.allocate(count + 9, BLOCK_SIZE)
+    tokens = [*prompt, int(family.model.forward(source, pack([(prompt, 0, there)])).argmax())]
+    for ours, theirs in zip(here, there, strict=True):
+        target.block_view(ours)[:] = source.block_view(theirs)
+    source.buffer.fill_(255)  # NaN in every float format
+    while len(tokens) < len(prompt) + NEW:
+        tokens.append(int(family.model.forward(target, pack([(tokens, len(tokens) - 1, here)])).argmax()))
+    assert tokens[len(prompt) :] == expected
+
+
 def test_references_vary(family: Family) -> None:
     """The references have many distinct tokens and differ between prompts, so that equality means something."""
     assert len({tuple(tokens) for tokens in family.tokens}) == len(PROMPT_LENGTHS)
@@ -165,6 +180,11 @@ def test_logits_may_be_empty(family: Family) -> None:
     batch = pack([([1, 2, 3], 0, [2])])
     batch.logits_at = []
     assert family.model.forward(pages, batch).shape == (0, family.model.vocab_size)
+
+
+def test_latent_pages_know_our_names() -> None:
+    """The pass-through of the latent is on under exactly the names that Tandem registers."""
+    assert {attention.NAME, probe.PROBE, probe.ISOLATION} == mla.OURS
 
 
 @pytest.mark.parametrize("shape", ["tiny-deepseek-v2", "tiny-deepseek-v3"])

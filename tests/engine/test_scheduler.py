@@ -1,4 +1,4 @@
-"""Promises of the scheduler: streams advance in every step, prompts are chunked, running out of blocks loses nothing."""
+"""Promises of the scheduler: streams advance in every step, prompts are chunked, a lack of blocks loses nothing."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ class Worker:
         self.ask(cmd="serve")
 
     def ask(self, **command: object) -> dict[str, Any]:
-        assert self.peer and self.process.stdin
+        assert self.peer
+        assert self.process.stdin
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -159,7 +160,7 @@ class FaultyTransport:
 
 @pytest.fixture
 def pages() -> Iterator[Callable[..., Pages]]:
-    """Makes workers of this process: pages(kind, worker_id="sink", incarnation="1", num_blocks=16, block_bytes=4096)."""
+    """Makes workers of this process, of 16 blocks of 4096 bytes unless told otherwise."""
     made: list[Pages] = []
 
     def make(
@@ -205,6 +206,19 @@ def nixl_source() -> Iterator[Worker]:
     try:
         for block in range(16):
             made.fill(block, block)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="session")
+def tcp_source() -> Iterator[Worker]:
+    """One process that speaks only TCP and serves all the time: 17 blocks of 1 MiB, block b filled with pattern b."""
+    made = Worker("tcp-source", "1", 17, 1 << 20, {"UCX_TLS": "tcp"})
+    try:
+        for block in range(17):
+            made.fill(block, block)
+        made.serve()
         yield made
     finally:
         made.end()

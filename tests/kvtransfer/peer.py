@@ -12,6 +12,7 @@ Arguments: worker id, incarnation, number of blocks, bytes per block, layout has
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ def say(**answer: object) -> None:
 
 
 def main() -> None:
+    # Some tests make UCX abort here.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     worker_id, incarnation, num_blocks, block_bytes, layout_hash = sys.argv[1:6]
     count, size = int(num_blocks), int(block_bytes)
     pages = np.zeros((count, size), dtype=np.uint8)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvtransfer import nixl_transport
 from kvtransfer.nixl_transport import NixlTransport
 from tandem.errors import DeadlineExceeded, WorkerLost
 
@@ -17,7 +18,7 @@ MIB = 1 << 20
 TCP = {"UCX_TLS": "tcp"}
 
 
-def until(condition, seconds=10.0):
+def becomes_true(condition, seconds=10.0):
     """Waits for something that another process does; says whether it came true."""
     end = time.monotonic() + seconds
     while not condition():
@@ -39,36 +40,25 @@ async def in_flight(transport):
         await asyncio.sleep(0.001)
 
 
-async def test_link_names_shared_memory_on_one_host(worker, pages):
-    """On one host reads go through cma, and link says so after connect alone; before, it is unknown."""
-    source, sink = worker(), pages("nixl")
-    assert sink.transport.link(source.peer) == "nixl:ucx:unknown"
-    await sink.transport.connect(source.peer, 10)
-    assert sink.transport.link(source.peer) == "nixl:ucx:cma"
-    stats = await sink.transport.read(source.peer, [(0, 0)], 10)
-    assert stats.transport == "nixl:ucx:cma"
-
-
-async def test_link_names_each_of_two_transports(worker, pages):
-    """Two peers that share one endpoint configuration are both known, and so is a third on another transport."""
-    near, near2, far = worker("near"), worker("near2"), worker("far", env=TCP)
-    sink = pages("nixl")
-    for source in (near, near2, far):
+async def test_link_names_each_transport(nixl_source, worker, pages):
+    """After connect alone link says cma for a peer on this host, tcp for one that speaks nothing else, and cma for a
+    third, though that one shares the first one's endpoint configuration; before, it does not guess."""
+    near, far, near2, sink = nixl_source, worker("far", env=TCP), worker("near2"), pages("nixl")
+    for source, link in ((near, "nixl:ucx:cma"), (far, "nixl:ucx:tcp"), (near2, "nixl:ucx:cma")):
+        assert sink.transport.link(source.peer) == "nixl:ucx:unknown"
         await sink.transport.connect(source.peer, 10)
-    assert sink.transport.link(near.peer) == sink.transport.link(near2.peer) == "nixl:ucx:cma"
-    assert sink.transport.link(far.peer) == "nixl:ucx:tcp"
+        assert sink.transport.link(source.peer) == link
+        assert (await sink.transport.read(source.peer, [(0, 0)], 10)).transport == link
 
 
-async def test_tcp_read_completes_while_the_source_only_polls(worker, pages, monkeypatch, expected):
-    """Over TCP the source's progress in serving() is enough; nobody there calls anything. link says tcp."""
+async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages, monkeypatch, expected):
+    """Over TCP the source's progress in serving() is enough; nobody there calls anything."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
-    source.fill(5, 5)
-    source.serve()
-    await sink.transport.connect(source.peer, 10)
-    assert sink.transport.link(source.peer) == "nixl:ucx:tcp"
-    await sink.transport.read(source.peer, [(b, 15 - b) for b in range(16)], 10)
-    assert (sink.array[10] == expected(5, MIB)).all()
+    sink = pages("nixl", num_blocks=17, block_bytes=MIB)
+    await sink.transport.connect(tcp_source.peer, 10)
+    stats = await sink.transport.read(tcp_source.peer, [(b, 16 - b) for b in range(17)], 10)
+    assert stats.transport == "nixl:ucx:tcp"
+    assert all((sink.array[16 - b] == expected(b, MIB)).all() for b in range(17))
 
 
 async def test_a_source_killed_mid_read_is_lost_within_two_seconds(worker, pages, monkeypatch):
@@ -130,22 +120,24 @@ async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker
     await sink.transport.read(second.peer, [(0, 0)], 10)
 
 
-async def late_write(worker, pages, expected, end_read):
-    """Posts a read from a stopped source over TCP, ends it, fills the local blocks anew, lets the source go on and makes
-    progress with another read. Says whether the local blocks kept their new content."""
-    source, sink = worker(num_blocks=17, block_bytes=MIB, env=TCP), pages("nixl", num_blocks=17, block_bytes=MIB)
-    for block in range(17):
-        source.fill(block, block)
+async def late_write(worker, other, pages, expected, end_read):
+    """Posts a read from a stopped source over TCP, ends it, fills the local blocks anew, lets the source go on, makes
+    progress with reads from another. Says whether anything was written into the local blocks after the end."""
+    source = worker(num_blocks=17, block_bytes=MIB, env=TCP)
+    sink = pages("nixl", num_blocks=17, block_bytes=MIB)
+    source.serve()
     await sink.transport.connect(source.peer, 10)
+    await sink.transport.connect(other.peer, 10)
     source.signal(signal.SIGSTOP)
     await end_read(sink.transport, source.peer, [(b, b) for b in range(16)])
     sink.array[:] = 7
     source.signal(signal.SIGCONT)
-    source.serve()
-    await sink.transport.connect(source.peer, 10)
-    await sink.transport.read(source.peer, [(16, 16)], 10)
+    until = time.monotonic() + 1
+    await sink.transport.read(other.peer, [(16, 16)], 10)
+    while (sink.array[:16] == 7).all() and time.monotonic() < until:
+        await sink.transport.read(other.peer, [(16, 16)], 10)
     assert (sink.array[16] == expected(16, MIB)).all()
-    return bool((sink.array[:16] == 7).all())
+    return not (sink.array[:16] == 7).all()
 
 
 async def cancelled_read(transport, peer, pairs):
@@ -162,15 +154,17 @@ async def expired_read(transport, peer, pairs):
 
 
 @pytest.mark.parametrize("end_read", [cancelled_read, expired_read])
-async def test_a_read_that_ended_never_writes_again(worker, pages, monkeypatch, expected, end_read):
+async def test_a_read_that_ended_never_writes_again(worker, tcp_source, pages, monkeypatch, expected, end_read):
     """Neither after a cancellation nor after a timeout can a hung source, once it goes on, reach the local blocks."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    assert await late_write(worker, pages, expected, end_read)
+    monkeypatch.setattr(nixl_transport, "GRACE", 0.3)
+    assert not await late_write(worker, tcp_source, pages, expected, end_read)
 
 
-async def test_without_the_replaced_agent_a_late_write_happens(worker, pages, monkeypatch, expected):
+async def test_without_the_replaced_agent_a_late_write_happens(worker, tcp_source, pages, monkeypatch, expected):
     """The control of the test above: releasing the handles alone lets the bytes land in blocks that were given back."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(nixl_transport, "GRACE", 0.3)
 
     def only_release(self, why):
         for read in [read for read in self._reads if read.error is not None]:
@@ -179,33 +173,31 @@ async def test_without_the_replaced_agent_a_late_write_happens(worker, pages, mo
             read.flights.clear()
 
     monkeypatch.setattr(NixlTransport, "_replace_agent", only_release)
-    assert not await late_write(worker, pages, expected, cancelled_read)
+    assert await late_write(worker, tcp_source, pages, expected, cancelled_read)
 
 
-async def test_a_hung_source_costs_no_other_reader_its_read(worker, pages, monkeypatch, expected):
-    """While one source hangs and its read is ended by force, reads from another go on and arrive whole."""
+async def test_a_hung_source_costs_no_other_reader_its_read(worker, tcp_source, pages, monkeypatch, expected):
+    """While one source hangs and its read is ended by force, reads from another go on and do that one no harm."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    hung, well = worker("hung", block_bytes=MIB, env=TCP), worker("well", block_bytes=MIB, env=TCP)
-    sink = pages("nixl", num_blocks=32, block_bytes=MIB)
-    for block in range(16):
-        well.fill(block, block)
-    well.serve()
+    monkeypatch.setattr(nixl_transport, "GRACE", 0.3)
+    hung, sink = worker("hung", block_bytes=MIB, env=TCP), pages("nixl", num_blocks=32, block_bytes=MIB)
     await sink.transport.connect(hung.peer, 10)
-    await sink.transport.connect(well.peer, 10)
+    await sink.transport.connect(tcp_source.peer, 10)
     hung.signal(signal.SIGSTOP)
     lost = asyncio.create_task(expired_read(sink.transport, hung.peer, [(b, b) for b in range(16)]))
     while not lost.done():
         sink.array[16:] = 0
-        await sink.transport.read(well.peer, [(b, 16 + b) for b in range(16)], 10)
+        await sink.transport.read(tcp_source.peer, [(b, 16 + b) for b in range(16)], 10)
         assert all((sink.array[16 + b] == expected(b, MIB)).all() for b in range(16))
     await lost
+    assert tcp_source.process.poll() is None
 
 
-async def test_an_idle_agent_uses_no_cpu(worker):
+async def test_an_idle_agent_uses_no_cpu(nixl_source):
     """Over one second an idle worker spends less than 5 % of a core."""
-    source = worker()
+    source = nixl_source
     before, began = source.ask(cmd="cpu")["cpu"], time.monotonic()
-    until(lambda: time.monotonic() > began + 1)
+    becomes_true(lambda: time.monotonic() > began + 1)
     assert source.ask(cmd="cpu")["cpu"] - before < 0.05 * (time.monotonic() - began)
 
 
@@ -226,7 +218,7 @@ async def test_nothing_is_left_after_close(worker, pages):
     sink.transport.close()
     assert len([link for link in open_files() if link.startswith("socket:")]) < len(sockets)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl")]
-    assert until(lambda: segments() <= before)
+    assert becomes_true(lambda: segments() <= before)
 
 
 async def test_nothing_is_left_after_a_kill(worker, pages):
@@ -236,10 +228,10 @@ async def test_nothing_is_left_after_a_kill(worker, pages):
     await sink.transport.connect(source.peer, 10)
     source.end()
     sink.transport.close()
-    assert until(lambda: segments() <= before)
+    assert becomes_true(lambda: segments() <= before)
 
 
-def open_files():
+def open_files() -> list[str]:
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -30,14 +30,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("services.prefill", "services.worker", "services.convert", "engine", "kvtransfer", "tandem"),
     },
     "services": {"services", "engine", "kvtransfer", "cluster.registry", "tandem"},
-    "cluster.registry": {"tandem.errors"},
+    "cluster.registry": {"tandem.errors", "tandem.tasks"},
     "cluster": {"cluster", "services.launch", "tandem"},
     "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up"},
 }
 OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "loadtest")
 
 # Pure Python: the simulator runs them. No tensors, no clock, no sockets.
-PURE = ("engine/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/hashing.py", "services/router/policy.py")
+PURE = (
+    *("engine/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/hashing.py"),
+    "services/router/policy.py",
+)
 IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "random", "os", "numpy"}
 
 # One file for each outside system.

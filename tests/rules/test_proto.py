@@ -39,4 +39,5 @@ def test_no_client_message_can_name_a_worker_block_or_rank() -> None:
                 walk(field.message_type)
 
     walk(generation_pb2.GenerateRequest.DESCRIPTOR)
-    assert not [n for n in seen if any(word in n for word in ("worker", "address", "block", "rank", "transfer", "peer"))]
+    words = ("worker", "address", "block", "rank", "transfer", "peer")
+    assert not [name for name in seen if any(word in name for word in words)]

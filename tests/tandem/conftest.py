@@ -26,7 +26,7 @@ def delta(index: int, ids: list[int], text: str) -> Event:
     return Event(delta=generation_pb2.Delta(index=index, token_ids=ids, text=text))
 
 
-def finished(tokens: int = 4, text: str = "", reason: int = common_pb2.FINISH_REASON_LENGTH) -> Event:
+def finished(tokens: int = 4, text: str = "") -> Event:
     receipt = generation_pb2.Receipt(
         request_id="r-1",
         model="toy",
@@ -50,7 +50,7 @@ def finished(tokens: int = 4, text: str = "", reason: int = common_pb2.FINISH_RE
         attempts=1,
         notes=["a note"],
     )
-    return Event(finished=generation_pb2.Finished(reason=reason, text=text, receipt=receipt))
+    return Event(finished=generation_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, text=text, receipt=receipt))
 
 
 WHOLE = [started(), delta(0, [5], "He"), delta(1, [6, 7], "llo"), delta(3, [8], ""), finished(4, "!")]
@@ -150,8 +150,8 @@ async def fake() -> AsyncIterator[Fake]:
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor()], options=[("grpc.max_receive_message_length", 4 * 1024 * 1024)]
     )
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     yield servicer

@@ -358,7 +358,7 @@ async def test_demo_sends_everything_and_accounts_for_it(fake: Any, tmp_path: An
     result = await demo(fake, PROMPTS, tmp_path)
     assert result.code == 0, result.err
     assert "demo-1 done 4 tokens: Hello!" in result.out
-    assert "demo-2: Ho" in result.out
+    assert "demo-2: Ho → Hello!" in result.out
     assert "disaggregated" in result.out
     assert "2 of 2 requests finished: 8 tokens" in result.out
     assert "cluster is down" in result.err

@@ -311,6 +311,12 @@ def test_a_timeout_is_more_than_nothing(timeout: Any) -> None:
     assert caught.value.field == "timeout"
 
 
+async def test_a_long_timeout_is_long(client: Any) -> None:
+    """A deadline beyond what gRPC can count does not wrap into the past."""
+    for timeout in (1e12, 1e300, float("inf")):
+        assert (await client.generate("Hi", timeout=timeout)).text == "Hello!"
+
+
 def test_unknown_options_are_refused() -> None:
     """A misspelt option is a TypeError, not silence."""
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="temprature"):

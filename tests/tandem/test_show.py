@@ -22,6 +22,17 @@ def test_size(count: int, text: str) -> None:
     assert show.size(count) == text
 
 
+def test_rate() -> None:
+    """Bandwidth is in decimal GB/s, or MB/s where that would read as nothing."""
+    assert [show.rate(value) for value in (0, 2e6, 1e8, 2.5e9, 4e11)] == [
+        "0.00 MB/s",
+        "2.00 MB/s",
+        "0.10 GB/s",
+        "2.50 GB/s",
+        "400 GB/s",
+    ]
+
+
 def test_runs() -> None:
     """Block ids are shown as ranges, in order."""
     assert show.runs([]) == ""

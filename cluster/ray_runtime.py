@@ -1,0 +1,357 @@
+"""Ray: the only file that calls it. Ray owns processes here (start, place, notice death, end); requests never pass it.
+
+One detached supervisor actor per cluster runs cluster.reconcile; one detached actor per worker *is* the worker's
+process. A worker's end ends its pending wait() call, which is how the supervisor hears of it, without polling.
+
+Ray on this machine is started with what Tandem uses and no more: GCS, raylet and the raylet's two agents, on loopback,
+with a token of its own. Its autoscaler monitor, log monitor and API server stay off: they would cost some 250 MB and
+half of the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Read by Ray when it is imported.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # workers ask Ray for no GPU, and still see them
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # no second opinion on which worker to kill
+
+import psutil
+import ray
+import ray._private.node
+import ray._private.worker
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.lifeline import die_with_parent
+from cluster.reconcile import Event, Life, Started, Supervisor
+from cluster.registry import Registry
+from cluster.supervisor import ROLES, role_of
+from tandem.errors import InternalError, PreconditionFailed, TandemError, Unavailable, WorkerLost
+from tandem.settings import Settings
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+NAMESPACE = "tandem"
+LAUNCHER = "services.launch:start"
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
+PLACES = 100_000
+"""Of each role on this machine: the custom resources say where a role may run, not how many of it."""
+CALL_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
+
+
+# ---- inside the actors
+
+
+class WorkerActor:
+    """One worker. The process of this actor is the worker's process."""
+
+    def __init__(self, worker_id: str, settings: Settings, launcher: str) -> None:
+        die_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
+        self._worker_id = worker_id
+        self._settings = settings
+        self._launcher = launcher
+        self._starting: asyncio.Task[Any] | None = None
+
+    async def start(self) -> Started:
+        if self._starting is None:
+            module, _, name = self._launcher.partition(":")
+            launch = getattr(importlib.import_module(module), name)
+            self._starting = asyncio.create_task(launch(role_of(self._worker_id), self._settings, self._worker_id))
+        service = await asyncio.shield(self._starting)
+        return Started(service.address, os.getpid(), service.incarnation)
+
+    async def wait(self) -> None:
+        assert self._starting is not None
+        await (await self._starting).wait()
+
+    async def stop(self, grace_s: float) -> None:
+        assert self._starting is not None
+        await (await self._starting).stop(grace_s)
+
+
+class SupervisorActor:
+    """One cluster's supervisor. Ray restarts it; it finds its workers again by their names."""
+
+    def __init__(self, settings: Settings, launcher: str) -> None:
+        assert settings.redis is not None
+        die_with_parent()
+        self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
+        self._loop = Supervisor(RayHost(settings, launcher), self._registry, settings.drain_grace_s)
+        self._run: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Reconciles until stop(). Ray repeats this call on a restarted supervisor."""
+        if self._run is None:
+            self._run = asyncio.create_task(self._loop.run())
+        await asyncio.shield(self._run)
+
+    async def events(self, after: int) -> list[Event]:
+        return await self._loop.events(after)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._loop.stop(grace_s)
+        await self._registry.close()
+
+
+class RayHost:
+    """Starts workers as named detached actors, and finds them again."""
+
+    def __init__(self, settings: Settings, launcher: str) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._prefix = _worker_prefix(settings.cluster)
+
+    def create(self, worker_id: str) -> Life:
+        # The name tells lives apart: a dead actor's name is free only when Ray has noticed.
+        name = f"{self._prefix}{worker_id}/{secrets.token_hex(4)}"
+        actor = ray.remote(WorkerActor).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            resources={role_of(worker_id): 1},
+            max_restarts=0,  # the supervisor starts a new life in a new actor
+        )
+        return RayLife(actor.remote(worker_id, self._settings, self._launcher), worker_id)
+
+    def survivors(self) -> dict[str, Life]:
+        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if _is_ours(entry)]
+        mine = [name for name in names if name.startswith(self._prefix)]
+        found: dict[str, Life] = {}
+        for name in mine:
+            worker_id = name.removeprefix(self._prefix).partition("/")[0]
+            try:
+                found[worker_id] = RayLife(ray.get_actor(name, namespace=NAMESPACE), worker_id)
+            except ValueError:  # it died meanwhile
+                continue
+        return found
+
+
+class RayLife:
+    """One worker actor, its errors in our words."""
+
+    def __init__(self, actor: Any, worker_id: str) -> None:
+        self._actor = actor
+        self._worker_id = worker_id
+
+    async def start(self) -> Started:
+        return await self._call(self._actor.start.remote())
+
+    async def wait(self) -> None:
+        await self._call(self._actor.wait.remote())
+
+    async def stop(self, grace_s: float) -> None:
+        await self._call(self._actor.stop.remote(grace_s))
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def _call(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except RayError as error:
+            raise _in_our_words(error, self._worker_id) from error
+
+
+def _supervisor_name(cluster: str) -> str:
+    return f"tandem-supervisor-{cluster}"
+
+
+def _worker_prefix(cluster: str) -> str:
+    return f"tandem-worker-{cluster}/"
+
+
+def _is_ours(entry: dict[str, str]) -> bool:
+    return entry["namespace"] == NAMESPACE
+
+
+def _in_our_words(error: RayError, who: str) -> TandemError:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, TandemError):
+            return cause
+        return InternalError(f"{who} failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, RayActorError):
+        return WorkerLost(f"{who}: its process died")
+    return Unavailable(f"{who}: Ray cannot reach it: {error}")
+
+
+# ---- outside: what `tandem up` uses
+
+
+class SupervisorHandle:
+    """The supervisor of one cluster, from another process. The futures raise only errors of the tree."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def run(self) -> Future[None]:
+        """Ends when the supervisor has stopped, or raises when it is lost for good."""
+        return _future(self._actor.run.remote())
+
+    def events(self, after: int) -> Future[list[Event]]:
+        """What happened after that event; waits until something did."""
+        return _future(self._actor.events.remote(after))
+
+    def stop(self, grace_s: float) -> Future[None]:
+        """Drains and ends every worker."""
+        return _future(self._actor.stop.remote(grace_s))
+
+
+def _future(answer: Any) -> Future[Any]:
+    """Ray's future with its errors in our words."""
+    ours: Future[Any] = Future()
+
+    def copy(theirs: Future[Any]) -> None:
+        error = theirs.exception()
+        if error is None:
+            ours.set_result(theirs.result())
+        else:
+            ours.set_exception(_in_our_words(error, "the supervisor") if isinstance(error, RayError) else error)
+
+    answer.future().add_done_callback(copy)
+    return ours
+
+
+class Runtime:
+    """Ray for one `tandem up`: its own on this machine, or an existing cluster."""
+
+    def __init__(self, address: str | None, directory: Path) -> None:
+        self._address = address
+        self._directory = directory
+        self._processes: list[psutil.Process] = []
+
+    def start(self) -> None:
+        """From a thread that stays: Linux kills Ray's processes when the thread that started them ends."""
+        ray._private.worker.print_to_stdstream = _log  # Ray's own word on a dead worker, else on our stdout
+        try:
+            if self._address:
+                ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
+            else:
+                self._start_local()
+        except (RayError, ConnectionError, RuntimeError, TimeoutError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise Unavailable(f"Ray did not start: {first_line}", reason="RAY_UNREACHABLE") from error
+
+    def _start_local(self) -> None:
+        os.environ.pop("RAY_ADDRESS", None)  # would quietly connect elsewhere
+        os.environ.pop("RAY_AUTH_MODE", None)  # absent: Ray asks for a token, and reads its configuration again
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home directory
+        before = set(psutil.Process().children())
+        with _small_node():
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                num_gpus=0,
+                resources=dict.fromkeys(ROLES, PLACES),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=str(self._directory),
+                **_quiet(),
+            )
+        self._processes = [process for process in psutil.Process().children() if process not in before]
+
+    def supervise(self, settings: Settings, launcher: str = LAUNCHER) -> SupervisorHandle:
+        """Starts the cluster's supervisor. Raises PreconditionFailed if there is one already."""
+        options = ray.remote(SupervisorActor).options(
+            name=_supervisor_name(settings.cluster),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+        )
+        try:
+            return SupervisorHandle(options.remote(settings, launcher))
+        except ValueError as error:
+            raise PreconditionFailed(
+                f"the Ray cluster has a supervisor for cluster {settings.cluster!r} already",
+                reason="ALREADY_UP",
+                field="cluster",
+            ) from error
+
+    def end_actors(self, cluster: str) -> None:
+        """Kills what a cluster still has on Ray, supervisor first so that it starts nothing more."""
+        supervisor = _supervisor_name(cluster)
+        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if _is_ours(entry)]
+        mine = [name for name in names if name == supervisor or name.startswith(_worker_prefix(cluster))]
+        for name in sorted(mine, key=lambda name: name != supervisor):
+            try:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:  # it died meanwhile
+                continue
+
+    def stop(self) -> None:
+        """Ends Ray's processes if they are ours; else only the connection. Safe to repeat."""
+        family = [child for process in self._processes for child in _family(process)]
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, timeout=END_TIMEOUT_S)
+        for process in alive:
+            _kill(process)
+        psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+        self._processes = []
+
+
+def _log(data: dict[str, Any], **_: Any) -> None:
+    for line in data["lines"]:
+        log.info(line)
+
+
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+
+
+@contextmanager
+def _small_node() -> Iterator[None]:
+    """Within, ray.init() starts only what is needed, on loopback, and leaves our signal handlers alone. It has no
+    arguments for that; a Ray in which these attributes have changed fails tests/cluster/test_up.py."""
+
+    class SmallNode(ray._private.node.Node):  # type: ignore[misc, name-defined]
+        def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
+            ray_params.update_if_absent(node_ip_address="127.0.0.1")
+            ray_params.no_monitor = True
+            ray_params.include_log_monitor = False
+            super().__init__(ray_params, *args, **kwargs)
+
+        def start_api_server(self, **_: Any) -> None:
+            """Would do nothing here: without the dashboard it only loads usage statistics."""
+
+    original = ray._private.node.Node
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    level = logging.getLogger("ray").level
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray._private.node.Node = SmallNode
+    try:
+        yield
+    finally:
+        ray._private.node.Node = original
+        logging.getLogger("ray").setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,295 @@
+"""`tandem up`: one cluster on this machine, from nothing to `ready`, and back to nothing.
+
+    port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
+    each step leaves its undoing on a stack; stop() drains, then unwinds the stack, whatever failed before
+
+If this process is killed outright, Linux ends everything it started (cluster/lifeline.py), and the next start removes
+the run directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cluster import rundir
+from cluster.reconcile import STOP_MARGIN_S, Event, Kind
+from cluster.registry import Registry
+from cluster.supervisor import role_of
+from cluster.valkey import EmbeddedValkey
+from tandem.errors import Cancelled, DeadlineExceeded, SettingsError
+from tandem.settings import Settings
+
+if TYPE_CHECKING:
+    from cluster.ray_runtime import Runtime, SupervisorHandle
+
+START_TIMEOUT_S = 600.0
+DEFAULT_LAUNCHER = "services.launch:start"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Notice(Enum):
+    """What may arrive besides the supervisor's answers."""
+
+    SIGNAL = "signal"
+    VALKEY_DIED = "valkey died"
+
+
+class Cluster:
+    """A running cluster. Start it from a thread that lives as long as the cluster: its processes die with that thread.
+
+    `launcher` is what a worker's process calls (`module:function`); tests put a small service there.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        report: Callable[[str], None] | None = None,
+        *,
+        launcher: str = DEFAULT_LAUNCHER,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self.settings = settings
+        self.target = ""
+        self.directory: Path | None = None
+        self._report_to = report
+        self._launcher = launcher
+        self._start_timeout_s = start_timeout_s
+        self._began = monotonic()
+        self._undo = ExitStack()
+        self._inbox: SimpleQueue[Future[list[Event]] | _Notice] = SimpleQueue()
+        self._valkey: EmbeddedValkey | None = None
+        self._supervisor: SupervisorHandle | None = None
+        self._seq = 0
+        self._ready: dict[str, Event] = {}
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when requests can be sent. Raises the error of the first worker that cannot start, and undoes all."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Drains, then ends every process and removes every file. Safe to repeat. A signal meanwhile ends the grace."""
+        try:
+            if self._supervisor:
+                self._drain(self._supervisor, self.settings.drain_grace_s if grace_s is None else grace_s)
+        finally:
+            self._supervisor = None
+            self._undo.close()
+
+    @property
+    def workers(self) -> dict[str, Event]:
+        """The last `ready` of every worker that serves, by id, as far as events() has told."""
+        return dict(self._ready)
+
+    def events(self, timeout_s: float | None = None) -> list[Event]:
+        """The next changes, as they happen; nothing when none came in time. Raises Cancelled when told to end."""
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except Empty:
+            return []
+        if item is _Notice.SIGNAL:
+            raise Cancelled("told to end by a signal")
+        if item is _Notice.VALKEY_DIED:
+            self._restart_valkey()
+            return []
+        assert isinstance(item, Future)
+        events = item.result(timeout=0)
+        for event in events:
+            self._note(event)
+        self._listen()
+        return events
+
+    def interrupt(self) -> None:
+        """Ends start(), events() or the grace of stop(). May be called from a signal handler."""
+        self._inbox.put(_Notice.SIGNAL)
+
+    # ---- start
+
+    def _start(self) -> None:
+        self._began = monotonic()
+        self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
+        self.directory = rundir.create()
+        self._undo.callback(rundir.remove, self.directory)
+        if self.settings.redis is None:
+            self._valkey = EmbeddedValkey(self.directory, on_death=lambda: self._inbox.put(_Notice.VALKEY_DIED))
+            self._undo.callback(self._valkey.stop)
+            self.settings = self.settings.model_copy(update={"redis": self._valkey.start()})
+            self._report("registry: embedded Valkey")
+        asyncio.run(self._want())
+        self._supervisor = self._start_ray().supervise(self.settings, self._launcher)
+        self._watch(self._supervisor.run())
+        self._listen()
+        self._await_ready()
+
+    async def _want(self) -> None:
+        registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
+        try:
+            await registry.want({"router": 1, "prefill": self.settings.prefill, "decode": self.settings.decode})
+        finally:
+            await registry.close()
+
+    def _start_ray(self) -> Runtime:
+        from cluster.ray_runtime import Runtime  # half a second that a refused port need not wait for
+
+        assert self.directory is not None
+        runtime = Runtime(self.settings.ray_address, self.directory)
+        self._undo.callback(runtime.stop)
+        runtime.start()
+        if self.settings.ray_address:
+            self._undo.callback(runtime.end_actors, self.settings.cluster)
+            self._report(f"Ray: connected to {self.settings.ray_address}")
+        else:
+            self._report(f"Ray: on this machine, logs in {self.directory / 'session_latest' / 'logs'}")
+        return runtime
+
+    def _await_ready(self) -> None:
+        wanted = {"router": 1, "prefill": self.settings.prefill, "decode": self.settings.decode}
+        deadline = self._began + self._start_timeout_s
+        while not all(self._count(role) >= size for role, size in wanted.items()):
+            left = deadline - monotonic()
+            if left <= 0:
+                waiting = ", ".join(f"{self._count(role)} of {size} {role}" for role, size in wanted.items())
+                raise DeadlineExceeded(f"not ready within {self._start_timeout_s:g} s: {waiting}")
+            for event in self.events(left):
+                if event.kind is Kind.FAILED and event.error:
+                    raise event.error
+
+    def _count(self, role: str) -> int:
+        return sum(role_of(worker_id) == role for worker_id in self._ready)
+
+    # ---- what the supervisor tells
+
+    def _listen(self) -> None:
+        assert self._supervisor is not None
+        self._supervisor.events(self._seq).add_done_callback(self._inbox.put)
+
+    def _watch(self, run: Future[None]) -> None:
+        """The end of the supervisor's run arrives like an answer of it, so that its error is raised by events()."""
+
+        def lost(ended: Future[Any]) -> None:
+            if ended.exception():
+                self._inbox.put(ended)
+
+        run.add_done_callback(lost)
+
+    def _note(self, event: Event) -> None:
+        self._seq = event.seq
+        if event.kind is Kind.READY and event.started:
+            self._ready[event.worker_id] = event
+            self._report(f"{event.worker_id}: ready on {event.started.address}")
+            if role_of(event.worker_id) == "router":
+                self.target = event.started.address
+            return
+        if event.kind is Kind.STARTING:
+            return
+        self._ready.pop(event.worker_id, None)
+        text = f"{event.worker_id}: {event.kind}"
+        if event.error:
+            text += f": {event.error.message}"
+        if event.retry_in_s:
+            text += f"; starting again in {event.retry_in_s:.1f} s"
+        self._report(text)
+
+    def _restart_valkey(self) -> None:
+        """The registry's content comes back by itself: workers beat, the supervisor writes what it last wanted."""
+        assert self._valkey is not None
+        self._valkey.start()
+        self._report("registry: the embedded Valkey died and was started again")
+
+    # ---- stop
+
+    def _drain(self, supervisor: SupervisorHandle, grace_s: float) -> None:
+        """Waits for the supervisor's stop(), as long as the grace, or until a signal."""
+        stopped = supervisor.stop(grace_s)
+        done: SimpleQueue[Future[None]] = SimpleQueue()
+        stopped.add_done_callback(done.put)
+        stopped.add_done_callback(lambda _: self._inbox.put(_Notice.SIGNAL))
+        deadline = monotonic() + grace_s + 2 * STOP_MARGIN_S
+        while done.empty() and (left := deadline - monotonic()) > 0:
+            try:
+                item = self._inbox.get(timeout=left)
+            except Empty:
+                break
+            if item is _Notice.SIGNAL:
+                break
+        if not stopped.done():
+            self._report("stopping at once: what still runs is cut off")
+        elif stopped.exception():
+            self._report(f"the drain failed: {stopped.exception()}")
+
+    def _report(self, text: str) -> None:
+        if self._report_to:
+            self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
+
+
+def run_forever(
+    settings: Settings, report: Callable[[str], None] | None = None, *, launcher: str = DEFAULT_LAUNCHER
+) -> int:
+    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the grace. Prints `ready ...` when requests can be sent.
+    Progress goes to `report` (default: stderr). Raises what ended the cluster otherwise."""
+    cluster = Cluster(settings, report or (lambda line: print(line, file=sys.stderr, flush=True)), launcher=launcher)
+    with _signals(cluster.interrupt):
+        try:
+            with cluster:
+                print(_ready_line(cluster), flush=True)
+                while True:
+                    cluster.events()
+        except Cancelled:
+            return 0
+
+
+def _ready_line(cluster: Cluster) -> str:
+    settings = cluster.settings
+    return f"ready {cluster.target} ({settings.prefill} prefill, {settings.decode} decode, model {settings.model})"
+
+
+@contextmanager
+def _signals(act: Callable[[], None]) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        act()
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0: a restarted router must come back where its clients look for it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise SettingsError(
+                f"port {port} on {host} cannot be used: {error.strerror}", field="port", bound="a free port, or 0"
+            ) from error
+        found: int = probe.getsockname()[1]
+        return found

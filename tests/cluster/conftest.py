@@ -1,0 +1,34 @@
+"""A real embedded Valkey for every test that asks, and what waits for a condition without sleeping blindly."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.registry import Registry
+from cluster.valkey import EmbeddedValkey
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Private and short: a unix socket's path may have 107 bytes, and pytest's own directories are deep."""
+    with tempfile.TemporaryDirectory(prefix="tdm-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def valkey(directory: Path) -> Iterator[EmbeddedValkey]:
+    server = EmbeddedValkey(directory)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
+    connection = Registry(valkey.url, "test", ttl_s=5.0)
+    yield connection
+    await connection.close()

@@ -1,0 +1,72 @@
+"""A service with a port and a heartbeat and nothing else, for tests of the processes around it.
+
+Behaviour by TANDEM_LOG-free environment: FAKE_REFUSE names a role that refuses to start, FAKE_CRASH one whose process
+ends itself while starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+
+from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from tandem.errors import CheckpointRefused
+from tandem.settings import Settings
+
+
+class FakeService:
+    def __init__(self, role: str, settings: Settings, worker_id: str) -> None:
+        assert settings.redis
+        self.incarnation = secrets.token_hex(8)
+        self.address = ""
+        self._role = role
+        self._settings = settings
+        self._worker_id = worker_id
+        self._state = State.READY
+        self._ended = asyncio.Event()
+        self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
+        self._heartbeat = Heartbeat(self._registry, self._describe, settings.heartbeat_s)
+
+    async def start(self) -> None:
+        port = self._settings.port if self._role == "router" else 0
+        self._server = await asyncio.start_server(self._answer, self._settings.host, port)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+        await self._heartbeat.start()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        self._server.close()
+        await self._heartbeat.stop()
+        await self._registry.close()
+        self._ended.set()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One line `drain` ends the service, as an operator's drain would."""
+        if await reader.readline() == b"drain\n":
+            await self.stop(0)
+        writer.close()
+
+    def _describe(self) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=self._worker_id,
+            role=self._role,
+            state=self._state,
+            pid=os.getpid(),
+            incarnation=self.incarnation,
+            address=self.address,
+        )
+
+
+async def start(role: str, settings: Settings, worker_id: str) -> FakeService:
+    if os.environ.get("FAKE_REFUSE") == role:
+        raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model")
+    if os.environ.get("FAKE_CRASH") == role:
+        os.kill(os.getpid(), signal.SIGKILL)
+    service = FakeService(role, settings, worker_id)
+    await service.start()
+    return service

@@ -1,0 +1,119 @@
+"""The plan: what is started and stopped, for any wanted, any seen and any failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.supervisor import (
+    FIRST_DELAY_S,
+    LAST_DELAY_S,
+    ROLES,
+    STABLE_S,
+    Backoff,
+    Phase,
+    Plan,
+    Seen,
+    plan,
+    role_of,
+)
+
+IDS = st.builds("{}-{}".format, st.sampled_from(ROLES), st.integers(0, 9))
+SIZES = st.dictionaries(st.sampled_from(ROLES), st.integers(0, 6))
+PHASES = st.dictionaries(IDS, st.sampled_from(Phase), max_size=15)
+BACKOFFS = st.dictionaries(IDS, st.builds(Backoff, st.integers(1, 5), st.floats(0, 100)), max_size=6)
+
+
+def seen(phases: dict[str, Phase]) -> list[Seen]:
+    return [Seen(worker_id, phase) for worker_id, phase in phases.items()]
+
+
+def carry_out(todo: Plan, phases: dict[str, Phase]) -> dict[str, Phase]:
+    """The world once everything that was begun has ended."""
+    left = {worker_id: Phase.READY for worker_id, phase in phases.items() if phase is not Phase.STOPPING}
+    return {key: value for key, value in left.items() if key not in todo.stop} | dict.fromkeys(todo.start, Phase.READY)
+
+
+def serving(phases: dict[str, Phase]) -> Counter[str]:
+    return Counter(role_of(key) for key, phase in phases.items() if phase is not Phase.STOPPING)
+
+
+@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
+def test_a_plan_never_starts_more_than_wanted_and_never_one_id_twice(
+    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
+) -> None:
+    """However the world looks, a plan does not overshoot, and an id in use stays with its worker."""
+    todo = plan(wanted, seen(phases), backoffs, now)
+    assert len(set(todo.start)) == len(todo.start)
+    assert not set(todo.start) & set(phases)
+    assert set(todo.stop) <= {key for key, phase in phases.items() if phase is not Phase.STOPPING}
+    after = serving(carry_out(todo, phases))
+    assert all(after[role] <= wanted.get(role, 0) for role in ROLES)
+
+
+@given(SIZES, PHASES)
+def test_without_failures_one_plan_reaches_what_is_wanted_and_the_next_is_empty(
+    wanted: dict[str, int], phases: dict[str, Phase]
+) -> None:
+    """Reconciling converges at once and may be repeated safely."""
+    after = carry_out(plan(wanted, seen(phases), {}, now=0.0), phases)
+    assert serving(after) == Counter({role: size for role, size in wanted.items() if size})
+    assert plan(wanted, seen(after), {}, now=0.0) == Plan()
+
+
+@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
+def test_a_plan_that_leaves_places_empty_says_when_to_look_again(
+    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
+) -> None:
+    """A held back place is never forgotten: it has a time in the future, and then it is filled."""
+    todo = plan(wanted, seen(phases), backoffs, now)
+    after = serving(carry_out(todo, phases))
+    if any(after[role] < wanted.get(role, 0) for role in ROLES):
+        assert todo.retry_at is not None
+        assert todo.retry_at > now
+        assert len(plan(wanted, seen(phases), backoffs, todo.retry_at).start) > len(todo.start)
+    else:
+        assert todo.retry_at is None
+
+
+def test_the_highest_numbers_go_first_and_the_lowest_free_number_is_taken() -> None:
+    """Ids stay small and predictable: an operator who scales down knows which worker drains."""
+    three = {f"decode-{number}": Phase.READY for number in range(3)}
+    assert plan({"decode": 1}, seen(three), {}, 0.0).stop == ("decode-2", "decode-1")
+    gap = {"decode-0": Phase.READY, "decode-2": Phase.READY}
+    assert plan({"decode": 3}, seen(gap), {}, 0.0).start == ("decode-1",)
+
+
+def test_a_draining_worker_keeps_its_id_and_does_not_count() -> None:
+    """Scaling up again during a drain starts a new worker under another id."""
+    phases = {"decode-0": Phase.READY, "decode-1": Phase.STOPPING}
+    assert plan({"decode": 2}, seen(phases), {}, 0.0).start == ("decode-2",)
+
+
+def test_a_failing_place_is_not_evaded_through_a_higher_number() -> None:
+    """Otherwise a crash loop would be as fast as the machine, under ever new names."""
+    todo = plan({"prefill": 1}, [], {"prefill-0": Backoff(3, retry_at=9.0)}, now=5.0)
+    assert todo == Plan(retry_at=9.0)
+
+
+def test_unknown_roles_are_nobodys() -> None:
+    """A stray field in the registry starts nothing."""
+    assert plan({"gpu": 3}, [], {}, 0.0) == Plan()
+
+
+@given(st.lists(st.floats(0, STABLE_S, exclude_max=True), min_size=1, max_size=200))
+def test_delays_grow_within_their_bounds(lives: list[float]) -> None:
+    """From 0.2 s to 30 s, doubling, for any length of a crash loop."""
+    backoff, last = Backoff(), 0.0
+    for ready_for in lives:
+        backoff = backoff.ended(0.0, ready_for)
+        assert FIRST_DELAY_S <= backoff.retry_at <= LAST_DELAY_S
+        assert backoff.retry_at >= last
+        last = backoff.retry_at
+
+
+def test_a_stable_life_clears_the_failures() -> None:
+    """A worker that dies once a day comes back at once, every day."""
+    assert Backoff(9, 0.0).ended(100.0, ready_for=STABLE_S) == Backoff(1, 100.0 + FIRST_DELAY_S)

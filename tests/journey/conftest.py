@@ -1,0 +1,122 @@
+"""A cluster inside the test's own process: same services, same protocol, over the in-process transport or real NIXL,
+with seams that a test can break on purpose."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import services.worker
+from cluster.valkey import EmbeddedValkey
+from engine.checkpoints import make_checkpoint
+from services import launch
+from services.router.servicer import Router
+from services.worker import Worker
+from tandem.client import AsyncClient
+from tandem.settings import Settings
+
+Wrap = Callable[[Any, str], Any]  # (transport, worker id) -> transport
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="tdm-") as folder:
+        server = EmbeddedValkey(Path(folder))
+        yield server.start()
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama whose outputs vary."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    make_checkpoint(folder, "tiny-llama", seed=0, dtype="float32")
+    return folder
+
+
+class Inside:
+    """The parts of a cluster in this process, by worker id, and a client."""
+
+    def __init__(self, settings: Settings, stack: AsyncExitStack) -> None:
+        self.settings = settings
+        self._stack = stack
+        self.workers: dict[str, Worker] = {}
+        self.router: Router
+        self.client: AsyncClient
+
+    async def start_worker(self, worker_id: str) -> Worker:
+        role = worker_id.rsplit("-", 1)[0]
+        worker: Any = await launch.start(role, self.settings, worker_id)
+        self._stack.push_async_callback(worker.stop, 0.0)
+        self.workers[worker_id] = worker
+        return worker  # type: ignore[no-any-return]
+
+    async def start_router(self) -> None:
+        router: Any = await launch.start("router", self.settings, "router-0")
+        self.router = router
+        self._stack.push_async_callback(router.stop, 0.0)
+        self.client = AsyncClient(router.address)
+        self._stack.push_async_callback(self.client.close)
+
+    async def seen(self, count: int) -> None:
+        """Until the router knows that many ready workers."""
+        async for workers in self.router.view.updates():
+            if sum(record.role != "router" and record.state == "ready" for record in workers.values()) == count:
+                return
+
+    def held(self) -> dict[str, int]:
+        """Blocks held by anybody, by worker."""
+        return {name: worker.engine.pool.held for name, worker in self.workers.items()}
+
+    async def ledgers_balance(self) -> bool:
+        ledgers = [await worker.ledger() for worker in self.workers.values()]
+        return all(not ledger.faults and not ledger.entries for ledger in ledgers)
+
+
+@pytest.fixture
+def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """`async with inside(prefill=1, decode=1, wrap=..., **settings) as cluster`."""
+
+    @asynccontextmanager
+    async def start(
+        *, prefill: int = 1, decode: int = 1, wrap: Wrap | None = None, **settings: Any
+    ) -> AsyncIterator[Inside]:
+        given = {
+            "model": str(tiny),
+            "redis": valkey_url,
+            "cluster": f"t{abs(hash(request.node.nodeid)) % 10**9}",
+            "port": 0,
+            "device": "cpu",
+            "threads": 1,
+            "kv_blocks": 256,
+            "block_size": 8,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 32,
+            "transport": "inprocess",
+            "heartbeat_s": 0.1,
+            "heartbeat_ttl_s": 2.0,
+            **settings,
+        }
+        if wrap:
+            make = services.worker.make_transport
+
+            def wrapped(kind: str, region: Any, worker_id: str, *rest: str) -> Any:
+                return wrap(make(kind, region, worker_id, *rest), worker_id)
+
+            monkeypatch.setattr(services.worker, "make_transport", wrapped)
+        async with AsyncExitStack() as stack:
+            cluster = Inside(Settings(**given), stack)
+            await cluster.start_router()
+            for number in range(prefill):
+                await cluster.start_worker(f"prefill-{number}")
+            for number in range(decode):
+                await cluster.start_worker(f"decode-{number}")
+            await cluster.seen(prefill + decode)
+            yield cluster
+
+    return start

@@ -1,0 +1,60 @@
+"""Greedy tokens through running processes equal transformers' own, for every family and the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoints import SHAPES, make_checkpoint
+from tests import oracle
+from tests.harness import LocalCluster
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-"))
+NEW = 12
+BLOCK = 8
+# One token to several chunks of 64; block borders hit, missed by one, and crossed.
+LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 40, 63, 64, 65, 90, 128, 150, 200]
+
+
+@pytest.fixture(scope="module", params=["demo", *FAMILIES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "demo":
+        return ROOT / "demo/model"
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, request.param, seed=0, dtype="float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(model, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=32, dtype="float32") as running:
+        yield running
+
+
+def test_tokens_equal_transformers(cluster: LocalCluster, model: Path) -> None:
+    """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives, over NIXL."""
+    client = cluster.client()
+    prompts = oracle.prompts(model, LENGTHS)
+    expected = [oracle.greedy(model, prompt, NEW) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "outputs must vary, or equality is weak"
+
+    def ask(prompt: list[int]) -> list[int]:
+        done = client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
+        assert done.receipt.path == "disaggregated"
+        assert done.receipt.transfer is not None
+        assert done.receipt.transfer.transport.startswith("nixl:")
+        return done.token_ids
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, prompts)) == expected, "sixteen at once, cold"
+        assert list(pool.map(ask, prompts)) == expected, "sixteen at once, warm"
+    again = [0, 4, 8, 11, 15]
+    assert [ask(prompts[i]) for i in again] == [expected[i] for i in again], "one at a time, warm"
+    fresh = oracle.prompts(model, [1, 23, 130], seed=1)
+    assert [ask(prompt) for prompt in fresh] == [oracle.greedy(model, prompt, NEW) for prompt in fresh], "alone, cold"
+    assert client.generate(prompts[-1], max_tokens=2, ignore_eos=True).receipt.cached_tokens >= LENGTHS[-1] - BLOCK
+    cluster.wait_balanced()

@@ -1,0 +1,275 @@
+"""The seam. KV is used only if it is provably this request's KV, and the first token does not wait for it.
+
+Each protection is also tested with itself switched off: the same fault must then go through, or the test proves
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import services.decode.servicer as decode_servicer
+from kvtransfer.blocks import Peer, Ticket
+from kvtransfer.source import Source
+from services.server import Channels
+from tandem.errors import StaleTransfer, Unavailable
+from tandem.status import from_rpc
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests import oracle
+from tests.faults import Harm, hold_until, only_first
+
+NEW = 16
+
+
+def harming(harms: dict[str, Harm], **actions: Any) -> Any:
+    """Wrap the decode workers' transports; `harms` collects them."""
+
+    def wrap(inner: Any, worker_id: str) -> Any:
+        if not worker_id.startswith("decode"):
+            return inner
+        harms[worker_id] = Harm(inner, **actions)
+        return harms[worker_id]
+
+    return wrap
+
+
+def scramble(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+    view = harm.region.view(pairs[0][1])
+    view[:] = bytes([0x40, 0x13]) * (len(view) // 2)
+
+
+async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside: Any, tiny: Path) -> None:
+    """With the transfer held back, the first token arrives; the others wait for the KV and are right."""
+    go, harms = asyncio.Event(), {}
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming(harms, before=hold_until(go))) as cluster:
+        stream = cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True)
+        first = await anext(stream)
+        assert first.token_ids == oracle.greedy(tiny, prompt, 1)
+        assert harms["decode-0"].reads == 0
+        waiting = asyncio.ensure_future(anext(stream))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done, "no second token without the KV"
+        go.set()
+        rest = [await waiting, *[piece async for piece in stream]]
+        ids = first.token_ids + [token for piece in rest for token in piece.token_ids]
+        assert ids == oracle.greedy(tiny, prompt, NEW)
+        assert rest[-1].receipt is not None
+        assert rest[-1].receipt.transfer.exposed >= 0.3
+
+
+async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any, tiny: Path) -> None:
+    """A block whose bytes changed on the way is discarded; the second attempt gives the right tokens."""
+    harms: dict[str, Harm] = {}
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming(harms, after=only_first(scramble))) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert done.receipt.attempts == 2
+        assert "digest" in done.receipt.notes[0]
+        assert harms["decode-0"].reads >= 2
+        assert await cluster.ledgers_balance()
+
+
+async def test_control_without_the_digest_the_corruption_goes_through(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same fault with digests switched off: one attempt, status OK, wrong tokens."""
+    monkeypatch.setattr("kvtransfer.pull.Pull._first_wrong", lambda self, ready: None)
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming({}, after=only_first(scramble))) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.receipt.attempts == 1
+        assert done.token_ids != oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_blocks_in_another_order_are_refused(inside: Any, tiny: Path) -> None:
+    """Right bytes in the wrong places fail the digest too, because it is bound to the place."""
+    swapped: list[int] = []
+
+    def swap(pairs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        if swapped or len(pairs) < 2:
+            return pairs
+        swapped.append(1)
+        (r0, l0), (r1, l1), *rest = pairs
+        return [(r1, l0), (r0, l1), *rest]
+
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming({}, read_pairs=swap)) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert swapped
+        assert done.receipt.attempts == 2
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
+    """What a bug or an expired lease would do at the source: give the blocks to somebody else during the read."""
+    source = cluster.workers["prefill-0"]
+    held = [owner for owner in source.engine.pool.owners() if owner.startswith("transfer:")]
+    assert held, "the fault must fire while the transfer is open"
+    blocks = [block for owner in held for block in source.engine.pool.table(owner)]
+    for owner in held:
+        await source.loop.drop(owner)
+    await source.loop.call(source.engine.pool.forget_cached)
+    if overwrite:
+        source.engine.pages.buffer[blocks] = 0x41
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
+    inside: Any, tiny: Path, overwrite: bool
+) -> None:
+    """Reused for another request (bytes differ) or merely given up (bytes still the same): refused either way."""
+    prompt = oracle.prompts(tiny, [50])[0]
+    fired: list[int] = []
+    running: list[Any] = []
+
+    async def reuse(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+        if not fired:
+            fired.append(1)
+            await _reuse_at_source(running[0], overwrite=overwrite)
+            if not overwrite:  # the source notices the loss as it would notice any end of a transfer
+                _book(running[0]).revoke_all("given up")
+
+    async with inside(wrap=harming({}, before=reuse)) as cluster:
+        running.append(cluster)
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert fired
+        assert done.receipt.attempts == 2
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_control_without_the_fence_given_up_blocks_are_used(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss with a Release that always says yes: nobody notices."""
+    prompt = oracle.prompts(tiny, [50])[0]
+    fired: list[int] = []
+    running: list[Any] = []
+
+    async def reuse(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+        if not fired:
+            fired.append(1)
+            _book(running[0]).revoke_all("given up")
+
+    async def yes(self: Any, request: Any, context: Any) -> prefill_pb2.ReleaseTransferResponse:
+        ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
+        if ticket in self._released:
+            self._released[ticket].set()
+        return prefill_pb2.ReleaseTransferResponse()
+
+    monkeypatch.setattr("services.prefill.servicer.PrefillServicer.ReleaseTransfer", yes)
+    async with inside(wrap=harming({}, before=reuse)) as cluster:
+        running.append(cluster)
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert fired
+        assert done.receipt.attempts == 1
+
+
+def _book(cluster: Any) -> Source:
+    """The prefill worker's book of open transfers, which nothing else has a way to reach."""
+    incarnation = cluster.workers["prefill-0"].incarnation
+    return next(one for one in gc.get_objects() if isinstance(one, Source) and one._incarnation == incarnation)
+
+
+async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket is good for one release; its replay, another generation and an unknown id are all refused."""
+    used: list[Ticket] = []
+    original = Source.release
+    monkeypatch.setattr(Source, "release", lambda self, ticket: used.append(ticket) or original(self, ticket))
+    async with inside() as cluster:
+        await cluster.client.generate(oracle.prompts(tiny, [20])[0], max_tokens=2, ignore_eos=True)
+        (ticket,) = used
+        channels = Channels()
+        stub = prefill_pb2_grpc.PrefillServiceStub(channels.to(cluster.workers["prefill-0"].address))
+        for transfer_id, generation in (
+            (ticket.transfer_id, ticket.generation),
+            (ticket.transfer_id, ticket.generation + 1),
+            ("made-up", 1),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ReleaseTransfer(
+                    prefill_pb2.ReleaseTransferRequest(
+                        transfer_id=transfer_id, generation=generation, incarnation=ticket.incarnation
+                    )
+                )
+            assert isinstance(from_rpc(caught.value), StaleTransfer)
+        await channels.close()
+
+
+async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_request_retried(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release with an older generation of the same transfer does not commit anything."""
+    original = decode_servicer.DecodeServicer._open_pull
+    aged: list[int] = []
+
+    def open_pull(self: Any, peer: Peer, opened: prefill_pb2.Opened, sequence: Any) -> Any:
+        if not aged:
+            aged.append(1)
+            opened.generation -= 1
+        return original(self, peer, opened, sequence)
+
+    monkeypatch.setattr(decode_servicer.DecodeServicer, "_open_pull", open_pull)
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside() as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert aged
+        assert done.receipt.attempts == 2
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: Any, tiny: Path) -> None:
+    """A request that names the old incarnation, sent to where the new one lives, gets no token."""
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside() as cluster:
+        await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True)
+        old = cluster.workers["prefill-0"]
+        await old.stop(0.0)
+        new = await cluster.start_worker("prefill-0")
+        assert new.incarnation != old.incarnation
+        channels = Channels()
+        stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
+        request = decode_pb2.DecodeRequest(
+            request_id="r",
+            attempt=1,
+            token_ids=prompt,
+            prompt_tokens=len(prompt),
+            max_tokens=NEW,
+            sampling=common_pb2.Sampling(top_p=1.0),
+            prefill=common_pb2.WorkerRef(worker_id="prefill-0", incarnation=old.incarnation, address=new.address),
+        )
+        tokens: list[int] = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for event in stub.Decode(request):
+                tokens += event.tokens.token_ids
+        error = from_rpc(caught.value)
+        assert isinstance(error, Unavailable)
+        assert error.reason == "PREFILL_LOST"
+        assert tokens == []
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        await channels.close()
+
+
+async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any, tiny: Path) -> None:
+    """A prefill worker with another block size is not used; the request runs locally and the receipt says why."""
+    harms: dict[str, Harm] = {}
+    async with inside(prefill=0, wrap=harming(harms)) as cluster:
+        cluster.settings = cluster.settings.model_copy(update={"block_size": 16})
+        await cluster.start_worker("prefill-0")
+        await cluster.seen(2)
+        done = await cluster.client.generate(oracle.prompts(tiny, [50])[0], max_tokens=2, ignore_eos=True)
+        assert done.receipt.path == "local"
+        assert "KV layout" in done.receipt.notes[0]
+        assert harms["decode-0"].reads == 0
+        report = await cluster.client.diagnose()
+        assert not report.pairs[0].compatible
+        assert any("block_size" in sentence for sentence in report.pairs[0].differences)

@@ -1,0 +1,303 @@
+"""The decode side of a transfer: nothing is accepted that is not provably what the source announced."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+import kvtransfer.pull
+from kvtransfer.blocks import Offer, ReadyBlock, Ticket, digest, region_digest
+from kvtransfer.pull import Pull
+from kvtransfer.source import Source
+from tandem.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, StaleTransfer, WorkerLost
+
+COUNT = 8
+CONTEXTS = {index: f"chain {index}".encode() for index in range(COUNT)}
+# Sequence index -> block in the source and in the sink, both out of order.
+THERE = {index: (index * 5 + 3) % 16 for index in range(COUNT)}
+HERE = {index: (index * 3 + 1) % 16 for index in range(COUNT)}
+
+
+def ready(index, *, seed=None, block=None):
+    """An announcement of a block that holds the pattern of `seed`, by default of the block's number."""
+    block = THERE[index] if block is None else block
+    bytes_there = np.random.default_rng(block if seed is None else seed).integers(0, 256, 4096, dtype=np.uint8)
+    return ReadyBlock(index, block, digest(bytes_there.tobytes(), CONTEXTS[index]))
+
+
+def pull_of(sink, peer, *, transport=None, timeout=10.0, ticket=None, **changes):
+    arguments = {"contexts": CONTEXTS, "local_blocks": HERE, "digest_block": region_digest(sink.region), **changes}
+    ticket = ticket or Ticket("t", 1, peer.incarnation)
+    return Pull(transport or sink.transport, peer, ticket, timeout=timeout, **arguments)
+
+
+@pytest.fixture
+def here(pages):
+    """A source in this process that tests may change, every block filled with its own pattern."""
+    made = pages("inprocess", "source")
+    for block in range(16):
+        made.fill(block, block)
+    return made
+
+
+@pytest.fixture
+async def there(here, pages):
+    """A sink that is connected to `here`."""
+    made = pages("inprocess", "sink")
+    await made.transport.connect(here.peer, 10)
+    return made
+
+
+async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expected):
+    """Announced in any order and in pieces, every block lands where it was reserved; the account adds up."""
+    await sink.transport.connect(source.peer, 10)
+    began = time.monotonic()
+    async with pull_of(sink, source.peer) as pull:
+        await pull.add([ready(5), ready(0), ready(7)])
+        await pull.add([])
+        await pull.add([ready(index) for index in (1, 2, 3, 4, 6)])
+        stats = await pull.finish()
+    for index in range(COUNT):
+        assert (sink.array[HERE[index]] == expected(THERE[index], 4096)).all()
+    assert (stats.blocks, stats.bytes) == (COUNT, COUNT * 4096)
+    assert 0 < stats.seconds <= stats.done_at - began
+    assert began <= stats.first_ready_at <= stats.done_at
+    assert stats.transport == sink.transport.link(source.peer)
+
+
+async def test_an_empty_transfer_is_complete(here, there):
+    """If the decode worker's own cache held everything, there is nothing to wait for."""
+    async with pull_of(there, here.peer, contexts={}, local_blocks={}) as pull:
+        stats = await pull.finish()
+    assert (stats.blocks, stats.first_ready_at) == (0, None)
+
+
+@pytest.mark.parametrize("kind", ["nixl"])
+async def test_blocks_move_while_the_source_still_fills_later_ones(worker, sink, expected):
+    """The first chunk has landed before the second is even computed."""
+    source = worker()
+    await sink.transport.connect(source.peer, 10)
+    async with pull_of(sink, source.peer) as pull:
+        for index in range(COUNT):
+            assert not sink.array[HERE[index]].any()
+            source.fill(THERE[index], THERE[index])
+            await pull.add([ready(index)])
+            end = time.monotonic() + 10
+            while not (sink.array[HERE[index]] == expected(THERE[index], 4096)).all():
+                assert time.monotonic() < end
+                await asyncio.sleep(0.001)
+        assert (await pull.finish()).blocks == COUNT
+
+
+@pytest.mark.parametrize("kind", ["nixl"])
+async def test_a_byte_changed_at_the_source_after_its_announcement_is_refused(worker, sink):
+    """Blocks that the source reused too early never pass for what it announced."""
+    source = worker()
+    for block in range(16):
+        source.fill(block, block)
+    await sink.transport.connect(source.peer, 10)
+    source.flip(THERE[3])
+    async with pull_of(sink, source.peer) as pull:
+        await pull.add([ready(index) for index in range(COUNT)])
+        with pytest.raises(DataLoss, match="block index 3"):
+            await pull.finish()
+
+
+def flip_after_landing(there, index):
+    async def after(pairs):
+        if HERE[index] in [local for _, local in pairs]:
+            there.flip(HERE[index])
+
+    return after
+
+
+async def test_a_byte_changed_after_landing_is_refused(here, there, faulty):
+    """A write into a landed block, from anywhere, is found."""
+    transport = faulty(there.transport)
+    transport.after = flip_after_landing(there, 6)
+    async with pull_of(there, here.peer, transport=transport) as pull:
+        await pull.add([ready(index) for index in range(COUNT)])
+        with pytest.raises(DataLoss, match="block index 6"):
+            await pull.finish()
+
+
+async def test_without_verification_the_same_byte_is_accepted(here, there, faulty, monkeypatch):
+    """The control: with the digest check switched off, the corruption above goes through."""
+    monkeypatch.setattr(kvtransfer.pull.Pull, "_first_wrong", lambda self, blocks: None)
+    transport = faulty(there.transport)
+    transport.after = flip_after_landing(there, 6)
+    async with pull_of(there, here.peer, transport=transport) as pull:
+        await pull.add([ready(index) for index in range(COUNT)])
+        assert (await pull.finish()).blocks == COUNT
+
+
+async def test_right_bytes_in_the_wrong_place_are_refused(here, there):
+    """A digest binds bytes to their context: two blocks swapped, or another prompt's block, do not match."""
+    swapped = [ready(0), ready(1)]
+    swapped = [dataclasses.replace(swapped[1], index=0), dataclasses.replace(swapped[0], index=1)]
+    async with pull_of(there, here.peer) as pull:
+        await pull.add(swapped)
+        with pytest.raises(DataLoss):
+            await pull.finish()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [
+        ([*range(COUNT), 0], "DUPLICATE_BLOCK"),
+        ([*range(COUNT - 1)], "MISSING_BLOCK"),
+        ([], "MISSING_BLOCK"),
+    ],
+)
+async def test_every_block_must_be_announced_exactly_once(here, there, blocks, reason):
+    """A missing and a repeated block are both DataLoss."""
+    async with pull_of(there, here.peer) as pull:
+        with pytest.raises(DataLoss) as caught:
+            for index in blocks:
+                await pull.add([ready(index)])
+            await pull.finish()
+    assert caught.value.reason == reason
+
+
+async def test_blocks_that_nobody_asked_for_are_refused(here, there):
+    """An unknown index or a block outside the source's region is refused before anything is read for it."""
+    async with pull_of(there, here.peer) as pull:
+        with pytest.raises(DataLoss) as caught:
+            await pull.add([ReadyBlock(COUNT, 0, b"")])
+    assert caught.value.reason == "UNEXPECTED_BLOCK"
+    async with pull_of(there, here.peer) as pull:
+        with pytest.raises(DataLoss) as caught:
+            await pull.add([ready(0, block=16)])
+    assert caught.value.reason == "BLOCK_OUT_OF_RANGE"
+    assert not there.array.any()
+
+
+async def test_an_error_in_one_announcement_dooms_the_pull(here, there):
+    """After a refused announcement finish fails too, even if all expected blocks came as well."""
+    async with pull_of(there, here.peer) as pull:
+        await pull.add([ready(index) for index in range(COUNT)])
+        with pytest.raises(DataLoss):
+            await pull.add([ready(0)])
+        with pytest.raises(DataLoss):
+            await pull.finish()
+
+
+def test_a_ticket_of_another_life_is_refused(here, pages):
+    """A ticket from before the source's restart never reads the new life's memory."""
+    sink = pages("inprocess", "sink")
+    with pytest.raises(StaleTransfer):
+        pull_of(sink, here.peer, ticket=Ticket("t", 1, "an earlier life"))
+
+
+def test_reservations_must_match_the_expected_blocks(here, pages):
+    """Every expected index has one local block of its own."""
+    sink = pages("inprocess", "sink")
+    with pytest.raises(InvalidRequest):
+        pull_of(sink, here.peer, local_blocks={0: 0})
+    with pytest.raises(InvalidRequest):
+        pull_of(sink, here.peer, local_blocks=dict.fromkeys(range(COUNT), 0))
+
+
+async def test_a_lost_source_ends_the_pull(here, there):
+    """If the source goes away, finish says WorkerLost."""
+    peer = here.peer
+    async with pull_of(there, peer) as pull:
+        await pull.add([ready(0)])
+        here.transport.close()
+        await asyncio.sleep(0)
+        await pull.add([ready(index) for index in range(1, COUNT)])
+        with pytest.raises(WorkerLost):
+            await pull.finish()
+
+
+async def test_a_slow_source_ends_the_pull(here, there, faulty):
+    """A read out of time is DeadlineExceeded."""
+
+    async def too_late(pairs):
+        raise DeadlineExceeded("late")
+
+    transport = faulty(there.transport)
+    transport.before = too_late
+    async with pull_of(there, here.peer, transport=transport) as pull:
+        await pull.add([ready(0)])
+        with pytest.raises(DeadlineExceeded):
+            await pull.finish()
+
+
+async def test_a_bug_under_the_pull_is_an_internal_error(here, there, faulty):
+    """An unforeseen exception is neither swallowed nor mistaken for a missing block."""
+
+    async def buggy(pairs):
+        raise ZeroDivisionError
+
+    transport = faulty(there.transport)
+    transport.before = buggy
+    async with pull_of(there, here.peer, transport=transport) as pull:
+        await pull.add([ready(0)])
+        with pytest.raises(InternalError):
+            await pull.finish()
+
+
+async def test_abort_leaves_the_local_blocks_alone_afterwards(here, there, faulty):
+    """When abort has returned, nothing of the transfer is written any more; no further call is accepted."""
+    held = asyncio.Event()
+
+    async def hold(pairs):
+        if HERE[1] in [local for _, local in pairs]:
+            held.set()
+            await asyncio.Event().wait()
+
+    transport = faulty(there.transport)
+    transport.before = hold
+    pull = pull_of(there, here.peer, transport=transport)
+    await pull.add([ready(0)])
+    await pull.add([ready(1)])
+    await asyncio.wait_for(held.wait(), 10)
+    await pull.abort()
+    await pull.abort()
+    there.array[:] = 7
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert (there.array == 7).all()
+    for call in (pull.add([ready(2)]), pull.finish()):
+        with pytest.raises(StaleTransfer):
+            await call
+
+
+async def test_a_cancelled_finish_still_aborts(here, there, faulty):
+    """Leaving the `async with` by cancellation ends the reads."""
+
+    async def hold(pairs):
+        await asyncio.Event().wait()
+
+    transport = faulty(there.transport)
+    transport.before = hold
+    entered = asyncio.Event()
+
+    async def run():
+        async with pull_of(there, here.peer, transport=transport) as pull:
+            await pull.add([ready(0)])
+            entered.set()
+            await pull.finish()
+
+    task = asyncio.create_task(run())
+    await asyncio.wait_for(entered.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+
+
+async def test_source_and_pull_agree(here, there):
+    """What Source announces, Pull accepts, and the release then hands the source's blocks back."""
+    book = Source(here.peer.incarnation, region_digest(here.region))
+    ticket = book.open("t")
+    async with pull_of(there, here.peer, ticket=ticket) as pull:
+        for chunk in (range(0, 3), range(3, COUNT)):
+            offers = [Offer(index, THERE[index], CONTEXTS[index]) for index in chunk]
+            await pull.add(await asyncio.to_thread(book.announce, ticket, offers))
+        await pull.finish()
+    assert book.release(ticket) == tuple(THERE[index] for index in range(COUNT))

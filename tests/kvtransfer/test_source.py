@@ -1,0 +1,236 @@
+"""The book of open transfers: a release says yes exactly once, and only while the blocks are held."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtransfer.blocks import Offer, ReadyBlock, Ticket
+from kvtransfer.source import Source
+from tandem.errors import InternalError, InvalidRequest, StaleTransfer
+
+
+def label(block, context):
+    return f"{block} {context.decode()}".encode()
+
+
+def offers(*blocks, first=0):
+    return [Offer(first + i, block, b"chain") for i, block in enumerate(blocks)]
+
+
+def test_an_announcement_carries_index_block_and_digest():
+    """What is announced is what the sink needs to read and to verify."""
+    source = Source("life", label)
+    ticket = source.open("t")
+    assert source.announce(ticket, [Offer(4, 17, b"c", 3)]) == [ReadyBlock(4, 17, b"17 c", 3)]
+
+
+def test_release_returns_the_held_blocks_once():
+    """The first release hands the blocks back in the order of the sequence; a second one is stale."""
+    source = Source("life", label)
+    ticket = source.open("t")
+    source.announce(ticket, offers(8, 9, first=2))
+    source.announce(ticket, offers(5, 6))
+    assert source.release(ticket) == (5, 6, 8, 9)
+    with pytest.raises(StaleTransfer, match="released"):
+        source.release(ticket)
+
+
+def test_revoke_makes_the_ticket_dead_and_says_why():
+    """After a revocation neither release nor announce says yes; revoking again returns nothing."""
+    source = Source("life", label)
+    ticket = source.open("t")
+    source.announce(ticket, offers(1, 2))
+    assert source.revoke("t", "the stream ended") == (1, 2)
+    assert source.revoke("t", "again") == ()
+    for call in (lambda: source.release(ticket), lambda: source.announce(ticket, offers(3))):
+        with pytest.raises(StaleTransfer, match="the stream ended"):
+            call()
+
+
+def test_an_old_generation_is_stale():
+    """The same transfer id opened again has a higher generation, and only that one counts."""
+    source = Source("life", label)
+    old = source.open("t")
+    source.revoke("t", "retry")
+    new = source.open("t")
+    source.announce(new, offers(1))
+    assert new.generation > old.generation
+    with pytest.raises(StaleTransfer, match="retry"):
+        source.release(old)
+    assert source.revoke_ticket(old, "late end of the old stream") == ()
+    assert source.release(new) == (1,)
+
+
+def test_a_ticket_of_another_life_is_stale():
+    """A restarted worker refuses its earlier life's tickets, even where id and generation are the same again."""
+    before, after = Source("life 1", label), Source("life 2", label)
+    old, new = before.open("t"), after.open("t")
+    assert (old.transfer_id, old.generation) == (new.transfer_id, new.generation)
+    after.announce(new, offers(1))
+    with pytest.raises(StaleTransfer, match="another life"):
+        after.release(old)
+    assert after.release(new) == (1,)
+
+
+def test_a_ticket_that_was_never_given_out_is_stale():
+    """A forged generation is refused and ends nothing."""
+    source = Source("life", label)
+    ticket = source.open("t")
+    with pytest.raises(StaleTransfer):
+        source.release(Ticket("t", ticket.generation + 1, "life"))
+    with pytest.raises(StaleTransfer):
+        source.release(Ticket("other", 1, "life"))
+    assert source.release(ticket) == ()
+
+
+def test_an_open_id_cannot_be_opened_again():
+    """Two streams never share one transfer."""
+    source = Source("life", label)
+    source.open("t")
+    with pytest.raises(InvalidRequest):
+        source.open("t")
+
+
+def test_an_index_is_offered_once():
+    """A block offered twice is a bug of the caller; nothing of that call is entered."""
+    source = Source("life", label)
+    ticket = source.open("t")
+    source.announce(ticket, offers(1))
+    with pytest.raises(InternalError):
+        source.announce(ticket, offers(2, 3))
+    with pytest.raises(InternalError):
+        source.announce(ticket, [Offer(7, 2, b""), Offer(7, 3, b"")])
+    assert source.release(ticket) == (1,)
+
+
+def test_revoke_during_an_announcement_wins():
+    """If the stream ends while digests are computed, the announcement is refused and its blocks are not entered."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(block, context):
+        started.set()
+        assert go_on.wait(10)
+        return b""
+
+    source = Source("life", slow)
+    ticket = source.open("t")
+    caught = []
+
+    def announce():
+        with pytest.raises(StaleTransfer) as error:
+            source.announce(ticket, offers(1))
+        caught.append(error.value)
+
+    thread = threading.Thread(target=announce)
+    thread.start()
+    assert started.wait(10)
+    assert source.revoke("t", "cancelled") == ()
+    go_on.set()
+    thread.join(10)
+    assert len(caught) == 1
+    assert source.open_transfers() == []
+
+
+def test_the_ledger_shows_what_is_held_and_for_how_long():
+    """open_transfers names id, generation, blocks and age of every open transfer, and nothing else."""
+    now = 100.0
+    source = Source("life", label, clock=lambda: now)
+    ticket = source.open("t")
+    source.announce(ticket, offers(1, 2))
+    now = 103.0
+    (line,) = source.open_transfers()
+    assert (line.transfer_id, line.generation, line.blocks, line.age) == ("t", ticket.generation, (1, 2), 3.0)
+    assert source.revoke_all("engine reset") == {"t": (1, 2)}
+    assert source.open_transfers() == []
+
+
+class Book(RuleBasedStateMachine):
+    """Random commands against a model: a set of held blocks per living ticket."""
+
+    @initialize()
+    def start(self):
+        self.life = 0
+        self.tickets: list[Ticket] = []
+        self.restart()
+
+    @rule()
+    def restart(self):
+        self.life += 1
+        self.source = Source(f"life {self.life}", label)
+        self.held: dict[Ticket, dict[int, int]] = {}
+        self.generations: list[int] = []
+        self.next_block = 0
+
+    @rule(name=st.sampled_from("abc"))
+    def open(self, name):
+        if any(ticket.transfer_id == name for ticket in self.held):
+            with pytest.raises(InvalidRequest):
+                self.source.open(name)
+            return
+        ticket = self.source.open(name)
+        assert ticket not in self.tickets
+        assert all(ticket.generation > generation for generation in self.generations)
+        self.tickets.append(ticket)
+        self.generations.append(ticket.generation)
+        self.held[ticket] = {}
+
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def announce(self, data, count):
+        if not self.tickets:
+            return
+        ticket = data.draw(st.sampled_from(self.tickets))
+        first = len(self.held.get(ticket, ()))
+        blocks = range(self.next_block, self.next_block + count)
+        if ticket not in self.held:
+            with pytest.raises(StaleTransfer):
+                self.source.announce(ticket, offers(*blocks, first=first))
+            return
+        self.source.announce(ticket, offers(*blocks, first=first))
+        self.held[ticket].update(enumerate(blocks, first))
+        self.next_block += count
+
+    @rule(data=st.data())
+    def release(self, data):
+        if not self.tickets:
+            return
+        ticket = data.draw(st.sampled_from(self.tickets))
+        if ticket in self.held:
+            assert list(self.source.release(ticket)) == list(self.held.pop(ticket).values())
+        else:
+            with pytest.raises(StaleTransfer):
+                self.source.release(ticket)
+
+    @rule(name=st.sampled_from("abc"))
+    def revoke(self, name):
+        living = [ticket for ticket in self.held if ticket.transfer_id == name]
+        expected = list(self.held.pop(living[0]).values()) if living else []
+        assert list(self.source.revoke(name, "test")) == expected
+
+    @rule(data=st.data())
+    def revoke_ticket(self, data):
+        if not self.tickets:
+            return
+        ticket = data.draw(st.sampled_from(self.tickets))
+        expected = list(self.held.pop(ticket, {}).values())
+        assert list(self.source.revoke_ticket(ticket, "test")) == expected
+
+    @rule()
+    def revoke_all(self):
+        self.source.revoke_all("test")
+        self.held.clear()
+
+    @invariant()
+    def the_ledger_holds_each_block_for_exactly_one_transfer(self):
+        lines = self.source.open_transfers()
+        assert {(line.transfer_id, line.generation): list(line.blocks) for line in lines} == {
+            (ticket.transfer_id, ticket.generation): list(blocks.values()) for ticket, blocks in self.held.items()
+        }
+
+
+TestBook = Book.TestCase
+TestBook.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,49 @@
+"""What transformers itself generates, greedily, in float32: the reference that everything is compared with."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+
+@lru_cache(maxsize=1)
+def _model(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def vocab_size(folder: Path) -> int:
+    return int(_model(str(folder)).config.get_text_config().vocab_size)
+
+
+@torch.inference_mode()
+def greedy(folder: Path, prompt: list[int], new: int) -> list[int]:
+    """The `new` tokens that follow the prompt; end-of-sequence tokens do not stop it."""
+    model = _model(str(folder))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    vocab = vocab_size(folder)
+    generator = random.Random(seed)
+    return [[generator.randrange(3, vocab) for _ in range(length)] for length in lengths]
