@@ -6,9 +6,9 @@
                         ├── model.forward()       one packed forward
                         └── sample()              a token for every sequence that caught up
 
-A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A decode
-worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done` already at
-the prompt's length. There is no other difference between the two.
+A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
+decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
+already at the prompt's length. There is no other difference between the two.
 
 Not thread-safe: everything here runs on the engine's own thread (engine/loop.py).
 """

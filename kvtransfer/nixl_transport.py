@@ -256,8 +256,6 @@ class NixlTransport:
             read.cancelled = True
             self._wake.set()
             await settle(done, f"a read from {read.peer.agent_name}")
-            # Nobody is left to hear that this reader went away.
-            done.exception()
             raise
 
     async def _call(self, function: Callable[[], T]) -> T:

@@ -137,5 +137,7 @@ async def settle(future: asyncio.Future[T], what: str) -> None:
             continue
         if not done:
             log.error("%s is still in flight; its blocks stay reserved", what)
+    if not future.cancelled():
+        future.exception()  # the caller is leaving; whatever ended the read needs no second report
     if cancelled:
         raise asyncio.CancelledError

@@ -74,7 +74,9 @@ class Text:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of the rendered conversation. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
-            raise InvalidRequest("this model has no chat template; send text or token ids", field="chat")
+            raise InvalidRequest(
+                "this model has no chat template; send text or token_ids", field="chat", bound="text or token_ids instead"
+            )
         ids: list[int] = self._need().encode(self.template.render(messages), add_special_tokens=False).ids
         return ids
 
@@ -83,7 +85,9 @@ class Text:
 
     def _need(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequest("this checkpoint has no tokenizer.json; send token_ids", field="text")
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer.json; send token_ids", field="text", bound="token_ids instead"
+            )
         return self.tokenizer
 
 

@@ -1,0 +1,265 @@
+"""What a client may rely on for each request: ends, deadlines, room, receipts, refusals, and the same tokens again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
+
+from tests import oracle
+from tests.faults import Harm, hold_until
+
+NEW = 16
+
+
+async def until(condition: Any, within_s: float, what: str) -> float:
+    """Seconds until the condition holds, looked at between other tasks."""
+    start = monotonic()
+    while not condition():
+        assert monotonic() - start < within_s, f"not within {within_s} s: {what()}"
+        await asyncio.sleep(0.005)
+    return monotonic() - start
+
+
+def nothing_held(cluster: Any) -> bool:
+    return not any(cluster.held().values())
+
+
+async def collect(stream: Any, pieces: list[Any]) -> None:
+    async for piece in stream:
+        pieces.append(piece)
+
+
+@pytest.mark.parametrize("phase", ["transfer", "decode"])
+async def test_a_client_that_disconnects_frees_every_block_on_both_sides_within_a_second(
+    inside: Any, tiny: Path, phase: str
+) -> None:
+    """Sixteen streams cut while their KV moves, or while they generate: nothing is held a second later."""
+    go = asyncio.Event()
+    if phase == "decode":
+        go.set()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    async with inside(wrap=wrap, kv_blocks=1024) as cluster:
+        pieces: list[list[Any]] = [[] for _ in range(16)]
+        streams = [
+            asyncio.create_task(collect(cluster.client.stream(prompt, max_tokens=400, ignore_eos=True), pieces[i]))
+            for i, prompt in enumerate(oracle.prompts(tiny, [40] * 16))
+        ]
+        wanted = 1 if phase == "transfer" else 3
+        await until(lambda: all(len(p) >= wanted for p in pieces), 30, lambda: [len(p) for p in pieces])
+        assert cluster.held()["decode-0"] > 0
+        if phase == "transfer":
+            assert cluster.held()["prefill-0"] > 0
+        for stream in streams:
+            stream.cancel()
+        took = await until(lambda: nothing_held(cluster), 1.0, cluster.held)
+        assert took <= 1.0
+        assert await cluster.ledgers_balance()
+
+
+async def test_a_deadline_ends_the_request_everywhere(inside: Any, tiny: Path) -> None:
+    """DEADLINE_EXCEEDED at the client, and every block free on both sides within a second."""
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    async with inside(wrap=wrap) as cluster:
+        start = monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await cluster.client.generate(oracle.prompts(tiny, [40])[0], max_tokens=50, ignore_eos=True, timeout=0.4)
+        assert monotonic() - start < 0.4 + 0.25
+        await until(lambda: nothing_held(cluster), 1.0, cluster.held)
+
+
+async def test_the_receipts_phases_add_up_to_the_time_to_first_token(inside: Any, tiny: Path) -> None:
+    """Their sum is the router's TTFT exactly, and the client's within 5 ms or 5 %."""
+    async with inside() as cluster:
+        await cluster.client.model_info()  # connecting is not part of a request's time
+        for prompt in oracle.prompts(tiny, [3, 40, 200, 200]):
+            receipt = (await cluster.client.generate(prompt, max_tokens=4, ignore_eos=True)).receipt
+            assert math.isclose(sum(receipt.phases.values()), receipt.ttft, abs_tol=1e-6)
+            assert all(seconds >= -1e-4 for seconds in receipt.phases.values()), receipt.phases
+            assert abs(sum(receipt.phases.values()) - receipt.client_ttft) <= max(0.005, 0.05 * receipt.client_ttft)
+            assert receipt.total >= receipt.ttft
+
+
+async def test_without_a_prefill_worker_the_decode_worker_prefills_and_the_receipt_says_so(
+    inside: Any, tiny: Path
+) -> None:
+    """The same tokens, path local, and the reason in words."""
+    prompt = oracle.prompts(tiny, [150])[0]
+    async with inside(prefill=0) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert done.receipt.path == "local"
+        assert done.receipt.prefill_worker == ""
+        assert done.receipt.transfer is None
+        assert "there is no prefill worker" in done.receipt.notes[0]
+
+
+async def test_room_is_reserved_before_prefill_starts(inside: Any, tiny: Path) -> None:
+    """While the decode worker is full nothing is prefilled; the request waits in the router and then runs."""
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    first, second = oracle.prompts(tiny, [40, 40])
+    async with inside(wrap=wrap, max_num_seqs=1) as cluster:
+        holding = asyncio.create_task(cluster.client.generate(first, max_tokens=NEW, ignore_eos=True))
+        await until(lambda: cluster.held()["prefill-0"] > 0, 10, cluster.held)
+        await until(lambda: cluster.workers["prefill-0"].engine.steps > 0, 10, cluster.held)
+        steps = cluster.workers["prefill-0"].engine.steps
+        waiting = asyncio.create_task(cluster.client.generate(second, max_tokens=NEW, ignore_eos=True))
+        done, _ = await asyncio.wait([waiting], timeout=0.4)
+        assert not done
+        assert cluster.workers["prefill-0"].engine.steps == steps, "the prefill worker must not have begun it"
+        go.set()
+        assert (await holding).token_ids == oracle.greedy(tiny, first, NEW)
+        late = await waiting
+        assert late.token_ids == oracle.greedy(tiny, second, NEW)
+        assert late.receipt.phases["queue"] > 0.3
+
+
+async def test_who_waits_too_long_for_room_is_told_when_to_come_back(inside: Any, tiny: Path) -> None:
+    """RESOURCE_EXHAUSTED with a retry delay, and the request before it is not disturbed."""
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    prompt = oracle.prompts(tiny, [40])[0]
+    async with inside(wrap=wrap, max_num_seqs=1, queue_timeout_s=0.3) as cluster:
+        holding = asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True))
+        await until(lambda: cluster.held()["prefill-0"] > 0, 10, cluster.held)
+        with pytest.raises(Busy) as caught:
+            await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert caught.value.retry_after
+        go.set()
+        assert (await holding).token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_a_preempted_stream_loses_nothing(inside: Any, tiny: Path) -> None:
+    """With too few blocks for all, streams are preempted and still give exactly their tokens."""
+    prompts = oracle.prompts(tiny, [20] * 6)
+    async with inside(kv_blocks=60) as cluster:
+        done = await asyncio.gather(
+            *(cluster.client.generate(prompt, max_tokens=120, ignore_eos=True) for prompt in prompts)
+        )
+        assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, 120) for prompt in prompts]
+        assert sum(one.receipt.preemptions for one in done) > 0
+        assert await cluster.ledgers_balance()
+
+
+async def test_a_sampled_stream_is_a_function_of_its_seed(inside: Any, tiny: Path) -> None:
+    """The same seed gives the same tokens, disaggregated or local, alone or among others; another seed others."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    options = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "ignore_eos": True}
+    async with inside() as cluster:
+        alone = await cluster.client.generate(prompt, seed=5, **options)
+        crowd = await asyncio.gather(*(cluster.client.generate(prompt, seed=seed, **options) for seed in range(8)))
+        await cluster.workers.pop("prefill-0").stop(0.0)
+        await cluster.seen(1)
+        local = await cluster.client.generate(prompt, seed=5, **options)
+        assert (alone.receipt.path, local.receipt.path) == ("disaggregated", "local")
+        assert alone.token_ids == crowd[5].token_ids == local.token_ids
+        assert len({tuple(one.token_ids) for one in crowd}) == 8
+        unseeded = await cluster.client.generate(prompt, **options)
+        again = await cluster.client.generate(prompt, seed=unseeded.receipt.seed, **options)
+        assert again.token_ids == unseeded.token_ids
+
+
+async def test_tenants_share_no_cache(inside: Any, tiny: Path) -> None:
+    """A prompt cached under one salt is computed again under another, with the same tokens as result."""
+    prompt = oracle.prompts(tiny, [64])[0]
+    async with inside() as cluster:
+        ask = lambda salt: cluster.client.generate(prompt, max_tokens=4, cache_salt=salt, ignore_eos=True)  # noqa: E731
+        cold, warm, other = await ask(b"a"), await ask(b"a"), await ask(b"b")
+        assert [one.receipt.cached_tokens for one in (cold, warm, other)] == [0, 56, 0]
+        assert cold.token_ids == warm.token_ids == other.token_ids
+
+
+async def test_a_stop_token_ends_the_stream(inside: Any, tiny: Path) -> None:
+    """Also when it is the very first token, where nobody needs the KV; the source's blocks are free afterwards."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    expected = oracle.greedy(tiny, prompt, NEW)
+    async with inside() as cluster:
+        for count in (1, 5):
+            done = await cluster.client.generate(prompt, max_tokens=NEW, stop_token_ids=[expected[count - 1]])
+            first = expected.index(expected[count - 1]) + 1
+            assert done.token_ids == expected[:first]
+            assert done.finish_reason == "stop"
+        await until(lambda: nothing_held(cluster), 1.0, cluster.held)
+
+
+BAD: list[tuple[str, dict[str, Any], type[TandemError], str]] = [
+    ("empty ids", {"prompt": []}, InvalidRequest, "token_ids"),
+    ("empty text", {"prompt": b""}, InvalidRequest, "text"),
+    ("id of the vocabulary's size", {"prompt": [1, 2, 10**6]}, InvalidRequest, "token_ids[2]"),
+    ("negative id", {"prompt": [1, -1]}, InvalidRequest, "token_ids[1]"),
+    ("huge id", {"prompt": [2**31 - 1]}, InvalidRequest, "token_ids[0]"),
+    ("prompt + max_tokens over the context", {"prompt": [5] * 100, "max_tokens": 10**6}, InvalidRequest, "max_tokens"),
+    ("prompt over the context", {"prompt": [5] * 5000}, InvalidRequest, "token_ids"),
+    ("temperature NaN", {"temperature": math.nan}, InvalidRequest, "temperature"),
+    ("temperature negative", {"temperature": -0.1}, InvalidRequest, "temperature"),
+    ("temperature infinite", {"temperature": math.inf}, InvalidRequest, "temperature"),
+    ("temperature huge", {"temperature": 1e38}, InvalidRequest, "temperature"),
+    ("top_p 0", {"top_p": 0.0}, InvalidRequest, "top_p"),
+    ("top_p over 1", {"top_p": 1.0001}, InvalidRequest, "top_p"),
+    ("top_p NaN", {"top_p": math.nan}, InvalidRequest, "top_p"),
+    ("top_k negative", {"top_k": -2}, InvalidRequest, "top_k"),
+    ("min_p over 1", {"min_p": 1.5}, InvalidRequest, "min_p"),
+    ("min_p NaN", {"min_p": math.nan}, InvalidRequest, "min_p"),
+    ("max_tokens negative", {"max_tokens": -1}, InvalidRequest, "max_tokens"),
+    ("max_tokens 0", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+    ("max_tokens huge", {"max_tokens": 2**31 - 1}, InvalidRequest, "max_tokens"),
+    ("17 stop ids", {"stop_token_ids": [3] * 17}, InvalidRequest, "stop_token_ids"),
+    ("stop id outside", {"stop_token_ids": [10**7]}, InvalidRequest, "stop_token_ids"),
+    ("long request id", {"request_id": "x" * 10_000}, InvalidRequest, "request_id"),
+    ("control characters in the request id", {"request_id": "a\nb"}, InvalidRequest, "request_id"),
+    ("long salt", {"cache_salt": b"x" * 1000}, InvalidRequest, "cache_salt"),
+    ("invalid UTF-8", {"prompt": b"caf\xe9"}, InvalidRequest, "text"),
+    ("truncated UTF-8", {"prompt": "é".encode()[:1]}, InvalidRequest, "text"),
+    ("text without a tokenizer", {"prompt": "hello"}, InvalidRequest, "text"),
+    ("50 MB", {"prompt": b"x" * 50_000_000}, TooLarge, ""),
+]
+
+
+async def test_bad_input_is_refused_with_the_field_and_the_bound_before_anything_is_reserved(
+    inside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every case gets its documented status within 100 ms, and no worker hears of it."""
+    async with inside() as cluster:
+        worker = cluster.workers["decode-0"]
+        monkeypatch.setattr(worker.engine, "reserve", lambda *_: pytest.fail("a bad request reached a worker"))
+        for name, options, expected, field in BAD:
+            given = {"prompt": [5, 6, 7], **options}
+            start = monotonic()
+            with pytest.raises(expected) as caught:
+                await cluster.client.generate(given.pop("prompt"), **given)
+            took, error = monotonic() - start, caught.value
+            assert error.status == expected.status, name
+            if field:
+                assert field in (error.field or ""), name
+                assert error.bound, name
+                assert took < 0.1, f"{name} took {took:.3f} s"
+        with pytest.raises(InvalidRequest):
+            await cluster.client.scale(decode=0)
+        with pytest.raises(NotFound):
+            await cluster.client.drain("nobody-7")
+        assert nothing_held(cluster)
+
+
+async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside: Any, tiny: Path) -> None:
+    """Drain lets the stream on it end, and new requests go to the other worker."""
+    prompts = oracle.prompts(tiny, [30, 30])
+    async with inside(decode=2) as cluster:
+        stream = cluster.client.stream(prompts[0], max_tokens=150, ignore_eos=True)
+        pieces = [await anext(stream)]
+        busy = next(name for name, held in cluster.held().items() if name.startswith("decode") and held)
+        draining = asyncio.create_task(cluster.client.drain(busy, grace=30.0))
+        await until(lambda: cluster.workers[busy].state == "draining", 5, lambda: cluster.workers[busy].state)
+        other = await cluster.client.generate(prompts[1], max_tokens=NEW, ignore_eos=True)
+        assert other.receipt.decode_worker != busy
+        pieces += [piece async for piece in stream]
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert ids == oracle.greedy(tiny, prompts[0], 150)
+        assert pieces[-1].receipt.attempts == 1
+        assert (await draining).finished == 1
