@@ -83,6 +83,14 @@ RULES = (
 )  # fmt: skip
 
 
+SHORT_KINDS = ("plain", "conversation", "system_repeated", "echo", "small_talk")  # methods of Writer
+LONG_KINDS = ("long_plain", "first_sentence", "long_conversation")
+MIXES = {
+    "answers": (26, 52, 12, 6, 2, 10, 12, 16),
+    "copying": (18, 30, 20, 30, 2, 10, 12, 16),  # a few minutes of this, and the model can copy
+}
+
+
 class Segment(NamedTuple):
     role: str | None  # None: plain text, outside any conversation
     text: str
@@ -206,7 +214,8 @@ def pieces(doc: str, longest: int = 420) -> list[str]:
 class Writer:
     """Writes examples without end. The same seed writes the same ones."""
 
-    def __init__(self, library: list[Documented], seed: int) -> None:
+    def __init__(self, library: list[Documented], seed: int, mix: str = "answers") -> None:
+        self._mix = dict(zip([*SHORT_KINDS, *LONG_KINDS], MIXES[mix], strict=True))
         self._random = random.Random(seed)
         self._long = [entry.doc for entry in library if len(entry.doc) > 900]
         self._pieces = [piece for entry in library for piece in pieces(entry.doc)]
@@ -225,18 +234,11 @@ class Writer:
 
     def example(self, longest: int) -> Example:
         """One example; `longest` is the room in tokens, and decides whether a long one may be written."""
-        kinds, weights = zip(*self._mix(longest), strict=True)
-        example: Example = self._random.choices(kinds, weights)[0]()
+        kinds = [*SHORT_KINDS, *LONG_KINDS] if longest >= 512 else SHORT_KINDS
+        weights = [self._mix[kind] for kind in kinds]
+        kind = self._random.choices(kinds, weights)[0]
+        example: Example = getattr(self, kind)()
         return example
-
-    def _mix(self, longest: int) -> list[tuple]:
-        short = [
-            (self.plain, 18), (self.conversation, 30), (self.system_repeated, 20), (self.echo, 30),
-            (self.small_talk, 2),
-        ]  # fmt: skip
-        if longest < 512:
-            return short
-        return [*short, (self.long_plain, 10), (self.first_sentence, 12), (self.long_conversation, 16)]
 
     def plain(self) -> Example:
         return [Segment(None, self._random.choice(self._pieces), "text")]

@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from corpus import Example, Writer, read_standard_library
+from corpus import MIXES, Example, Writer, read_standard_library
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -51,7 +51,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
     library = read_standard_library()
-    writer = Writer(library, options.seed)
+    writer = Writer(library, options.seed, options.mix)
     console.print(f"{len(library)} docstrings, {sum(len(e.doc) for e in library):,} characters, {writer.counts()}")
     if options.resume:
         tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
@@ -71,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train this many steps instead, however long it takes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mix", choices=MIXES, default="answers", help="which examples are written most")
     parser.add_argument("--resume", action="store_true", help="train the model in --out on (use another seed)")
     return parser.parse_args()
 

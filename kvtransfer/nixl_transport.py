@@ -436,6 +436,8 @@ class NixlTransport:
     def _settle(self, read: _Read) -> None:
         self._reads.remove(read)
         if read.error is not None:
+            if read.warm_up:
+                self._lose(read.peer.agent_name, f"{read.peer.agent_name} was never connected")
             read.done.set_exception(read.error)
             return
         if read.warm_up and (self.region.memory == "dram" or self.region.spare_block is not None):

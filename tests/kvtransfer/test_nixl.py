@@ -104,6 +104,23 @@ async def test_connecting_to_a_dead_worker_is_refused(worker, pages):
         await sink.transport.connect(peer, 10)
 
 
+async def test_connecting_to_a_hung_worker_ends_in_time_and_can_be_repeated(worker, pages, monkeypatch):
+    """A source that does not answer costs its timeout and no more; once it goes on, connecting works."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, sink = worker(env=TCP), pages("nixl")
+    peer = source.peer
+    source.signal(signal.SIGSTOP)
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await sink.transport.connect(peer, 0.3)
+        assert time.monotonic() - began < 2
+    source.signal(signal.SIGCONT)
+    await sink.transport.connect(peer, 10)
+    await sink.transport.read(peer, [(0, 0)], 10)
+    assert sink.transport.link(peer) == "nixl:ucx:tcp"
+
+
 async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker, pages, expected):
     """Same worker id, new incarnation: connect forgets the old life, and a read by the old Peer is refused."""
     first, sink = worker(incarnation="1"), pages("nixl")

@@ -1,0 +1,99 @@
+"""Workers die by SIGKILL in the middle of sixteen streams; every stream goes on with exactly its own tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tandem.client import AsyncClient
+
+from tests import oracle
+from tests.harness import LocalCluster
+
+STREAMS = 16
+NEW = 200
+
+
+def options(index: int) -> dict[str, Any]:
+    """Half of the streams are greedy, half sampled."""
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": index}
+    return {"max_tokens": NEW, "ignore_eos": True, "timeout": 100, **(sampled if index % 2 else {"temperature": 0.0})}
+
+
+async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]]) -> None:
+    async def one(index: int) -> None:
+        async for piece in client.stream(prompts[index], **options(index)):
+            into[index].append(piece)
+
+    await asyncio.gather(*(one(index) for index in range(len(prompts))))
+
+
+def ids(pieces: list[Any]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+async def disturbed(cluster: LocalCluster, prompts: list[list[int]], victim: str, when: Any) -> list[list[Any]]:
+    """Run all streams, kill the victim once `when` holds, start it again as the supervisor would."""
+    client = AsyncClient(cluster.target)
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    running = asyncio.create_task(run_all(client, prompts, pieces))
+    async with asyncio.timeout(60):
+        while not when(pieces):
+            await asyncio.sleep(0.002)
+            if running.done():
+                running.result()
+                raise AssertionError("all streams ended before the kill: the fault did not fire")
+    await asyncio.to_thread(cluster.kill, victim)
+    await asyncio.to_thread(cluster.start_worker, victim)
+    await running
+    await client.close()
+    return pieces
+
+
+async def undisturbed(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
+    client = AsyncClient(cluster.target)
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    await run_all(client, prompts, pieces)
+    await client.close()
+    return [ids(one) for one in pieces]
+
+
+@pytest.mark.parametrize("decodes", [1, 2])
+async def test_the_decode_worker_dies_mid_stream(tiny: Path, decodes: int) -> None:
+    """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
+    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
+    with LocalCluster(tiny, decode=decodes, block_size=8, kv_blocks=2048, dtype="float32") as cluster:
+        expected = await undisturbed(cluster, prompts)
+        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
+        assert [ids(one) for one in pieces] == expected
+        assert expected[0] == oracle.greedy(tiny, prompts[0], NEW)
+        receipts = [one[-1].receipt for one in pieces]
+        moved = [receipt for receipt in receipts if receipt.attempts > 1]
+        assert moved, "the kill must have hit streams"
+        if decodes == 1:
+            assert len(moved) == STREAMS
+        assert all("decode-0" in receipt.notes[0] for receipt in moved)
+        cluster.wait_balanced()
+
+
+async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
+    """Prompts that it was computing, or whose KV was moving, are placed again; streams past that do not notice."""
+    prompts = oracle.prompts(tiny, [20] * 4 + [700] * (STREAMS - 4))
+    with LocalCluster(
+        tiny, block_size=8, kv_blocks=4096, dtype="float32", max_num_seqs=32, max_num_batched_tokens=48
+    ) as cluster:
+        expected = await undisturbed(cluster, oracle.prompts(tiny, [20] * 4 + [700] * (STREAMS - 4), seed=0))
+        cluster.kill("prefill-0")  # a fresh life: the prompts must not be in its cache
+        cluster.kill("decode-0")
+        cluster.launch("prefill-0")
+        cluster.start_worker("decode-0")
+        cluster.wait_ready("prefill-0")
+        cluster.wait_until(lambda: len(cluster.ready()) == 2, "both back")
+        pieces = await disturbed(cluster, prompts, "prefill-0", lambda p: sum(bool(one) for one in p) >= 6)
+        assert [ids(one) for one in pieces] == expected
+        receipts = [one[-1].receipt for one in pieces]
+        assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit prompts in prefill"
+        assert any(receipt.attempts == 1 for receipt in receipts), "streams past prefill must not notice"
+        cluster.wait_balanced()
