@@ -74,7 +74,11 @@ class Registry:
         self.ttl_s = ttl_s
         self._prefix = f"tandem:{cluster}"
         self._redis = redis.Redis.from_url(
-            url, socket_timeout=CALL_TIMEOUT_S, socket_connect_timeout=CALL_TIMEOUT_S, health_check_interval=30
+            url,
+            decode_responses=True,
+            socket_timeout=CALL_TIMEOUT_S,
+            socket_connect_timeout=CALL_TIMEOUT_S,
+            health_check_interval=30,
         )
 
     async def close(self) -> None:
@@ -140,7 +144,7 @@ class Registry:
             values = await self._redis.hgetall(f"{self._prefix}:wanted")
         except RedisError as error:
             raise _unavailable(error) from error
-        return {role.decode(): int(size) for role, size in values.items()}
+        return {str(role): int(size) for role, size in values.items()}
 
     # ---- changes
 

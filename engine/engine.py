@@ -101,7 +101,7 @@ class Engine:
         if not plan:
             return []
         logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
-        ready = [chunk.sequence for chunk in plan if chunk.count == chunk.sequence.todo]
+        ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
         tokens = iter(sample(logits, [s.sampling for s in ready], [len(s.tokens) for s in ready]))
         self.steps += 1
         progress: list[Progress] = []

@@ -69,7 +69,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.broken: TandemError | None = None
-        self.on_broken: Callable[[], None] | None = None  # called once, on the engine thread
+        self.on_broken: Callable[[], object] | None = None  # called once, on the engine thread
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._watches: dict[str, Watch] = {}

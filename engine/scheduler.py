@@ -19,7 +19,7 @@ from engine.sequence import Sequence
 
 class Chunk(NamedTuple):
     sequence: Sequence
-    count: int  # tokens [done, done + count) are computed in this step
+    tokens: int  # [done, done + tokens) are computed in this step
 
 
 class Scheduler:

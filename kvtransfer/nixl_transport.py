@@ -72,7 +72,7 @@ WARM_UP_BYTES = 64
 def _load_nixl() -> Any:
     """The NIXL module, without what importing it does to the process's logging."""
     raise_exceptions = logging.raiseExceptions
-    import nixl._api as nixl_api  # type: ignore[import-untyped]
+    import nixl._api as nixl_api
 
     logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")

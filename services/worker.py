@@ -224,6 +224,6 @@ def block_reader(pages: Pages) -> Callable[[int], memoryview]:
 
     def copy(block: int) -> memoryview:
         host: torch.Tensor = pages.buffer[block].cpu()
-        return memoryview(host.numpy())
+        return memoryview(host.numpy().data)
 
     return copy

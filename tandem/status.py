@@ -75,7 +75,7 @@ def to_status(error: TandemError) -> status_pb2.Status:
 
 def from_rpc(error: grpc.RpcError) -> TandemError:
     """The error that a peer raised, or what the broken call means. Works for sync and aio calls."""
-    code, message = error.code().name, error.details() or ""  # type: ignore[attr-defined]
+    code, message = error.code().name, error.details() or ""
     if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
         return WorkerLost(message or "the connection was lost")
     if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
@@ -177,7 +177,8 @@ def known(error: Exception, where: str) -> TandemError:
 
 
 def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
-    for key, value in (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ():
+    trailers: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    for key, value in trailers or ():
         if key == "grpc-status-details-bin":
             return list(status_pb2.Status.FromString(value).details)
     return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.router.text import Text
@@ -132,8 +133,8 @@ def _utf8(value: bytes, name: str, least: str | None) -> str:
         ) from error
 
 
-def _ids(ids: object, name: str, vocab_size: int) -> list[int]:
-    values = list(ids)  # type: ignore[call-overload]
+def _ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
+    values = list(ids)
     for index, value in enumerate(values):
         if not 0 <= value < vocab_size:
             raise _out_of_bounds(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")

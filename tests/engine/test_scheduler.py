@@ -55,13 +55,13 @@ def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None
     pool = BlockPool(16, SIZE)
     scheduler = Scheduler(pool, token_budget=32, max_running=4)
     scheduler.add(one := sequence("a", 8, new=1))
-    assert scheduler.plan()[0].count == 8
+    assert scheduler.plan()[0].tokens == 8
     for index, digest in enumerate(one.hashes(SIZE)):
         pool.publish("a", index, digest)
     scheduler.remove(one)
     pool.drop("a")
     scheduler.add(again := sequence("b", 8, new=1))
-    assert scheduler.plan()[0].count == 4
+    assert scheduler.plan()[0].tokens == 4
     assert again.cached == 4
 
 
