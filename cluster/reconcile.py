@@ -214,9 +214,9 @@ class Supervisor:
             self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
             kind = _kind_of_end(worker, error)
         del self._workers[worker.worker_id]
-        worker.ended.set()
         self._wake.set()
         await self._tell(kind, worker, error)
+        worker.ended.set()
 
     async def _drain(self, worker: _Worker, grace_s: float) -> None:
         """Ends one worker: with grace if it serves, at once if it does not yet. Its life task does the rest."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from time import perf_counter, time
@@ -87,10 +88,8 @@ class Registry:
     async def ping(self) -> float:
         """Seconds of one round trip."""
         start = perf_counter()
-        try:
+        with _answering():
             await self._redis.ping()
-        except RedisError as error:
-            raise _unavailable(error) from error
         return perf_counter() - start
 
     # ---- workers
@@ -98,57 +97,47 @@ class Registry:
     async def beat(self, record: WorkerRecord, *, announce: bool = False) -> None:
         """Write the record for another ttl; `announce` a change of state so that routers see it at once."""
         key = f"{self._prefix}:worker:{record.worker_id}"
-        try:
+        with _answering():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.set(key, json.dumps({**asdict(record), "beat": time()}), px=int(self.ttl_s * 1000))
                 if announce:
                     pipe.publish(f"{self._prefix}:changed", "workers")
                 await pipe.execute()
-        except RedisError as error:
-            raise _unavailable(error) from error
 
     async def withdraw(self, worker_id: str) -> None:
         """Forget a worker that has stopped."""
-        try:
+        with _answering():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.delete(f"{self._prefix}:worker:{worker_id}")
                 pipe.publish(f"{self._prefix}:changed", "workers")
                 await pipe.execute()
-        except RedisError as error:
-            raise _unavailable(error) from error
 
     async def workers(self) -> list[WorkerRecord]:
         """Every worker heard of within the ttl, by id."""
-        try:
+        with _answering():
             keys = [key async for key in self._redis.scan_iter(match=f"{self._prefix}:worker:*", count=1000)]
             values = await self._redis.mget(keys) if keys else []
-        except RedisError as error:
-            raise _unavailable(error) from error
         records = [WorkerRecord.parse(value) for value in values if value is not None]
         return sorted(records, key=lambda record: record.worker_id)
 
     # ---- wanted pool sizes
 
     async def want(self, sizes: dict[str, int]) -> None:
-        try:
+        with _answering():
             async with self._redis.pipeline(transaction=True) as pipe:
                 if sizes:
                     pipe.hset(f"{self._prefix}:wanted", mapping={role: str(size) for role, size in sizes.items()})
                 pipe.publish(f"{self._prefix}:changed", "wanted")
                 await pipe.execute()
-        except RedisError as error:
-            raise _unavailable(error) from error
 
     async def wanted(self) -> dict[str, int]:
-        try:
+        with _answering():
             values = await self._redis.hgetall(f"{self._prefix}:wanted")
-        except RedisError as error:
-            raise _unavailable(error) from error
         return {str(role): int(size) for role, size in values.items()}
 
     # ---- changes
 
-    async def changes(self, every_s: float) -> AsyncIterator[None]:
+    async def changes(self, every_s: float) -> AsyncGenerator[None, None]:
         """Yields when something changed, and at least every `every_s` seconds. Survives a lost registry."""
         yield None
         while True:
@@ -157,8 +146,10 @@ class Registry:
                     await channel.subscribe(f"{self._prefix}:changed")
                     while True:
                         await channel.get_message(ignore_subscribe_messages=True, timeout=every_s)
+                        _raise_lost_cancel()
                         yield None
             except RedisError as error:
+                _raise_lost_cancel()
                 log.warning("registry.lost", error=str(error))
                 await asyncio.sleep(every_s)
                 yield None
@@ -209,5 +200,21 @@ async def _within(event: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-def _unavailable(error: RedisError) -> Unavailable:
-    return Unavailable(f"the registry does not answer: {error}", reason="REGISTRY_UNREACHABLE", retry_after=1.0)
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RedisError as error:
+        _raise_lost_cancel()
+        raise Unavailable(
+            f"the registry does not answer: {error}", reason="REGISTRY_UNREACHABLE", retry_after=1.0
+        ) from error
+    _raise_lost_cancel()
+
+
+def _raise_lost_cancel() -> None:
+    """The client writes inside asyncio.wait_for, which in Python 3.11 loses a cancellation that arrives just when the
+    write ends; whoever cancelled would wait for ever."""
+    task = asyncio.current_task()
+    if task and task.cancelling():
+        raise asyncio.CancelledError

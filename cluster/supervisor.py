@@ -62,17 +62,18 @@ def number_of(worker_id: str) -> int:
 
 
 def plan(wanted: Mapping[str, int], seen: Iterable[Seen], backoffs: Mapping[str, Backoff], now: float) -> Plan:
-    """The next steps. A stopping worker does not count, but keeps its id until it is gone."""
+    """The next steps. A stopping worker does not count, but keeps its id until it is gone. A role that `wanted` does
+    not name is unknown, not unwanted: a registry that lost its content must not stop a worker."""
     workers = list(seen)
     start: list[str] = []
     stop: list[str] = []
     held: list[float] = []
-    for role in ROLES:
+    for role in (role for role in ROLES if role in wanted):
         mine = [worker for worker in workers if role_of(worker.worker_id) == role]
         serving = sorted(number_of(worker.worker_id) for worker in mine if worker.phase is not Phase.STOPPING)
-        surplus = max(0, len(serving) - wanted.get(role, 0))
+        surplus = max(0, len(serving) - wanted[role])
         stop += [f"{role}-{number}" for number in reversed(serving[len(serving) - surplus :])]
-        missing = max(0, wanted.get(role, 0) - len(serving))
+        missing = max(0, wanted[role] - len(serving))
         for worker_id in _free(role, {worker.worker_id for worker in mine}, missing):
             retry_at = backoffs.get(worker_id, Backoff()).retry_at
             if retry_at <= now:

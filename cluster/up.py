@@ -28,7 +28,7 @@ from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
 from cluster.valkey import EmbeddedValkey
-from tandem.errors import Cancelled, DeadlineExceeded, SettingsError
+from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
 from tandem.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class _Notice(Enum):
     """What may arrive besides the supervisor's answers."""
 
     SIGNAL = "signal"
+    STOPPED = "stopped"
     VALKEY_DIED = "valkey died"
 
 
@@ -97,8 +98,10 @@ class Cluster:
             if self._supervisor:
                 self._drain(self._supervisor, self.settings.drain_grace_s if grace_s is None else grace_s)
         finally:
-            self._supervisor = None
+            stopping, self._supervisor = self._supervisor is not None, None
             self._undo.close()
+            if stopping:
+                self._report("stopped, nothing is left")
 
     @property
     def workers(self) -> dict[str, Event]:
@@ -115,6 +118,8 @@ class Cluster:
             raise Cancelled("told to end by a signal")
         if item is _Notice.VALKEY_DIED:
             self._restart_valkey()
+            return []
+        if item is _Notice.STOPPED:
             return []
         assert isinstance(item, Future)
         events = item.result(timeout=0)
@@ -224,22 +229,18 @@ class Cluster:
 
     def _drain(self, supervisor: SupervisorHandle, grace_s: float) -> None:
         """Waits for the supervisor's stop(), as long as the grace, or until a signal."""
+        self._report("stopping")
         stopped = supervisor.stop(grace_s)
-        done: SimpleQueue[Future[None]] = SimpleQueue()
-        stopped.add_done_callback(done.put)
-        stopped.add_done_callback(lambda _: self._inbox.put(_Notice.SIGNAL))
+        stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
         deadline = monotonic() + grace_s + 2 * STOP_MARGIN_S
-        while done.empty() and (left := deadline - monotonic()) > 0:
+        while not stopped.done() and (left := deadline - monotonic()) > 0:
             try:
-                item = self._inbox.get(timeout=left)
-            except Empty:
-                break
-            if item is _Notice.SIGNAL:
-                break
-        if not stopped.done():
-            self._report("stopping at once: what still runs is cut off")
-        elif stopped.exception():
-            self._report(f"the drain failed: {stopped.exception()}")
+                self.events(left)
+            except TandemError as error:  # told a second time, or the supervisor is lost
+                self._report(f"stopping at once, what still runs is cut off: {error.message}")
+                return
+        if stopped.done() and (failure := stopped.exception()):
+            self._report(f"the drain failed, what still runs is cut off: {failure}")
 
     def _report(self, text: str) -> None:
         if self._report_to:

@@ -62,6 +62,7 @@ class EmbeddedValkey:
             "daemonize": "no",
         }
         self._socket.unlink(missing_ok=True)  # a killed server leaves its socket behind
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         self._process = subprocess.Popen(
             [str(binary), *(part for name, value in arguments.items() for part in (f"--{name}", value))],
             stdin=subprocess.DEVNULL,

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from itertools import count
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -175,10 +174,11 @@ def batches(writer: Writer, tokenizer: Tokenizer) -> Iterator[Batch]:
 def fill_row(writer: Writer, tokenizer: Tokenizer, length: int) -> Row:
     """Examples, one after the other, that do not see each other; the last one is cut off."""
     row = Row()
-    for number in count():
-        if len(row.tokens) >= length:
-            return row
+    number = 0
+    while len(row.tokens) < length:
         add_example(row, number, writer.example(length), tokenizer)
+        number += 1
+    return row
 
 
 def add_example(row: Row, number: int, example: Example, tokenizer: Tokenizer) -> None:

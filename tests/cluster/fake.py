@@ -1,7 +1,7 @@
 """A service with a port and a heartbeat and nothing else, for tests of the processes around it.
 
-Behaviour by TANDEM_LOG-free environment: FAKE_REFUSE names a role that refuses to start, FAKE_CRASH one whose process
-ends itself while starting.
+The environment makes it misbehave: FAKE_REFUSE names a role that refuses to start, FAKE_CRASH one whose process ends
+itself while starting, FAKE_BUSY one that uses its whole grace to stop.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class FakeService:
 
     async def stop(self, grace_s: float) -> None:
         self._server.close()
+        if os.environ.get("FAKE_BUSY") == self._role:
+            await asyncio.sleep(grace_s)
         await self._heartbeat.stop()
         await self._registry.close()
         self._ended.set()

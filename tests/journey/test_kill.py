@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tandem.client import AsyncClient
 
+from tandem.client import AsyncClient
 from tests import oracle
 from tests.harness import LocalCluster
 

@@ -9,8 +9,8 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
 
+from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
 from tests import oracle
 from tests.faults import Harm, hold_until
 

@@ -1,0 +1,196 @@
+"""What the router adds: the same requests through it and straight to the decode worker, in turn.
+
+Straight means the worker's own Decode call with prefill on that worker, which is what the router would ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import grpc
+import psutil
+
+from loadtest.local import Local
+from loadtest.stats import Row, Section, Spread, Tick, ratios
+from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+ROUTER, WORKER = "router-0", "decode-0"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`requests` of each side one after another; then `rounds` of each side with `streams` at once, `tokens` each."""
+
+    requests: int = 60
+    prompt: int = 32
+    streams: tuple[int, ...] = (1, 16)
+    tokens: int = 256
+    rounds: int = 5
+
+    @property
+    def ticks(self) -> int:
+        return 2 + len(self.streams)
+
+
+@dataclass
+class _Stream:
+    """When the messages with tokens came, in seconds of perf_counter, and how many tokens each had."""
+
+    sent: float = field(default_factory=perf_counter)
+    at: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    def came(self, tokens: int) -> None:
+        self.at.append(perf_counter())
+        self.tokens += tokens
+
+    @property
+    def ttft(self) -> float:
+        return self.at[0] - self.sent
+
+    @property
+    def per_token(self) -> float:
+        """Mean seconds between tokens after the first."""
+        return (self.at[-1] - self.at[0]) / (self.tokens - 1)
+
+
+class _Side:
+    """One way to the worker."""
+
+    def __init__(self, address: str, vocab: int, prompt: int) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+        self._vocab, self._prompt = vocab, prompt
+
+    def prompt(self) -> list[int]:
+        return random.choices(range(2, self._vocab), k=self._prompt)
+
+    def events(self, max_tokens: int) -> AsyncIterator[int]:
+        """The number of tokens of each message that has some."""
+        raise NotImplementedError
+
+    async def stream(self, max_tokens: int) -> _Stream:
+        stream = _Stream()
+        async for tokens in self.events(max_tokens):
+            stream.came(tokens)
+        assert stream.tokens == max_tokens, f"{stream.tokens} of {max_tokens} tokens came"
+        return stream
+
+
+class _Through(_Side):
+    async def events(self, max_tokens: int) -> AsyncIterator[int]:
+        request = generation_pb2.GenerateRequest()
+        request.token_ids.ids.extend(self.prompt())
+        request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
+        async for event in generation_pb2_grpc.GenerationServiceStub(self.channel).Generate(request):
+            if event.HasField("delta"):
+                yield len(event.delta.token_ids)
+
+
+class _Straight(_Side):
+    async def events(self, max_tokens: int) -> AsyncIterator[int]:
+        ids, name = self.prompt(), f"bench-{next(_numbers)}"
+        request = decode_pb2.DecodeRequest(
+            request_id=name, attempt=1, token_ids=ids, prompt_tokens=len(ids), max_tokens=max_tokens
+        )
+        request.sampling.top_p = 1.0
+        async for event in decode_pb2_grpc.DecodeServiceStub(self.channel).Decode(request):
+            if event.HasField("tokens"):
+                yield len(event.tokens.token_ids)
+
+
+def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
+    """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows."""
+    tick("starting a router and a decode worker")
+    with Local(model=model, kv_blocks=1024) as local:
+        local.launch("router", ROUTER)
+        local.launch("decode", WORKER)
+        local.wait_seen(ROUTER, 1)
+        return asyncio.run(_measure(local, vocab, plan, tick))
+
+
+async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
+    through = _Through(local.address(ROUTER), vocab, plan.prompt)
+    straight = _Straight(local.address(WORKER), vocab, plan.prompt)
+    try:
+        tick(f"{plan.requests} requests each way")
+        rows = [await _per_request(through, straight, plan)]
+        for streams in plan.streams:
+            tick(f"{streams} streams of {plan.tokens} tokens, {plan.rounds} rounds each way")
+            rows += await _per_token(through, straight, local, streams, plan)
+    finally:
+        await through.channel.close()
+        await straight.channel.close()
+    read = "first token, token interval: through the router / straight to the worker. CPU: router / decode worker"
+    notes = [
+        "the demo model, its tokenizer included; router, worker and client share the cores, unpinned",
+        "tokens of several steps travel in one message when a reader is behind, so intervals are means per token",
+    ]
+    return Section("What the router adds", read, rows, notes)
+
+
+async def _per_request(through: _Side, straight: _Side, plan: Plan) -> Row:
+    with_router, without = [], []
+    for number in range(plan.requests + 4):
+        for side, times in ((through, with_router), (straight, without))[:: 1 if number % 2 else -1]:
+            ttft = (await side.stream(1)).ttft
+            if number >= 4:  # the first ones only warm up
+                times.append(ttft)
+    added = [one - other for one, other in zip(with_router, without, strict=True)]
+    return Row(
+        f"time to first token, {plan.prompt} tokens",
+        ratios(with_router, without),
+        {
+            "through": (Spread.of(with_router), "s"),
+            "straight": (Spread.of(without), "s"),
+            "added": (Spread.of(added), "s"),
+        },
+    )
+
+
+async def _per_token(through: _Side, straight: _Side, local: Local, streams: int, plan: Plan) -> list[Row]:
+    router, worker = psutil.Process(local.pid(ROUTER)), psutil.Process(local.pid(WORKER))
+    intervals: dict[str, list[float]] = {"through": [], "straight": []}
+    router_cpu, worker_cpu, batched = [], [], []
+    for number in range(plan.rounds + 1):
+        for name, side in (("through", through), ("straight", straight))[:: 1 if number % 2 else -1]:
+            before = _cpu(router), _cpu(worker)
+            done = await asyncio.gather(*(side.stream(plan.tokens) for _ in range(streams)))
+            tokens = sum(stream.tokens for stream in done)
+            if number == 0:  # warms up
+                continue
+            intervals[name].append(Spread.of([stream.per_token for stream in done]).median)
+            if name == "through":
+                router_cpu.append((_cpu(router) - before[0]) / tokens)
+                worker_cpu.append((_cpu(worker) - before[1]) / tokens)
+                batched.append(tokens / sum(len(stream.at) for stream in done))
+    added = [one - other for one, other in zip(intervals["through"], intervals["straight"], strict=True)]
+    what = f"{streams} stream{'s' if streams > 1 else ''} of {plan.tokens} tokens"
+    return [
+        Row(
+            f"token interval, {what}",
+            ratios(intervals["through"], intervals["straight"]),
+            {
+                **{name: (Spread.of(times), "s") for name, times in intervals.items()},
+                "added": (Spread.of(added), "s"),
+                "tokens a message": (Spread.of(batched), "1"),
+            },
+        ),
+        Row(
+            f"CPU per token, {what}",
+            ratios(router_cpu, worker_cpu),
+            {"router": (Spread.of(router_cpu), "s"), "worker": (Spread.of(worker_cpu), "s")},
+        ),
+    ]
+
+
+def _cpu(process: psutil.Process) -> float:
+    """CPU seconds that it has used, in steps of 10 ms on Linux."""
+    times = process.cpu_times()
+    return float(times.user + times.system)

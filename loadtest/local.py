@@ -1,0 +1,143 @@
+"""Processes of the product on this machine, without Ray: a registry, and workers started by the product's own command.
+
+They end with the `with` block, whatever ends it; and if this process is killed outright, Linux ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty, Queue
+from time import monotonic, sleep
+from types import TracebackType
+
+from cluster.lifeline import before_exec
+from cluster.valkey import EmbeddedValkey
+from tandem.client import Client
+from tandem.errors import DeadlineExceeded, Unavailable
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+
+
+class Process:
+    """One child whose lines can be waited for. Closing its stdin asks those to end that read it."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str] | None = None, core: int | None = None) -> None:
+        """`core` pins the child to that one of the usable cores (counted round), where the system can."""
+        self._lines: Queue[str | None] = Queue()
+        self._tail: list[str] = []
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_before(core),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def line(self, start: str, timeout_s: float = START_TIMEOUT_S) -> str:
+        """The rest of the first line that begins with `start`. Raises Unavailable if the process ends before, with its
+        last words, and DeadlineExceeded."""
+        deadline = monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - monotonic()))
+            except Empty:
+                raise DeadlineExceeded(f"{self.popen.args!r} said no {start!r} within {timeout_s:.0f} s") from None
+            if line is None:
+                raise Unavailable(f"{self.popen.args!r} ended early: {''.join(self._tail)}")
+            if line.startswith(start):
+                return line.removeprefix(start).strip()
+
+    def stop(self) -> None:
+        """Safe to repeat."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+        self.popen.terminate()
+        try:
+            self.popen.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait(STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as lines:
+            for line in lines:
+                self._tail = [*self._tail[-30:], line]
+                self._lines.put(line)
+        self._lines.put(None)
+
+
+class Local:
+    """A registry and any number of workers and routers around it, by name."""
+
+    def __init__(self, **settings: object) -> None:
+        """`settings` of all processes; None leaves one at its default."""
+        self._settings = {"threads": 1, "device": "cpu", "port": 0, "drain_grace_s": 0, **settings}
+        self._stack = ExitStack()
+        self._processes: dict[str, Process] = {}
+        self._address: dict[str, str] = {}
+
+    def __enter__(self) -> Local:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-bench-")))
+        valkey = EmbeddedValkey(folder)
+        self._settings["redis"] = valkey.start()
+        self._stack.callback(valkey.stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def launch(self, role: str, name: str, *, core: int | None = None, **settings: object) -> None:
+        """Starts it and does not wait."""
+        given = {**self._settings, **settings}
+        env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        env |= {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
+        process = Process(["services", role, name], env, core)
+        self._processes[name] = process
+        self._stack.callback(process.stop)
+
+    def address(self, name: str) -> str:
+        """Its HOST:PORT; waits until it is ready."""
+        if name not in self._address:
+            self._address[name] = self._processes[name].line("ready ")
+        return self._address[name]
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].popen.pid
+
+    def wait_seen(self, router: str, workers: int, timeout_s: float = 30.0) -> None:
+        """Until the router sees so many ready workers. Raises DeadlineExceeded."""
+        deadline = monotonic() + timeout_s
+        with Client(self.address(router)) as client:
+            while sum(one.state == "ready" and one.role != "router" for one in client.workers().workers) < workers:
+                if monotonic() > deadline:
+                    raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
+                sleep(0.05)
+
+
+def _before(core: int | None) -> Callable[[], None]:
+    bind = before_exec()
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+    def prepare() -> None:
+        bind()
+        if core is not None and cores:
+            os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+    return prepare

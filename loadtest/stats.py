@@ -1,0 +1,87 @@
+"""What a measurement is: a median with its spread, and a row of the report around a ratio of two of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+Tick = Callable[[str], None]  # told before each piece of work what it is; there are as many as `ticks` promised
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median, and the middle half (first to third quartile) of `count` values."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ValueError without a value."""
+        if not values:
+            raise ValueError("nothing was measured")
+        ordered = sorted(values)
+        low, high = (ordered[0], ordered[-1])
+        if len(ordered) >= 4:
+            low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
+        return cls(statistics.median(ordered), low, high, len(ordered))
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """The spread of the ratios of neighbours: the two sides were measured in turn, so their noise is shared."""
+    return Spread.of([one / other for one, other in zip(over, under, strict=True)])
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ratio` is the result. `beside` has absolute values for orientation: name -> (value, unit)
+    in s, B/s, FLOP/s or 1."""
+
+    what: str
+    ratio: Spread
+    beside: dict[str, tuple[Spread, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report. `read` says what the ratios divide; `details` go into the JSON only, but for notes."""
+
+    title: str
+    read: str
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def taken(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes."""
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def in_turn(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Every side once per round, the order turned round each time, after one round that does not count."""
+    for side in sides.values():
+        side()
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(repeats):
+        for name in list(sides) if round_ % 2 == 0 else reversed(list(sides)):
+            found[name].append(sides[name]())
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile; `share` is 0 to 1. Raises ValueError without a value."""
+    if not values:
+        raise ValueError("nothing was measured")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

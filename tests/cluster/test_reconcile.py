@@ -1,0 +1,177 @@
+"""The supervisor's loop against workers that are only objects: no Ray, a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from cluster.reconcile import Event, Kind, Life, Started, Supervisor
+from cluster.registry import Registry, State, WorkerRecord
+from tandem.errors import CheckpointRefused, WorkerLost
+
+SOON_S = 10.0
+
+
+class FakeLife:
+    def __init__(self, refuse: bool) -> None:
+        self._refuse = refuse
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.graces: list[float] = []
+
+    async def start(self) -> Started:
+        if self._refuse:
+            raise CheckpointRefused("no such model")
+        return Started("127.0.0.1:1", 1, f"{id(self):x}")
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._ended)
+
+    async def stop(self, grace_s: float) -> None:
+        self.graces.append(grace_s)
+        self.end()
+
+    def end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def kill(self) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(WorkerLost("killed"))
+
+
+class FakeHost:
+    def __init__(self, *, refuse: bool = False, survivors: tuple[str, ...] = ()) -> None:
+        self.lives: dict[str, FakeLife] = {}
+        self._refuse = refuse
+        self._survivors = survivors
+
+    def create(self, worker_id: str) -> Life:
+        self.lives[worker_id] = FakeLife(self._refuse)
+        return self.lives[worker_id]
+
+    def survivors(self) -> dict[str, Life]:
+        return {worker_id: self.create(worker_id) for worker_id in self._survivors}
+
+
+class Watch:
+    """Reads a supervisor's events one after another."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._after = 0
+        self._waiting: list[Event] = []
+
+    async def until(self, kind: Kind, worker_id: str) -> Event:
+        async with asyncio.timeout(SOON_S):
+            while True:
+                while self._waiting:
+                    event = self._waiting.pop(0)
+                    self._after = event.seq
+                    if (event.kind, event.worker_id) == (kind, worker_id):
+                        return event
+                self._waiting = await self._supervisor.events(self._after)
+
+
+@asynccontextmanager
+async def supervised(host: FakeHost, registry: Registry, **wanted: int) -> AsyncIterator[tuple[Supervisor, Watch]]:
+    await registry.want(wanted)
+    supervisor = Supervisor(host, registry, grace_s=7.0)
+    running = asyncio.create_task(supervisor.run())
+    yield supervisor, Watch(supervisor)
+    async with asyncio.timeout(SOON_S):
+        await supervisor.stop(grace_s=1.0)
+        await running
+
+
+async def test_what_is_wanted_is_started(registry: Registry) -> None:
+    """One worker for each missing place."""
+    host = FakeHost()
+    async with supervised(host, registry, router=1, decode=2) as (_, watch):
+        for worker_id in ("router-0", "decode-0", "decode-1"):
+            await watch.until(Kind.STARTING, worker_id)
+    assert set(host.lives) == {"router-0", "decode-0", "decode-1"}
+
+
+async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: Registry) -> None:
+    """Routers forget the dead life at once, not when its record expires; the new life is another."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        first = await watch.until(Kind.READY, "decode-0")
+        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, "old", "127.0.0.1:1"))
+        host.lives["decode-0"].kill()
+        died = await watch.until(Kind.DIED, "decode-0")
+        assert isinstance(died.error, WorkerLost)
+        assert await registry.workers() == []
+        second = await watch.until(Kind.READY, "decode-0")
+    assert first.started
+    assert second.started
+    assert first.started.incarnation != second.started.incarnation
+
+
+async def test_scaling_down_drains_the_highest_number_with_grace(registry: Registry) -> None:
+    """A surplus worker is asked to finish, and is not replaced."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        await registry.want({"decode": 1})
+        await watch.until(Kind.STOPPED, "decode-1")
+        assert host.lives["decode-1"].graces == [7.0]
+        assert host.lives["decode-0"].graces == []
+
+
+async def test_a_worker_that_ended_by_itself_is_replaced(registry: Registry) -> None:
+    """An operator's drain makes room for a fresh life."""
+    host = FakeHost()
+    async with supervised(host, registry, prefill=1) as (_, watch):
+        await watch.until(Kind.READY, "prefill-0")
+        host.lives["prefill-0"].end()
+        await watch.until(Kind.STOPPED, "prefill-0")
+        await watch.until(Kind.READY, "prefill-0")
+
+
+async def test_a_refusal_to_start_is_told_as_it_was_raised(registry: Registry) -> None:
+    """The error arrives whole, for `tandem up` to end with it."""
+    async with supervised(FakeHost(refuse=True), registry, decode=1) as (_, watch):
+        failed = await watch.until(Kind.FAILED, "decode-0")
+    assert isinstance(failed.error, CheckpointRefused)
+    assert failed.error.message == "no such model"
+    assert failed.retry_in_s > 0
+
+
+async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> None:
+    """Survivors are adopted, not doubled."""
+    host = FakeHost(survivors=("decode-0",))
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await watch.until(Kind.READY, "decode-1")
+        assert len(host.lives) == 2
+        assert host.lives["decode-0"].graces == []
+
+
+async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
+    """Losing the registry's content changes no pool: the last known sizes are written back."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await registry._redis.flushall()
+        async with asyncio.timeout(SOON_S):
+            changes = registry.changes(every_s=0.1)
+            while await registry.wanted() != {"decode": 1}:
+                await registry.want({})  # announces a change, as anybody's would
+                await anext(changes)
+            await changes.aclose()
+        assert host.lives["decode-0"].graces == []
+
+
+async def test_stop_drains_routers_first(registry: Registry) -> None:
+    """No new request arrives while the workers finish theirs."""
+    host, order = FakeHost(), []
+    async with supervised(host, registry, router=1, decode=1) as (supervisor, watch):
+        await watch.until(Kind.READY, "router-0")
+        await watch.until(Kind.READY, "decode-0")
+        await supervisor.stop(grace_s=1.0)
+        for event in await supervisor.events(after=0):
+            if event.kind is Kind.STOPPED:
+                order.append(event.worker_id)
+    assert order == ["router-0", "decode-0"]

@@ -1,0 +1,279 @@
+"""Whole clusters on a real Ray, with a small service in place of engines: they start, heal, scale, and leave nothing.
+
+Slow for this project: a Ray costs some seconds, so tests that can share a cluster do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import rundir
+from cluster.reconcile import Event
+from cluster.registry import Registry
+from cluster.up import Cluster
+from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
+from tandem.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = "tests.cluster.fake:start"
+START_S = 60.0
+SOON_S = 20.0
+UP = f"""
+import sys
+from cluster.up import run_forever
+from tandem.settings import Settings
+sys.exit(run_forever(Settings(model="fake", port=0), launcher={LAUNCHER!r}))
+"""
+
+
+def settings(**more: object) -> Settings:
+    return Settings(model="fake", port=0, drain_grace_s=2.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_find_the_fake() -> Iterator[None]:
+    """Ray's workers inherit the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(workers_find_the_fake: None) -> Iterator[Cluster]:
+    """One cluster for the tests that leave it as they found it."""
+    with Cluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S) as running:
+        yield running
+
+
+def until(cluster: Cluster, true: Callable[[dict[str, Event]], bool]) -> dict[str, Event]:
+    """The workers once they are so, looked at after every event."""
+    deadline = time.monotonic() + SOON_S
+    while not true(cluster.workers):
+        assert time.monotonic() < deadline, cluster.workers
+        cluster.events(timeout_s=1.0)
+    return cluster.workers
+
+
+def pid(event: Event) -> int:
+    assert event.started
+    return event.started.pid
+
+
+def incarnation(event: Event) -> str:
+    assert event.started
+    return event.started.incarnation
+
+
+def want(cluster: Cluster, **sizes: int) -> None:
+    async def write() -> None:
+        registry = Registry(cluster.settings.redis or "", cluster.settings.cluster, 1.0)
+        await registry.want(sizes)
+        await registry.close()
+
+    asyncio.run(write())
+
+
+def answers(target: str) -> bool:
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: Cluster) -> None:
+    """All wanted workers are ready, and nothing that was started can be reached from another machine."""
+    assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
+    assert cluster.target == f"127.0.0.1:{cluster.settings.port}"
+    assert answers(cluster.target)
+    for process in psutil.Process().children(recursive=True):
+        for connection in process.net_connections("inet"):
+            assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
+
+
+@pytest.mark.parametrize("worker_id", ["decode-0", "router-0"])
+def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: Cluster, worker_id: str) -> None:
+    """SIGKILL is healed without anybody's help; a router comes back on the same port."""
+    before = cluster.workers[worker_id]
+    os.kill(pid(before), signal.SIGKILL)
+    after = until(cluster, lambda seen: worker_id in seen and pid(seen[worker_id]) != pid(before))[worker_id]
+    assert incarnation(after) != incarnation(before)
+    assert answers(cluster.target)
+
+
+def test_pools_grow_and_shrink(cluster: Cluster) -> None:
+    """A change of the wanted sizes is all it takes; the ones that stay are not touched."""
+    kept = incarnation(cluster.workers["decode-0"])
+    want(cluster, decode=2)
+    seen = until(cluster, lambda seen: "decode-1" in seen)
+    process = psutil.Process(pid(seen["decode-1"]))
+    want(cluster, decode=1)
+    seen = until(cluster, lambda seen: "decode-1" not in seen)
+    assert incarnation(seen["decode-0"]) == kept
+    psutil.wait_procs([process], timeout=SOON_S)
+    assert not process.is_running()
+
+
+def test_a_drained_worker_is_replaced(cluster: Cluster) -> None:
+    """An operator's drain ends a life; the place is filled again."""
+    before = cluster.workers["prefill-0"]
+    assert before.started
+    host, _, port = before.started.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=SOON_S) as connection:
+        connection.sendall(b"drain\n")
+    until(cluster, lambda seen: "prefill-0" in seen and pid(seen["prefill-0"]) != pid(before))
+
+
+def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: Cluster) -> None:
+    """The supervisor's state is rebuilt from its live workers, which notice nothing."""
+    before = {worker_id: incarnation(event) for worker_id, event in cluster.workers.items()}
+    supervisors = [
+        process for process in psutil.Process().children(recursive=True) if "SupervisorActor" in process.name()
+    ]
+    assert len(supervisors) == 1
+    supervisors[0].kill()
+    psutil.wait_procs(supervisors, timeout=SOON_S)
+    want(cluster, decode=2)  # only a live supervisor does this
+    seen = until(cluster, lambda seen: len(seen) == 4)
+    assert {worker_id: incarnation(seen[worker_id]) for worker_id in before} == before
+    want(cluster, decode=1)
+    until(cluster, lambda seen: "decode-1" not in seen)
+
+
+def test_a_killed_registry_comes_back(cluster: Cluster) -> None:
+    """The embedded Valkey is restarted, empty, and filled again by those who live."""
+    assert cluster._valkey
+    before = cluster._valkey.pid
+    assert before
+    os.kill(before, signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while cluster._valkey.pid == before and time.monotonic() < deadline:
+        cluster.events(timeout_s=1.0)
+    assert cluster._valkey.pid != before
+    want(cluster, decode=2)
+    until(cluster, lambda seen: "decode-1" in seen)
+    want(cluster, decode=1)
+    until(cluster, lambda seen: "decode-1" not in seen)
+
+
+def test_stop_leaves_nothing_behind(cluster: Cluster) -> None:
+    """No process, no port, no file; once more changes nothing. The last test of the shared cluster."""
+    processes, directory = psutil.Process().children(recursive=True), cluster.directory
+    assert directory
+    assert directory.exists()
+    cluster.stop()
+    cluster.stop()
+    assert [process for process in processes if process.is_running()] == []
+    assert not directory.exists()
+    assert not answers(cluster.target)
+    assert shared_memory() == set()
+
+
+def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tandem up` says what the worker said, does not wait for its timeout, and leaves nothing."""
+    monkeypatch.setenv("FAKE_REFUSE", "decode")
+    before = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S)
+    with pytest.raises(CheckpointRefused, match="the model fake cannot be served by decode-0") as caught:
+        cluster.start()
+    assert caught.value.field == "model"
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert cluster.directory
+    assert not cluster.directory.exists()
+
+
+def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose process dies again and again is retried, reported, and not waited for without end."""
+    monkeypatch.setenv("FAKE_CRASH", "prefill")
+    lines: list[str] = []
+    with pytest.raises(DeadlineExceeded, match="0 of 1 prefill"):
+        Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=8.0).start()
+    assert any("prefill-0: died" in line and "starting again in" in line for line in lines)
+
+
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+    """One sentence that names the setting."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"port {port}") as caught:
+            Cluster(Settings(model="fake", port=port), launcher=LAUNCHER).start()
+    assert caught.value.field == "port"
+
+
+def start_up() -> tuple[subprocess.Popen[str], str]:
+    """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
+    up = subprocess.Popen(
+        [sys.executable, "-c", UP],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert up.stdout
+    line = up.stdout.readline()
+    if not line.startswith("ready "):
+        up.kill()
+        raise AssertionError(line + "".join(up.communicate()))
+    return up, line.split()[1]
+
+
+def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
+    """SIGINT reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly."""
+    up, target = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    os.killpg(up.pid, signal.SIGINT)
+    out, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    assert out == ""
+    assert "stopped, nothing is left" in err, err
+    assert "cut off" not in err, err
+    assert "Traceback" not in err
+    assert [process for process in processes if process.is_running()] == []
+    assert not answers(target)
+
+
+def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that needs its whole grace is cut off when asked twice, and still nothing is left."""
+    monkeypatch.setenv("FAKE_BUSY", "decode")
+    up, _ = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    assert up.stderr
+    up.terminate()
+    while "router-0: stopped" not in (line := up.stderr.readline()):
+        assert line, "ended after one signal"
+    up.terminate()  # the default grace is 30 s, more than this test waits
+    _, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    assert "cut off" in err
+    assert [process for process in processes if process.is_running()] == []
+
+
+def test_sigkill_of_up_leaves_nothing_but_a_folder_that_the_next_start_removes() -> None:
+    """However `tandem up` ends: no process, no port, no shared memory within seconds."""
+    up, target = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    assert len(processes) >= 8
+    up.kill()
+    up.communicate(timeout=SOON_S)
+    psutil.wait_procs(processes, timeout=SOON_S)
+    assert [process for process in processes if process.is_running()] == []
+    assert not answers(target)
+    assert shared_memory() == set()
+    assert [path for path in rundir.remove_stale() if path.name.startswith(f"tandem-{up.pid}-")]

@@ -1,0 +1,253 @@
+"""`tandem up` as a user runs it: real Ray, real Valkey, real workers; kept alive, killed, and ended in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.checkpoints import make_checkpoint
+from tandem.client import Client
+from tests import oracle
+from tests.harness import Process
+
+TANDEM = str(Path(sys.executable).parent / "tandem")
+pytestmark = pytest.mark.timeout(180)
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Up:
+    """One `tandem up`. Everything that it starts carries a mark in its environment, by which it is found."""
+
+    def __init__(self, model: Path | str, *arguments: str) -> None:
+        self.mark = f"TDM_MARK={secrets.token_hex(8)}"
+        self.port = free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        env.update([self.mark.split("=")])
+        self.segments = set(os.listdir("/dev/shm"))
+        self._known: set[psutil.Process] = set()
+        self.process = Process(
+            "up",
+            [TANDEM, "up", "--model", str(model), "--port", str(self.port), "--kv-blocks", "512", *arguments],
+            env,
+        )
+
+    def marked(self) -> list[psutil.Process]:
+        """Living processes that it started: those with the mark, and what descends from them (Ray's workers write
+        their title over their environment)."""
+        found: set[psutil.Process] = set(self._known)
+        for process in psutil.process_iter():
+            try:
+                if f"TDM_MARK={process.environ().get('TDM_MARK', '')}" == self.mark:
+                    found |= {process, *process.children(recursive=True)}
+            except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+                continue
+        self._known = {process for process in found if alive(process)}
+        return list(self._known)
+
+    def assert_nothing_left(self, within_s: float) -> None:
+        wait_until(lambda: not self.marked(), f"every process ended: {self.marked()}", within_s)
+        assert set(os.listdir("/dev/shm")) <= self.segments
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port must be free"
+
+    def tandem(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [TANDEM, *arguments, "--target", self.target], capture_output=True, text=True, timeout=90, check=False
+        )
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def up(model: Path | str, *arguments: str) -> Iterator[Up]:
+    running = Up(model, *arguments)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        for process in running.marked():
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path) -> Iterator[Up]:
+    with up(tiny, "--dtype", "float32") as running:
+        running.process.wait_for("ready ", 120)
+        yield running
+
+
+def test_every_command_answers(cluster: Up, tiny: Path) -> None:
+    """generate, workers, audit and doctor exit 0, with facts as JSON; tokens equal transformers'."""
+    prompt = oracle.prompts(tiny, [40])[0]
+    text = " ".join(map(str, prompt))
+    done = json.loads(
+        cluster.tandem("generate", "--json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
+    )
+    assert done["token_ids"] == oracle.greedy(tiny, prompt, 8)
+    assert done["receipt"]["path"] == "disaggregated"
+    assert done["receipt"]["transfer"]["transport"].startswith("nixl:")
+    workers = json.loads(cluster.tandem("workers", "--json").stdout)
+    assert {one["worker_id"] for one in workers["workers"]} == {"prefill-0", "decode-0", "router-0"}
+    for command in ("audit", "doctor"):
+        out = cluster.tandem(command, "--json")
+        assert out.returncode == 0, out.stdout + out.stderr
+        json.loads(out.stdout)
+    bad = cluster.tandem("generate", "--token-ids", "1 2 999999")
+    assert bad.returncode == 1
+    assert "token_ids[2]" in bad.stderr
+
+
+def test_a_killed_decode_worker_comes_back_and_the_stream_never_notices(cluster: Up, tiny: Path) -> None:
+    """SIGKILL in mid-stream: the supervisor starts a new life, and the stream goes on with the same tokens."""
+    prompt = oracle.prompts(tiny, [30], seed=2)[0]
+    with Client(cluster.target) as client:
+        before = {one.worker_id: one for one in client.workers()}["decode-0"]
+        ids: list[int] = []
+        receipt, killed = None, False
+        for piece in client.stream(prompt, max_tokens=300, ignore_eos=True, timeout=90):
+            ids += piece.token_ids
+            if len(ids) >= 5 and not killed:
+                killed = True
+                os.kill(before.pid, signal.SIGKILL)
+            receipt = piece.receipt or receipt
+        assert ids == oracle.greedy(tiny, prompt, 300)
+        assert receipt is not None
+        assert receipt.attempts > 1
+        after = {one.worker_id: one for one in client.workers()}["decode-0"]
+        assert after.incarnation != before.incarnation
+        assert after.pid != before.pid
+        assert client.audit().balanced
+
+
+def prefills_are(client: Client, count: int) -> bool:
+    return sum(one.role == "prefill" and one.state == "ready" for one in client.workers()) == count
+
+
+def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: Path) -> None:
+    """One more prefill worker and back, while requests run: each of them is right."""
+    prompt = oracle.prompts(tiny, [50], seed=3)[0]
+    expected = oracle.greedy(tiny, prompt, 20)
+    with Client(cluster.target) as client:
+        stop, wrong = threading.Event(), []
+
+        def load() -> None:
+            while not stop.is_set():
+                if client.generate(prompt, max_tokens=20, ignore_eos=True, timeout=60).token_ids != expected:
+                    wrong.append(1)
+
+        loads = [threading.Thread(target=load) for _ in range(2)]
+        for one in loads:
+            one.start()
+        try:
+            for wanted in (2, 1):
+                assert cluster.tandem("scale", f"prefill={wanted}").returncode == 0
+                wait_until(partial(prefills_are, client, wanted), f"{wanted} prefill workers", 60)
+        finally:
+            stop.set()
+            for one in loads:
+                one.join(60)
+        assert not wrong
+
+
+def test_sigterm_drains_and_leaves_nothing(cluster: Up) -> None:
+    """Exit code 0, and no process, no shared memory, no port afterwards."""
+    assert len(cluster.marked()) > 3
+    cluster.process.signal(signal.SIGTERM)
+    assert cluster.process.popen.wait(60) == 0, cluster.process.text()
+    cluster.assert_nothing_left(5)
+
+
+def test_sigkill_leaves_nothing_either(tiny: Path) -> None:
+    """Nobody gets to clean up, and still everything ends."""
+    with up(tiny) as running:
+        running.process.wait_for("ready ", 120)
+        assert len(running.marked()) > 3
+        running.process.signal(signal.SIGKILL)
+        running.process.popen.wait(10)
+        running.assert_nothing_left(15)
+
+
+def incomplete(folder: Path) -> None:
+    make_checkpoint(folder, "tiny-llama")
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def truncated(folder: Path) -> None:
+    make_checkpoint(folder, "tiny-llama")
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def recurrent(folder: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
+    MambaForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "prepare", [None, incomplete, truncated, recurrent], ids=lambda one: getattr(one, "__name__", "missing")
+)
+def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(
+    tmp_path: Path, prepare: Callable[[Path], None] | None
+) -> None:
+    """Missing, incomplete, truncated or of an unsupported kind: non-zero exit, one sentence, nothing left."""
+    folder = tmp_path / "model"
+    if prepare:
+        prepare(folder)
+    with up(folder) as running:
+        assert running.process.popen.wait(90) != 0
+        running.process.kill()
+        errors = [line for line in running.process.output if line.startswith("error:")]
+        assert len(errors) == 1, running.process.text()
+        assert "Traceback" not in running.process.text()
+        running.assert_nothing_left(10)
+
+
+def test_a_port_in_use_is_said_at_once(tiny: Path) -> None:
+    """Before anything is started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        out = subprocess.run(
+            [TANDEM, "up", "--model", str(tiny), "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    assert out.returncode != 0
+    assert "port" in out.stderr
