@@ -294,9 +294,13 @@ class Runtime:
             except ValueError:  # it died meanwhile
                 continue
 
+    def processes(self) -> list[psutil.Process]:
+        """What was started on this machine and still runs, descendants included."""
+        return [child for process in self._processes for child in _family(process)]
+
     def stop(self) -> None:
         """Ends Ray's processes if they are ours; else only the connection. Safe to repeat."""
-        family = [child for process in self._processes for child in _family(process)]
+        family = self.processes()
         ray.shutdown()
         _, alive = psutil.wait_procs(family, timeout=END_TIMEOUT_S)
         for process in alive:

@@ -3,8 +3,8 @@
     port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
     each step leaves its undoing on a stack; stop() drains, then unwinds the stack, whatever failed before
 
-If this process is killed outright, Linux ends everything it started (cluster/lifeline.py), and the next start removes
-the run directory.
+If this process is killed outright, Linux ends its workers (cluster/lifeline.py), and a guard the rest
+(cluster/guard.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cluster import rundir
+from cluster.guard import Guard
 from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
@@ -70,6 +71,7 @@ class Cluster:
         self._began = monotonic()
         self._undo = ExitStack()
         self._inbox: SimpleQueue[Future[list[Event]] | _Notice] = SimpleQueue()
+        self._guard: Guard | None = None
         self._valkey: EmbeddedValkey | None = None
         self._supervisor: SupervisorHandle | None = None
         self._seq = 0
@@ -139,6 +141,8 @@ class Cluster:
         self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)
+        self._guard = Guard(self.directory)
+        self._undo.callback(self._guard.stop)
         if self.settings.redis is None:
             self._valkey = EmbeddedValkey(self.directory, on_death=lambda: self._inbox.put(_Notice.VALKEY_DIED))
             self._undo.callback(self._valkey.stop)
@@ -168,6 +172,8 @@ class Cluster:
             self._undo.callback(runtime.end_actors, self.settings.cluster)
             self._report(f"Ray: connected to {self.settings.ray_address}")
         else:
+            assert self._guard is not None
+            self._guard.watch(runtime.processes())
             self._report(f"Ray: on this machine, logs in {self.directory / 'session_latest' / 'logs'}")
         return runtime
 

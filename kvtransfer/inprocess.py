@@ -79,6 +79,9 @@ class InProcessTransport:
     def serving(self) -> Iterator[None]:
         yield
 
+    def one_sided(self, peer: Peer) -> bool:
+        return True
+
     def link(self, peer: Peer) -> str:
         return self.kind
 

@@ -47,6 +47,10 @@ T = TypeVar("T")
 # Seconds between two rounds of progress.
 READING_PAUSE = 50e-6
 SERVING_PAUSE = 500e-6
+
+# Links over which the reader copies by itself: the kernel for cma and xpmem, shared memory, CUDA's own. Everything
+# else, RDMA included until it has been tried, asks the source to make progress.
+ONE_SIDED = frozenset({"cma", "xpmem", "knem", "cuda_ipc"})
 IDLE_PAUSE = 20e-3
 
 # A call that drives progress takes 1.5 us when there is nothing to do; one that took longer than this moved bytes, and
@@ -216,6 +220,9 @@ class NixlTransport:
         finally:
             with self._lock:
                 self._serving -= 1
+
+    def one_sided(self, peer: Peer) -> bool:
+        return self.link(peer).rpartition(":")[2] in ONE_SIDED
 
     def link(self, peer: Peer) -> str:
         return self._links.get(peer.agent_name, "nixl:ucx:unknown")

@@ -61,6 +61,10 @@ class Transport(Protocol):
         """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
         ...
 
+    def one_sided(self, peer: Peer) -> bool:
+        """Whether reads from this peer are known to work without its taking part; if so, it need not be `serving`."""
+        ...
+
     def link(self, peer: Peer) -> str:
         """The path that reads from this peer take, such as "nixl:ucx:cma"; ends in "unknown" where it was not seen."""
         ...

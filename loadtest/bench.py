@@ -15,12 +15,12 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 import transformers
@@ -58,17 +58,18 @@ QUICK = Size(
     step=step.Plan(prompt=64, batch=2, context=32, repeats=3, dtypes=("float32",)),
     link=link.Plan(total=4 * 2**20, blocks=(64 * 2**10,), repeats=3),
     hop=hop.Plan(requests=5, prompt=16, streams=(2,), tokens=16, rounds=2),
-    ttft=ttft.Plan(prompts=(32, 128), repeats=2, streams=2, stream_tokens=500, calm=0.3, kv_blocks=256),
+    ttft=ttft.Plan(prompts=(32, 128), repeats=2, streams=2, stream_tokens=500, settle=0.2, calm=0.3, kv_blocks=256),
 )
 
 
-def measure(size: Size, parts: list[str], progress: Progress) -> dict[str, Section]:
+def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> dict[str, Section]:
     """The sections by part, in their order. Raises what a part raises; nothing is left running then either."""
     ticks = {"step": size.step.ticks, "link": size.link.ticks, "hop": size.hop.ticks, "ttft": size.ttft.ticks}
     task = progress.add_task("preparing", total=1 + sum(ticks[part] for part in parts))
 
     def tick_of(part: str) -> Tick:
         def tick(what: str) -> None:
+            stop.check()
             progress.update(task, description=f"{part}: {what}", advance=1)
 
         return tick
@@ -82,6 +83,7 @@ def measure(size: Size, parts: list[str], progress: Progress) -> dict[str, Secti
             "ttft": lambda: ttft.run(checkpoint, size.vocab, size.ttft, tick_of("ttft")),
         }
         found = {part: run[part]() for part in parts}
+    stop.check()
     progress.update(task, description="done", advance=1)
     return found
 
@@ -142,16 +144,32 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-@contextmanager
-def _unwound() -> Iterator[None]:
-    """A request to end unwinds every `with` block, as Ctrl-C does."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
+class _Stop:
+    """A request to end unwinds every `with` block. Python swallows an exception that happens to be raised in a
+    callback, such as those around a fork, so the next step asks again."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if somebody asked to end."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        raise KeyboardInterrupt
 
 
 def main(arguments: list[str]) -> int:
@@ -168,8 +186,8 @@ def main(arguments: list[str]) -> int:
     before, began = conditions(size), monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with _unwound(), Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            sections = measure(size, parts, progress)
+        with _Stop() as stop, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            sections = measure(size, parts, progress, stop)
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

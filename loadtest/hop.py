@@ -136,7 +136,8 @@ async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 
 async def _per_request(through: _Side, straight: _Side, plan: Plan) -> Row:
-    with_router, without = [], []
+    with_router: list[float] = []
+    without: list[float] = []
     for number in range(plan.requests + 4):
         for side, times in ((through, with_router), (straight, without))[:: 1 if number % 2 else -1]:
             ttft = (await side.stream(1)).ttft

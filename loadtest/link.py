@@ -60,7 +60,9 @@ async def _of_size(size: int, plan: Plan) -> list[Row]:
         transport = make_transport("nixl", _region(pages), "bench-sink", "1", LAYOUT)
         try:
             await transport.connect(peer, TIMEOUT_S)
-            pulls, copies, digests = [], [], []
+            pulls: list[float] = []
+            copies: list[float] = []
+            digests: list[float] = []
             for round_ in range(plan.repeats + 1):
                 pairs = list(zip(random.sample(range(count), count), random.sample(range(count), count), strict=True))
                 copy = taken(lambda: np.copyto(target, source))

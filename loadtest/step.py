@@ -49,11 +49,11 @@ def run(folder: Path, plan: Plan, threads: int, tick: Tick) -> Section:
     finally:
         torch.set_num_threads(before)
     read = (
-        "a / b is seconds of a over seconds of b: below 1, a is faster. The floor is what this machine allows at most"
+        "a / b is seconds of a over seconds of b: below 1, a is faster. The floor is the least that this machine needs"
     )
     notes = [
         "both sides compute the logits of the last position only, and take the argmax",
-        f"floor of prefill: 2 x parameters of the layers x tokens / GEMM rate (a {GEMM[0]}x{GEMM[1]}x{GEMM[2]} product);"
+        f"floor of prefill: 2 x parameters of the layers x tokens / GEMM rate ({GEMM[0]}x{GEMM[1]}x{GEMM[2]});"
         f" floor of decode: (weights + KV read) / read bandwidth ({STREAM_BYTES >> 20} MiB summed)",
     ]
     return Section("Packed engine step against a plain transformers forward", read, rows, notes)
@@ -73,7 +73,7 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
     tick(f"decode of {plan.batch} sequences, {name}")
     decode = _decode(engine, plain, plan)
 
-    inner = model.parameters - model.module.get_input_embeddings().weight.numel()  # looked up, or for one position
+    inner = model.parameters - model.vocab_size * model.config.hidden_size  # looked up, or for one position
     flop = 2 * inner * plan.prompt
     kv = plan.batch * plan.context * model.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
     gemm, read = [_gemm_flop() / one for one in prefill["floor"]], [STREAM_BYTES / one for one in decode["floor"]]
@@ -120,12 +120,8 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
 
         return once
 
-    sides = {
-        "packed": packed,
-        **{one: forward(one) for one in ATTENTION},
-        "floor": lambda: taken(lambda: F.linear(a, b)),
-    }
-    return in_turn(sides, plan.repeats)
+    plains = {one: forward(one) for one in ATTENTION}
+    return in_turn({"packed": packed, **plains, "floor": lambda: taken(lambda: F.linear(a, b))}, plan.repeats)
 
 
 def _decode(engine: Engine, plain: Any, plan: Plan) -> dict[str, list[float]]:
@@ -137,10 +133,8 @@ def _decode(engine: Engine, plain: Any, plan: Plan) -> dict[str, list[float]]:
     while any(sequence.todo > 1 for sequence in engine.sequences.values()):
         engine.step()
     with torch.inference_mode():
-        cache = DynamicCache()
-        out = plain(
-            input_ids=torch.tensor([p[: plan.context] for p in prompts]), past_key_values=cache, logits_to_keep=1
-        )
+        cache, ids = DynamicCache(), torch.tensor([prompt[: plan.context] for prompt in prompts])
+        out = plain(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     start = out.logits.argmax(-1)  # [batch, 1]
     stream = torch.ones(STREAM_BYTES // 4)
 
@@ -164,8 +158,8 @@ def _decode(engine: Engine, plain: Any, plan: Plan) -> dict[str, list[float]]:
 
         return once
 
-    sides = {"packed": packed, **{one: forward(one) for one in ATTENTION}, "floor": lambda: taken(stream.sum)}
-    found = in_turn(sides, plan.repeats)
+    plains = {one: forward(one) for one in ATTENTION}
+    found = in_turn({"packed": packed, **plains, "floor": lambda: taken(stream.sum)}, plan.repeats)
     for name in list(engine.sequences):
         engine.drop(name)
     return found

@@ -53,6 +53,7 @@ class _Handover:
     """What the prefill elsewhere left behind: the watch on the running sequence, or a sequence that ended at once."""
 
     watch: Watch | None = None
+    joined: float = 0.0  # when a sequence that is prefilled here was given to the engine
     finish: Finish | None = None
     report: common_pb2.TransferReport | None = None
 
@@ -82,6 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         async for event in events:
                             yield event
                 else:
+                    handover.joined = monotonic()
                     handover.watch = await self._worker.loop.join(sequence, None)
                 if handover.watch is not None:
                     async with aclosing(self._generate(sequence, handover, started)) as tokens:
@@ -113,7 +115,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             source = await self._sources.get(where.worker_id, where.incarnation, where.address)
         except TandemError as error:
             raise _from_below(error, where.worker_id) from error
-        call = source.stub.Prefill(self._prefill_request(request, sequence), timeout=remaining)
+        call = source.stub.Prefill(self._prefill_request(request, sequence, source.peer), timeout=remaining)
         try:
             async for event in call:
                 if event.HasField("opened"):
@@ -156,7 +158,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """Stream what the engine samples; the tokens of several steps in one message when the reader is behind."""
         assert handover.watch is not None
-        joined = monotonic()
         first_step: float | None = None
         is_first = handover.report is None  # prefilled here: the first token is still to come
         while handover.finish is None:
@@ -174,7 +175,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 is_first = False
                 at = next(item.ended for item in news if item.progress.token is not None)
                 timing = common_pb2.PrefillTiming(
-                    queue_seconds=first_step - joined,
+                    queue_seconds=first_step - handover.joined,
                     compute_seconds=at - first_step,
                     cached_tokens=sequence.cached,
                     computed_tokens=position - sequence.cached,
@@ -182,14 +183,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 message.first.CopyFrom(
                     decode_pb2.FirstTokenTiming(
                         total_seconds=monotonic() - started,
-                        admit_seconds=joined - started,
+                        admit_seconds=handover.joined - started,
                         prefill=timing,
                         path=common_pb2.PATH_LOCAL,
                     )
                 )
             yield decode_pb2.DecodeResponse(tokens=message)
 
-    def _prefill_request(self, request: decode_pb2.DecodeRequest, sequence: Sequence) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(
+        self, request: decode_pb2.DecodeRequest, sequence: Sequence, peer: Peer
+    ) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             request_id=f"{request.request_id}/{request.attempt}",
             token_ids=request.token_ids,
@@ -199,6 +202,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             skip_blocks=sequence.cached // self._worker.engine.pool.block_size,
             layout_hash=self._worker.layout_hash,
             incarnation=request.prefill.incarnation,
+            source_progress=not self._worker.transport.one_sided(peer),
         )
 
     def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:

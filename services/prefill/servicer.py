@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from time import monotonic
 
 import grpc
@@ -46,7 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             async with worker.in_progress(owner):
                 try:
-                    with worker.transport.serving():
+                    with worker.transport.serving() if request.source_progress else nullcontext():
                         yield prefill_pb2.PrefillResponse(
                             opened=prefill_pb2.Opened(
                                 transfer_id=ticket.transfer_id,

@@ -75,7 +75,9 @@ class Text:
         """Ids of the rendered conversation. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
             raise InvalidRequest(
-                "this model has no chat template; send text or token_ids", field="chat", bound="text or token_ids instead"
+                "this model has no chat template; send text or token_ids",
+                field="chat",
+                bound="text or token_ids instead",
             )
         ids: list[int] = self._need().encode(self.template.render(messages), add_special_tokens=False).ids
         return ids

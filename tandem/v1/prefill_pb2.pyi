@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PrefillRequest(_message.Message):
     SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -25,7 +26,8 @@ class PrefillRequest(_message.Message):
     skip_blocks: int
     layout_hash: str
     incarnation: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    source_progress: bool
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("opened", "ready", "first_token")

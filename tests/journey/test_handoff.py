@@ -7,7 +7,6 @@ nothing.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +108,20 @@ async def test_blocks_in_another_order_are_refused(inside: Any, tiny: Path) -> N
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """The prefill workers' books of open transfers, which nothing else has a way to reach."""
+    made: list[Source] = []
+
+    class Recorded(Source):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr("services.prefill.servicer.Source", Recorded)
+    return made
+
+
 async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
     """What a bug or an expired lease would do at the source: give the blocks to somebody else during the read."""
     source = cluster.workers["prefill-0"]
@@ -124,7 +137,7 @@ async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("overwrite", [True, False])
 async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
-    inside: Any, tiny: Path, overwrite: bool
+    inside: Any, tiny: Path, overwrite: bool, books: list[Source]
 ) -> None:
     """Reused for another request (bytes differ) or merely given up (bytes still the same): refused either way."""
     prompt = oracle.prompts(tiny, [50])[0]
@@ -136,7 +149,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
             fired.append(1)
             await _reuse_at_source(running[0], overwrite=overwrite)
             if not overwrite:  # the source notices the loss as it would notice any end of a transfer
-                _book(running[0]).revoke_all("given up")
+                books[0].revoke_all("given up")
 
     async with inside(wrap=harming({}, before=reuse)) as cluster:
         running.append(cluster)
@@ -147,7 +160,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
 
 
 async def test_control_without_the_fence_given_up_blocks_are_used(
-    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    inside: Any, tiny: Path, books: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same loss with a Release that always says yes: nobody notices."""
     prompt = oracle.prompts(tiny, [50])[0]
@@ -157,7 +170,7 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
     async def reuse(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
         if not fired:
             fired.append(1)
-            _book(running[0]).revoke_all("given up")
+            books[0].revoke_all("given up")
 
     async def yes(self: Any, request: Any, context: Any) -> prefill_pb2.ReleaseTransferResponse:
         ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
@@ -171,12 +184,6 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert fired
         assert done.receipt.attempts == 1
-
-
-def _book(cluster: Any) -> Source:
-    """The prefill worker's book of open transfers, which nothing else has a way to reach."""
-    incarnation = cluster.workers["prefill-0"].incarnation
-    return next(one for one in gc.get_objects() if isinstance(one, Source) and one._incarnation == incarnation)
 
 
 async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,9 @@ class FaultyTransport:
     def serving(self) -> AbstractContextManager[None]:
         return self.inner.serving()
 
+    def one_sided(self, peer: Peer) -> bool:
+        return self.inner.one_sided(peer)
+
     def link(self, peer: Peer) -> str:
         return self.inner.link(peer)
 

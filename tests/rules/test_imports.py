@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "services": {"services", "engine", "kvtransfer", "cluster.registry", "tandem"},
     "cluster.registry": {"tandem.errors", "tandem.tasks"},
     "cluster": {"cluster", "services.launch", "tandem"},
-    "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up"},
+    "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up", "cluster.valkey", "cluster.lifeline"},
 }
 OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "loadtest")
 

@@ -1,0 +1,77 @@
+"""The benchmark runs, has every part, and leaves nothing behind. What the numbers are, it does not say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The benchmark, with a temporary folder of its own and a mark that its children inherit."""
+    env = {**os.environ, "TMPDIR": str(folder), "LOADTEST_MARK": str(folder)}
+    command = [sys.executable, "-m", "loadtest.bench", "--quick", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes with the mark, and files in the temporary folder. torch keeps a cache there, for other runs."""
+    found = [str(path) for path in folder.iterdir() if not path.name.startswith("torchinductor")]
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if process.environ().get("LOADTEST_MARK") == str(folder):
+                found.append(" ".join(process.info["cmdline"]))
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@pytest.fixture
+def folder() -> Any:
+    """Short, because a socket's path must be."""
+    with tempfile.TemporaryDirectory(prefix="tdm-", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.mark.timeout(180)
+def test_a_quick_run_measures_all_four_parts(folder: Path, tmp_path: Path) -> None:
+    """Each part has rows, each row a ratio above zero within its middle half, and the conditions are told."""
+    report_file = tmp_path / "report.json"
+    process = start(folder, "--json", str(report_file))
+    output, _ = process.communicate(timeout=170)
+    assert process.returncode == 0, output
+    report = json.loads(report_file.read_text())
+    assert list(report["sections"]) == ["step", "link", "hop", "ttft"]
+    assert {"cpu", "cores", "torch", "threads"} <= report["conditions"].keys()
+    for name, section in report["sections"].items():
+        assert section["title"] in output
+        assert section["rows"], name
+        for row in section["rows"]:
+            ratio = row["ratio"]
+            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"] < float("inf"), row
+            assert ratio["count"] > 1, row
+    assert left_behind(folder) == []
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_left_behind_when_it_is_stopped(folder: Path) -> None:
+    """SIGTERM in the middle of a part unwinds everything that was started."""
+    process = start(folder, "--only", "hop")
+    while not any("services" in child.cmdline() for child in psutil.Process(process.pid).children()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert left_behind(folder) == []
