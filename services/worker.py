@@ -181,6 +181,7 @@ class Worker:
         self.state = State.DRAINING
         if not self._ended.done():
             self._ended.set_exception(error)
+            self._ended.exception()  # seen: the log has it, also when nobody waits
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

@@ -38,6 +38,7 @@ class FakeLife:
     def kill(self) -> None:
         if not self._ended.done():
             self._ended.set_exception(WorkerLost("killed"))
+            self._ended.exception()  # seen: nobody may be left who waits for it
 
 
 class FakeHost:

@@ -124,3 +124,9 @@ def test_delays_grow_within_their_bounds(lives: list[float]) -> None:
 def test_a_stable_life_clears_the_failures() -> None:
     """A worker that dies once a day comes back at once, every day."""
     assert Backoff(9, 0.0).ended(100.0, ready_for=STABLE_S) == Backoff(1, 100.0 + FIRST_DELAY_S)
+
+
+def test_a_worker_that_does_not_serve_yet_goes_before_one_that_does() -> None:
+    """Scaling down to one while the other is still starting must not leave nobody."""
+    phases = {"decode-0": Phase.STARTING, "decode-1": Phase.READY}
+    assert plan({"decode": 1}, seen(phases), {}, 0.0).stop == ("decode-0",)
