@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.sequence import Finish, Sampling
 from kvtransfer.blocks import Peer, ReadyBlock
+from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, prefill_pb2
+
+
+def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:
+    """The tokens of an internal request. The router has checked the client's; this keeps a caller's bug from reaching
+    the engine, where it would break every stream. Raises InvalidRequest."""
+    tokens = list(token_ids)
+    if not 0 < prompt_tokens <= len(tokens):
+        raise InvalidRequest(
+            f"{prompt_tokens} prompt tokens of {len(tokens)}", field="prompt_tokens", bound=f"1 to {len(tokens)}"
+        )
+    if max(tokens) >= vocab_size:
+        raise InvalidRequest(
+            f"token id {max(tokens)} is outside the vocabulary", field="token_ids", bound=f"0 to {vocab_size - 1}"
+        )
+    return tokens
 
 
 def sampling_from(message: common_pb2.Sampling) -> Sampling:

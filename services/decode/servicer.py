@@ -23,7 +23,7 @@ from engine.sequence import Finish, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
-from services.convert import FINISH, ready_from, sampling_from
+from services.convert import FINISH, ready_from, sampling_from, sequence_tokens
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -68,7 +68,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         started = monotonic()
-        sequence = _sequence(request)
+        sequence = _sequence(request, self._worker.engine.model.vocab_size)
         async with self._worker.in_progress(sequence.id):
             try:
                 await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
@@ -245,10 +245,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-def _sequence(request: decode_pb2.DecodeRequest) -> Sequence:
+def _sequence(request: decode_pb2.DecodeRequest, vocab_size: int) -> Sequence:
     return Sequence(
         id=f"sequence:{request.request_id}/{request.attempt}",
-        tokens=list(request.token_ids),
+        tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,
         limit=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),

@@ -22,7 +22,7 @@ from engine.loop import Timed
 from engine.sequence import Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
-from services.convert import peer_to, ready_to, sampling_from
+from services.convert import peer_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.settings import Settings
@@ -69,8 +69,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, ticket: Ticket, owner: str
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
-        tokens = list(request.token_ids)
         pool = self._worker.engine.pool
+        vocab_size = self._worker.engine.model.vocab_size
+        tokens = sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size)
         contexts = hashing.chain(tokens, pool.block_size, request.cache_salt, partial=True)
         sequence = Sequence(
             id=owner,

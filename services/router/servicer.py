@@ -68,7 +68,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         account = Account(monotonic())
-        deadline = account.arrived + min(context.time_remaining() or 1e9, self._settings.request_timeout_s)
+        given = context.time_remaining()  # None: the client set no deadline
+        longest = self._settings.request_timeout_s
+        deadline = account.arrived + (longest if given is None else min(given, longest))
         job = await self._admit(request)
         account.admitted()
         started = generation_pb2.Started(

@@ -263,3 +263,22 @@ async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside
         assert ids == oracle.greedy(tiny, prompts[0], 150)
         assert pieces[-1].receipt.attempts == 1
         assert (await draining).finished == 1
+
+
+async def test_a_callers_bug_does_not_reach_the_engine(inside: Any, tiny: Path) -> None:
+    """An internal request with impossible tokens is refused by the worker, and its streams go on."""
+    async with inside() as cluster:
+        channels = Channels()
+        stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
+        for tokens, prompt in (([10**6], 1), ([], 0), ([1, 2], 3)):
+            request = decode_pb2.DecodeRequest(
+                request_id="r", attempt=1, token_ids=tokens, prompt_tokens=prompt, max_tokens=4
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Decode(request):
+                    pass
+            assert isinstance(from_rpc(caught.value), InvalidRequest)
+        await channels.close()
+        prompt_ids = oracle.prompts(tiny, [20])[0]
+        done = await cluster.client.generate(prompt_ids, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt_ids, NEW)
