@@ -8,9 +8,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import grpc
 import pytest
 
+from services.server import Channels
 from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
+from tandem.status import from_rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
 from tests import oracle
 from tests.faults import Harm, hold_until
 
