@@ -16,6 +16,8 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import threading
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -37,7 +39,7 @@ from cluster.lifeline import die_with_parent
 from cluster.reconcile import Event, Life, Started, Supervisor
 from cluster.registry import Registry
 from cluster.supervisor import ROLES, role_of
-from tandem.errors import InternalError, PreconditionFailed, TandemError, Unavailable, WorkerLost
+from tandem.errors import InternalError, PreconditionFailed, SettingsError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ LAUNCHER = "services.launch:start"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
 PLACES = 100_000
 """Of each role on this machine: the custom resources say where a role may run, not how many of it."""
-CALL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 
 
@@ -84,9 +86,12 @@ class WorkerActor:
 class SupervisorActor:
     """One cluster's supervisor. Ray restarts it; it finds its workers again by their names."""
 
-    def __init__(self, settings: Settings, launcher: str) -> None:
+    def __init__(self, settings: Settings, launcher: str, owner: str = "") -> None:
+        """`owner` names the OwnerActor of the `tandem up` that this cluster must not outlive."""
         assert settings.redis is not None
         die_with_parent()
+        self._grace_s = settings.drain_grace_s
+        self._owner = owner
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
         self._loop = Supervisor(RayHost(settings, launcher), self._registry, settings.drain_grace_s)
         self._run: asyncio.Task[None] | None = None
@@ -95,7 +100,17 @@ class SupervisorActor:
         """Reconciles until stop(). Ray repeats this call on a restarted supervisor."""
         if self._run is None:
             self._run = asyncio.create_task(self._loop.run())
+            self._end = asyncio.create_task(self._end_with_owner())
         await asyncio.shield(self._run)
+
+    async def _end_with_owner(self) -> None:
+        if not self._owner:
+            return
+        try:
+            await ray.get_actor(self._owner, namespace=NAMESPACE).wait.remote()
+        except (RayActorError, ValueError):  # its `tandem up` is gone, perhaps while this supervisor was restarted
+            await self.stop(self._grace_s)
+            ray.kill(ray.get_runtime_context().current_actor)
 
     async def events(self, after: int) -> list[Event]:
         return await self._loop.events(after)
@@ -103,6 +118,13 @@ class SupervisorActor:
     async def stop(self, grace_s: float) -> None:
         await self._loop.stop(grace_s)
         await self._registry.close()
+
+
+class OwnerActor:
+    """Stands for a `tandem up` on a Ray that is not its own: not detached, so Ray ends it with that process."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
 
 
 class RayHost:
@@ -127,10 +149,8 @@ class RayHost:
         return RayLife(actor.remote(worker_id, self._settings, self._launcher), worker_id)
 
     def survivors(self) -> dict[str, Life]:
-        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if _is_ours(entry)]
-        mine = [name for name in names if name.startswith(self._prefix)]
         found: dict[str, Life] = {}
-        for name in mine:
+        for name in _our_actors(self._prefix):
             worker_id = name.removeprefix(self._prefix).partition("/")[0]
             try:
                 found[worker_id] = RayLife(ray.get_actor(name, namespace=NAMESPACE), worker_id)
@@ -173,8 +193,11 @@ def _worker_prefix(cluster: str) -> str:
     return f"tandem-worker-{cluster}/"
 
 
-def _is_ours(entry: dict[str, str]) -> bool:
-    return entry["namespace"] == NAMESPACE
+def _our_actors(prefix: str = "") -> list[str]:
+    """Names of live actors of this product, on the whole Ray."""
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    return [name for name in names if name.startswith(prefix)]
 
 
 def _in_our_words(error: RayError, who: str) -> TandemError:
@@ -232,15 +255,23 @@ class Runtime:
         self._address = address
         self._directory = directory
         self._processes: list[psutil.Process] = []
+        self._connected = False
+        self._owner: Any = None  # it lives as long as this handle
 
     def start(self) -> None:
         """From a thread that stays: Linux kills Ray's processes when the thread that started them ends."""
+        if ray.is_initialized():
+            raise PreconditionFailed("this process uses Ray already: one cluster for each process", reason="ALREADY_UP")
+        if self._address:
+            _check_address(self._address)
+        self._connected = True  # a start that breaks halfway leaves processes as well
         vars(ray._private.worker)["print_to_stdstream"] = _log  # Ray's own word on a dead worker, else on our stdout
         try:
-            if self._address:
-                ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
-            else:
-                self._start_local()
+            with _quiet_and_signals_kept():
+                if self._address:
+                    ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
+                else:
+                    self._start_local()
         except (RayError, ConnectionError, RuntimeError, TimeoutError) as error:
             first_line = str(error).partition("\n")[0]
             raise Unavailable(f"Ray did not start: {first_line}", reason="RAY_UNREACHABLE") from error
@@ -264,6 +295,11 @@ class Runtime:
             )
         self._processes = [process for process in psutil.Process().children() if process not in before]
 
+    def check_free(self, cluster: str) -> None:
+        """Raises PreconditionFailed if the cluster has a supervisor already."""
+        if _supervisor_name(cluster) in _our_actors():
+            raise _already_up(cluster)
+
     def supervise(self, settings: Settings, launcher: str = LAUNCHER) -> SupervisorHandle:
         """Starts the cluster's supervisor. Raises PreconditionFailed if there is one already."""
         options = ray.remote(SupervisorActor).options(
@@ -275,20 +311,21 @@ class Runtime:
             max_task_retries=-1,
         )
         try:
-            return SupervisorHandle(options.remote(settings, launcher))
+            return SupervisorHandle(options.remote(settings, launcher, self._own(settings.cluster)))
         except ValueError as error:
-            raise PreconditionFailed(
-                f"the Ray cluster has a supervisor for cluster {settings.cluster!r} already",
-                reason="ALREADY_UP",
-                field="cluster",
-            ) from error
+            raise _already_up(settings.cluster) from error
+
+    def _own(self, cluster: str) -> str:
+        """The name of a new owner; none on our own Ray, which ends with this process anyway."""
+        if not self._address:
+            return ""
+        name = f"tandem-owner-{cluster}/{secrets.token_hex(4)}"
+        self._owner = ray.remote(OwnerActor).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
+        return name
 
     def end_actors(self, cluster: str) -> None:
         """Kills what a cluster still has on Ray, supervisor first so that it starts nothing more."""
-        supervisor = _supervisor_name(cluster)
-        names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if _is_ours(entry)]
-        mine = [name for name in names if name == supervisor or name.startswith(_worker_prefix(cluster))]
-        for name in sorted(mine, key=lambda name: name != supervisor):
+        for name in [_supervisor_name(cluster), *_our_actors(_worker_prefix(cluster))]:
             try:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
             except ValueError:  # it died meanwhile
@@ -300,6 +337,8 @@ class Runtime:
 
     def stop(self) -> None:
         """Ends Ray's processes if they are ours; else only the connection. Safe to repeat."""
+        if not self._connected:  # whatever runs is not of this object's making
+            return
         family = self.processes()
         ray.shutdown()
         _, alive = psutil.wait_procs(family, timeout=END_TIMEOUT_S)
@@ -307,6 +346,26 @@ class Runtime:
             _kill(process)
         psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
         self._processes = []
+        self._connected = False
+
+
+def _already_up(cluster: str) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"the Ray cluster has a supervisor for cluster {cluster!r} already", reason="ALREADY_UP", field="cluster"
+    )
+
+
+def _check_address(address: str) -> None:
+    """Ray itself would try an address where nobody listens for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise SettingsError(f"ray_address: {address!r}", field="ray_address", bound="host:port of a GCS, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise Unavailable(f"no Ray at {address}: {error}", reason="RAY_UNREACHABLE") from error
 
 
 def _log(data: dict[str, Any], **_: Any) -> None:
@@ -320,8 +379,8 @@ def _quiet() -> dict[str, Any]:
 
 @contextmanager
 def _small_node() -> Iterator[None]:
-    """Within, ray.init() starts only what is needed, on loopback, and leaves our signal handlers alone. It has no
-    arguments for that; a Ray in which these attributes have changed fails tests/cluster/test_up.py."""
+    """Within, ray.init() starts only what is needed, on loopback. It has no arguments for that; a Ray in which these
+    attributes have changed fails tests/cluster/test_up.py."""
 
     class SmallNode(ray._private.node.Node):
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
@@ -334,14 +393,24 @@ def _small_node() -> Iterator[None]:
             """Would do nothing here: without the dashboard it only loads usage statistics."""
 
     original = ray._private.node.Node
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    level = logging.getLogger("ray").level
-    logging.getLogger("ray").setLevel(logging.ERROR)
     vars(ray._private.node)["Node"] = SmallNode
     try:
         yield
     finally:
         vars(ray._private.node)["Node"] = original
+
+
+@contextmanager
+def _quiet_and_signals_kept() -> Iterator[None]:
+    """ray.init() warns of what is meant so, and takes SIGTERM for itself, to exit without a drain."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere neither Ray nor we may set any
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    level = logging.getLogger("ray").level
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
         logging.getLogger("ray").setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)

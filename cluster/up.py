@@ -148,8 +148,12 @@ class Cluster:
             self._undo.callback(self._valkey.stop)
             self.settings = self.settings.model_copy(update={"redis": self._valkey.start()})
             self._report("registry: embedded Valkey")
+        runtime = self._start_ray()
+        runtime.check_free(self.settings.cluster)
         asyncio.run(self._want())
-        self._supervisor = self._start_ray().supervise(self.settings, self._launcher)
+        self._supervisor = runtime.supervise(self.settings, self._launcher)
+        if self.settings.ray_address:
+            self._undo.callback(runtime.end_actors, self.settings.cluster)
         self._watch(self._supervisor.run())
         self._listen()
         self._await_ready()
@@ -169,7 +173,6 @@ class Cluster:
         self._undo.callback(runtime.stop)
         runtime.start()
         if self.settings.ray_address:
-            self._undo.callback(runtime.end_actors, self.settings.cluster)
             self._report(f"Ray: connected to {self.settings.ray_address}")
         else:
             assert self._guard is not None

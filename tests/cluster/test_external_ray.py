@@ -1,0 +1,127 @@
+"""`tandem up` on a Ray that is not its own: it adds actors, takes them away again, and touches nothing else."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.up import Cluster
+from tandem.errors import SettingsError, Unavailable
+from tandem.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+START_S = 60.0
+SOON_S = 20.0
+UP = """
+import sys
+from cluster.up import run_forever
+from tandem.errors import TandemError
+from tandem.settings import Settings
+try:
+    sys.exit(run_forever(Settings(model="fake", port=0, ray_address="auto"), launcher="tests.cluster.fake:start"))
+except TandemError as error:
+    sys.exit(error.reason)
+"""
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Ray head as an administrator would start it; the environment in which it is found."""
+    directory = tmp_path_factory.mktemp("ray")
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_TMPDIR": str(directory),
+    }
+    code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", code, "start", "--head", "--block", "--disable-usage-stats", f"--port={port}"]
+    command += ["--include-dashboard=false", "--num-cpus=0", "--object-store-memory=80000000"]
+    command += ['--resources={"router": 9, "decode": 9, "prefill": 9}']
+    ray = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert ray.stdout
+    for line in ray.stdout:
+        if "Ray runtime started" in line:
+            break
+    family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
+    yield env | {"RAY_ADDRESS": f"{socket.gethostbyname(socket.gethostname())}:{port}", "HEAD": str(ray.pid)}
+    for process in family:
+        if process.is_running():
+            process.kill()
+    ray.communicate(timeout=SOON_S)
+
+
+def start_up(env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", UP], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ready(up: subprocess.Popen[str]) -> None:
+    assert up.stdout
+    line = up.stdout.readline()
+    if not line.startswith("ready "):
+        up.kill()
+        raise AssertionError(line + "".join(up.communicate()))
+
+
+def actors(env: dict[str, str]) -> list[psutil.Process]:
+    """Processes of ours on that Ray."""
+    found = psutil.Process(int(env["HEAD"])).children(recursive=True)
+    return [process for process in found if "Actor" in process.name()]
+
+
+def test_it_comes_and_goes_and_a_second_one_is_refused_without_harm(head: dict[str, str]) -> None:
+    """One supervisor for each cluster name; the refused `up` leaves the running one alone, and Ray outlives both."""
+    up = start_up(head)
+    ready(up)
+    before = actors(head)
+    assert len(before) == 5  # supervisor, owner, router, prefill, decode
+    second = start_up(head)
+    _, err = second.communicate(timeout=START_S)
+    assert err.strip().endswith("ALREADY_UP")
+    assert all(process.is_running() for process in before)
+    up.send_signal(signal.SIGTERM)
+    _, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    psutil.wait_procs(before, timeout=SOON_S)
+    assert actors(head) == []
+    assert psutil.pid_exists(int(head["HEAD"]))
+
+
+def test_killed_it_leaves_no_actors(head: dict[str, str]) -> None:
+    """Ray ends the owner with its process, and the supervisor drains and ends itself after its owner."""
+    up = start_up(head)
+    ready(up)
+    before = actors(head)
+    up.kill()
+    up.communicate(timeout=SOON_S)
+    psutil.wait_procs(before, timeout=SOON_S)
+    assert actors(head) == []
+
+
+def test_nobody_at_the_address_is_said_at_once() -> None:
+    """Ray would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Unavailable, match=f"no Ray at 127.0.0.1:{port}"):
+        Cluster(Settings(model="fake", port=0, ray_address=f"127.0.0.1:{port}")).start()
+
+
+def test_a_ray_client_address_is_refused() -> None:
+    """The supervisor's answers are futures of a driver, which a Ray client is not."""
+    with pytest.raises(SettingsError, match="ray_address"):
+        Cluster(Settings(model="fake", port=0, ray_address="ray://127.0.0.1:10001")).start()
