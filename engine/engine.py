@@ -4,7 +4,7 @@
                         │
                         ├── scheduler.plan()      which sequences, how many tokens each, blocks for all of them
                         ├── model.forward()       one packed forward
-                        └── sample()              a token for every sequence that caught up
+                        └── choose()              a token for every sequence that caught up
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from engine.blocks import BlockPool
 from engine.model import Model
 from engine.pages import Pages
-from engine.sampling import sample
+from engine.sampling import Logprob, choose
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.step import Batch
@@ -34,6 +34,7 @@ class Progress(NamedTuple):
     done: int  # tokens whose KV is in blocks now
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
+    logprob: Logprob | None = None  # of the new token, if the sequence asks for it
 
 
 class Engine:
@@ -102,15 +103,15 @@ class Engine:
             return []
         logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
         ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
-        tokens = iter(sample(logits, [s.sampling for s in ready], [len(s.tokens) for s in ready]))
+        choices = iter(choose(logits, ready))
         self.steps += 1
         progress: list[Progress] = []
         for sequence, count in plan:
             before, sequence.done = sequence.done, sequence.done + count
             self._publish(sequence, before)
-            token = next(tokens) if sequence.todo == 0 else None
+            token, logprob = next(choices) if sequence.todo == 0 else (None, None)
             finish = sequence.append(token) if token is not None else None
-            progress.append(Progress(sequence, sequence.done, token, finish))
+            progress.append(Progress(sequence, sequence.done, token, finish, logprob))
             if finish is not None and sequence.handoff:
                 self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
             elif finish is not None:

@@ -1,20 +1,117 @@
-"""From logits to tokens. Randomness is a function of (seed, position) only, never of worker, batch or time.
+"""From logits to tokens. The next token is a function of the request and its tokens so far, never of worker, batch or
+time: whoever has the tokens goes on exactly where another one stopped.
+
+    logits ─┬─▶ logprobs      the model's own, before everything below
+            └─▶ adjust ─▶ sample
+                  │         └── greedy: argmax; else / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
+                  └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
 
 The uniform number for a position picks from the cumulative distribution in the order of token ids. Any order would
 do for the distribution; this one makes the choice robust: a rounding difference in the logits moves the borders by as
 little, while an order by probability would swap neighbours of nearly equal probability.
+
+Rows that need the same work share a pass over one tensor, in which no row sees another.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from engine.sequence import Sampling
+from engine.sequence import Sampling, Sequence
+
+# Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
+# three times slower), and what keeps a GPU busy without taking memory from the pages.
+PASS_ELEMENTS = {"cpu": 2**17, "cuda": 2**22}
+LIKELY = 1024  # top-p looks at so many tokens before it sorts the whole vocabulary
+
+
+class Logprob(NamedTuple):
+    """Natural log probabilities at one place: of the chosen token, and of the most likely ones, best first."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
+class Choice(NamedTuple):
+    token: int
+    logprob: Logprob | None  # if the sequence asks for it
+
+
+@torch.inference_mode()
+def choose(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Choice]:
+    """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten."""
+    asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    raw = logits[asked] if asked else logits  # [asked, vocab], a copy
+    adjust(logits, sequences)
+    tokens = sample(logits, [s.sampling for s in sequences], [len(s.tokens) for s in sequences])
+    if not asked:
+        return [Choice(token, None) for token in tokens]
+    tops = [sequences[row].sampling.logprobs or 0 for row in asked]
+    known = dict(zip(asked, logprobs(raw, [tokens[row] for row in asked], tops), strict=True))
+    return [Choice(token, known.get(row)) for row, token in enumerate(tokens)]
+
+
+def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
+    """For each row its token's log probability, and those of its `tops` most likely tokens."""
+    norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm  # [rows, 1]
+    best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
+    rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
+    return [Logprob(one, ids[:top], values[:top]) for one, ids, values, top in rows]
+
+
+def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    """Bias, penalties and min_tokens, in place. Every entry is touched for itself, so that neighbours do not matter."""
+    adjusted = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.sampling.adjusts]
+    if not adjusted:
+        return
+    bias = [(row, *pair) for row, s in adjusted for pair in s.sampling.logit_bias]
+    if bias:
+        rows, ids, amounts = zip(*bias, strict=True)
+        at = _places(logits, rows, ids)
+        logits[at] += torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+    penalised = [(row, sequence) for row, sequence in adjusted if sequence.sampling.penalises]
+    if penalised:
+        _penalise(logits, penalised)
+    vocab = logits.shape[-1]
+    early = [(row, s.stop_ids) for row, s in adjusted if s.generated < s.sampling.min_tokens]
+    stops = [(row, token) for row, stop_ids in early for token in stop_ids if token < vocab]
+    if stops:
+        logits[_places(logits, *zip(*stops, strict=True))] = -torch.inf
+
+
+def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> None:
+    tallies = [sequence.tally() for _, sequence in penalised]
+    lengths = [len(tally.ids) for tally in tallies]
+
+    def spread(values: Seq[float]) -> torch.Tensor:
+        """A value of each row for each of its entries."""
+        return torch.from_numpy(np.repeat(np.array(values), lengths)).to(logits.device)
+
+    counts = torch.from_numpy(np.concatenate([tally.counts for tally in tallies])).to(logits.device)  # [entries]
+    ids = np.concatenate([tally.ids for tally in tallies])
+    at = _places(logits, np.repeat([row for row, _ in penalised], lengths), ids)
+    how = [sequence.sampling for _, sequence in penalised]
+    repetition = spread([one.repetition_penalty for one in how])
+    values = logits[at].double()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= spread([one.frequency_penalty for one in how]) * counts
+    values -= spread([one.presence_penalty for one in how]) * (counts > 0)
+    largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity
+    logits[at] = values.clamp(-largest, largest).to(logits.dtype)
+
+
+def _places(
+    logits: torch.Tensor, rows: Seq[int] | np.ndarray, ids: Seq[int] | np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.as_tensor(rows, device=logits.device), torch.as_tensor(ids, device=logits.device)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -25,34 +122,70 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
     """Choose a token for each row. `logits` is [rows, vocab] float32; `positions` are those of the new tokens."""
-    chosen = logits.argmax(dim=-1)  # [rows]
-    tokens: list[int] = chosen.tolist()
-    for row, (how, position) in enumerate(zip(sampling, positions, strict=True)):
-        if how.temperature > 0:
-            tokens[row] = _draw(logits[row], how, uniform(how.seed, position))
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
+    size = max(1, PASS_ELEMENTS[logits.device.type] // logits.shape[-1])
+    for start in range(0, len(drawn), size):
+        rows = drawn[start : start + size]
+        how = [sampling[row] for row in rows]
+        numbers = [uniform(one.seed, positions[row]) for one, row in zip(how, rows, strict=True)]
+        for row, token in zip(rows, _draw(weights(logits[rows], how), numbers), strict=True):
+            tokens[row] = token
     return tokens
 
 
-def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
-    """The distribution that a token is drawn from: [vocab] float64. Order of filters: top-k, top-p, min-p."""
-    scaled = logits.double() / how.temperature  # [vocab]
-    if 0 < how.top_k < scaled.numel():
-        kth = scaled.topk(how.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
-    probs = scaled.softmax(dim=-1)
-    if how.top_p < 1.0:
-        ordered, order = probs.sort(descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered  # mass in front of each token
-        probs = probs.clone()
-        probs[order[before >= how.top_p]] = 0.0  # the first token always stays
-    if how.min_p > 0.0:
-        probs = probs.masked_fill(probs < how.min_p * probs.max(), 0.0)
-    return probs / probs.sum()
+def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
+    """What tokens are drawn by, in proportion: [rows, vocab] float64, 1 for the most likely. Tokens of equal
+    probability are kept or filtered out together."""
+
+    def column(values: Seq[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]  # [rows, 1]
+
+    # The largest is taken off first: however small a temperature is, nothing overflows.
+    result = logits.double()  # [rows, vocab]
+    result.sub_(logits.amax(dim=-1, keepdim=True)).div_(column([how.temperature for how in sampling])).exp_()
+    vocab = logits.shape[-1]
+    if rows := [row for row, how in enumerate(sampling) if 0 < how.top_k < vocab]:
+        counts = torch.tensor([sampling[row].top_k for row in rows], device=logits.device)[:, None]  # [rows, 1]
+        best = _rows(result, rows).topk(int(counts.max())).values
+        _filter(result, rows, best.gather(1, counts - 1))
+    if rows := [row for row, how in enumerate(sampling) if how.top_p < 1.0]:
+        _filter(result, rows, _nucleus(_rows(result, rows), column([sampling[row].top_p for row in rows])))
+    if rows := [row for row, how in enumerate(sampling) if how.min_p > 0.0]:
+        _filter(result, rows, column([sampling[row].min_p for row in rows]))
+    return result
 
 
-def _draw(logits: torch.Tensor, how: Sampling, u: float) -> int:
-    cumulative = probabilities(logits, how).cumsum(dim=-1)  # [vocab]
-    # `right`, and a target strictly below the total: a token of probability zero can not be chosen, whatever u is.
-    total = float(cumulative[-1])
-    target = min(u * total, math.nextafter(total, 0.0))
-    return int(torch.searchsorted(cumulative, torch.tensor(target, dtype=cumulative.dtype), right=True))
+def _filter(result: torch.Tensor, rows: list[int], least: torch.Tensor) -> None:
+    """Nothing below `least` ([rows, 1]) stays."""
+    kept = _rows(result, rows)
+    kept.masked_fill_(kept < least, 0.0)
+    if kept is not result:
+        result[rows] = kept
+
+
+def _rows(result: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows; a copy unless they are all."""
+    return result if len(rows) == len(result) else result[rows]
+
+
+def _nucleus(result: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest weight in the smallest set of that mass: [rows, 1]. The most likely token is always in it."""
+    mass = top_p * result.sum(dim=-1, keepdim=True)  # [rows, 1]
+    best = result.topk(min(LIKELY, result.shape[-1])).values  # [rows, likely], descending
+    if bool((best.sum(dim=-1, keepdim=True) < mass).any()):
+        best = result.sort(dim=-1, descending=True).values  # [rows, vocab]
+    before = best.cumsum(dim=-1) - best  # mass in front of each token
+    inside = (before < mass).sum(dim=-1, keepdim=True)  # [rows, 1], at least 1
+    return best.gather(1, inside - 1)
+
+
+def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> list[int]:
+    """A token for each row; `numbers` are in [0, 1)."""
+    cumulative = weighted.cumsum(dim=-1)  # [rows, vocab]
+    # `right`, and a target strictly below the total: a token of weight zero can not be chosen, whatever the number is.
+    total = cumulative[:, -1:].contiguous()
+    wanted = total * torch.tensor(numbers, dtype=torch.float64, device=weighted.device)[:, None]
+    target = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    tokens: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+    return tokens

@@ -9,6 +9,7 @@ position's logits give the next token, which makes `len(tokens)` one larger agai
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +30,45 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    frequency_penalty: float = 0.0  # these two over generated tokens
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); ids differ
+    min_tokens: int = 0  # no stop token before so many generated ones
+    logprobs: int | None = None  # None: none; else how many alternatives for each token
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything but the model's logits decides what is likely."""
+        return self.penalises or self.min_tokens > 0 or bool(self.logit_bias)
+
+
+class Tally:
+    """Which tokens a sequence holds, and how often each was generated: what penalties need to know.
+
+    A memo of `tokens`, never a state of its own: whoever has the tokens builds the same one.
+    """
+
+    __slots__ = ("_counted", "_place", "counts", "ids")
+
+    def __init__(self) -> None:
+        self.ids = array("q")  # distinct tokens in the order of their first appearance
+        self.counts = array("q")  # how often each was generated; 0 for one that only the prompt holds
+        self._counted = 0  # leading tokens that are in here
+        self._place: dict[int, int] = {}  # token -> where it stands in `ids`
+
+    def catch_up(self, tokens: list[int], prompt_len: int) -> None:
+        for position in range(self._counted, len(tokens)):
+            place = self._place.setdefault(tokens[position], len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(tokens[position])
+                self.counts.append(0)
+            self.counts[place] += position >= prompt_len
+        self._counted = len(tokens)
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +85,7 @@ class Sequence:
     cached: int = 0  # of `done` at admission: tokens found in the prefix cache
     preemptions: int = 0
     _hashes: list[bytes] = field(default_factory=list)
+    _tally: Tally | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_len <= len(self.tokens) < self.limit:
@@ -56,6 +97,17 @@ class Sequence:
     @property
     def todo(self) -> int:
         return len(self.tokens) - self.done
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def tally(self) -> Tally:
+        """The tokens so far, counted."""
+        if self._tally is None:
+            self._tally = Tally()
+        self._tally.catch_up(self.tokens, self.prompt_len)
+        return self._tally
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the full blocks of `tokens`, extended as it grows; never more than that many."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from engine.sampling import Logprob
 from engine.sequence import Finish, Sampling
 from kvtransfer.blocks import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
@@ -18,21 +19,45 @@ def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: in
         raise InvalidRequest(
             f"{prompt_tokens} prompt tokens of {len(tokens)}", field="prompt_tokens", bound=f"1 to {len(tokens)}"
         )
-    if max(tokens) >= vocab_size:
-        raise InvalidRequest(
-            f"token id {max(tokens)} is outside the vocabulary", field="token_ids", bound=f"0 to {vocab_size - 1}"
-        )
+    _in_vocabulary(tokens, "token_ids", vocab_size)
     return tokens
 
 
-def sampling_from(message: common_pb2.Sampling) -> Sampling:
+def sampling_from(message: common_pb2.Sampling, vocab_size: int) -> Sampling:
+    """Raises InvalidRequest, as above."""
+    _in_vocabulary(message.logit_bias, "sampling.logit_bias", vocab_size)
     return Sampling(
         temperature=message.temperature,
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
         min_p=message.min_p,
         seed=message.seed,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
+
+
+def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
+    """Of the tokens of one message, in their order; None if the request did not ask for them."""
+    known = [one for one in tokens if one is not None]
+    if not known:
+        return None
+    message = common_pb2.Logprobs(chosen=[one.chosen for one in known])
+    for one in known:
+        message.top_ids.extend(one.top_ids)
+        message.top.extend(one.top)
+    return message
+
+
+def _in_vocabulary(ids: Collection[int], name: str, vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token id {max(ids)} is outside the vocabulary", field=name, bound=f"0 to {vocab_size - 1}"
+        )
 
 
 def peer_to(peer: Peer) -> prefill_pb2.Peer:

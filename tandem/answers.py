@@ -83,6 +83,16 @@ class Receipt(_Dict):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob(_Dict):
+    """How likely the model found a token, as natural logarithms: before bias, penalties, temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+    """The most likely token ids at this place, best first; `token_id` need not be among them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece(_Dict):
     """What one message of a stream adds. The last one has the finish reason and the receipt."""
 
@@ -91,6 +101,8 @@ class Piece(_Dict):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `token_ids`, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,8 @@ class Completion(_Dict):
     token_ids: list[int]
     finish_reason: FinishReason
     receipt: Receipt
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `token_ids`, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +159,7 @@ class StreamReader:
         if delta.token_ids and self._first_token is None:
             self._first_token = perf_counter() - self._sent
         self._tokens += len(delta.token_ids)
-        return Piece(delta.text, list(delta.token_ids))
+        return Piece(delta.text, list(delta.token_ids), logprobs=_logprobs(delta))
 
     def end(self) -> None:
         """The stream is over. Raises InternalError if it never said how it ended."""
@@ -163,7 +177,22 @@ def completion(pieces: list[Piece]) -> Completion:
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish_reason=reason,
         receipt=receipt,
+        logprobs=[one for piece in pieces for one in piece.logprobs or ()] if any(p.logprobs for p in pieces) else None,
     )
+
+
+def _logprobs(delta: generation_pb2.Delta) -> list[TokenLogprob] | None:
+    if not delta.HasField("logprobs"):
+        return None
+    said, count = delta.logprobs, len(delta.token_ids)
+    width = len(said.top_ids) // max(1, count)
+    if len(said.chosen) != count or len(said.top) != len(said.top_ids) or len(said.top) != width * count:
+        raise InternalError(f"the log probabilities at token {delta.index} do not fit its {count} tokens")
+    ranges = [slice(width * place, width * (place + 1)) for place in range(count)]
+    return [
+        TokenLogprob(token, chosen, dict(zip(said.top_ids[at], said.top[at], strict=True)))
+        for token, chosen, at in zip(delta.token_ids, said.chosen, ranges, strict=True)
+    ]
 
 
 def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:

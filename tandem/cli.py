@@ -129,6 +129,22 @@ def generate(
     min_p: Annotated[float | None, typer.Option(metavar="P")] = None,
     seed: Annotated[int | None, typer.Option(metavar="S", help="The same seed gives the same tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on at the model's end tokens.")] = False,
+    min_tokens: Annotated[int | None, typer.Option(metavar="N", help="Do not end before so many.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="R", help="Over 1: fewer tokens that prompt or answer hold already.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(metavar="F", help="Off a token's logit for each time that the answer holds it.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(metavar="P", help="Off a token's logit once if the answer holds it.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be repeated.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="With --json: log probabilities, and of the N most likely tokens.")
+    ] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -137,6 +153,8 @@ def generate(
         raise typer.BadParameter("--chat and --token-ids exclude each other")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs needs --json")
     # As bytes, so that the server is who judges what is not UTF-8.
     source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     ids = _parse_ids(source) if token_ids else None
@@ -148,6 +166,12 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "ignore_eos": ignore_eos,
+        "min_tokens": min_tokens,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "logit_bias": dict(_parse_bias(text) for text in logit_bias) if logit_bias else None,
+        "logprobs": logprobs,
         "request_id": request_id,
     }
     if chat:
@@ -188,6 +212,14 @@ def _parse_ids(source: bytes) -> list[int]:
         return [int(word) for word in source.decode().replace(",", " ").split()]
     except ValueError as error:
         raise typer.BadParameter(f"with --token-ids the prompt is integers; {error}") from error
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not ID=BIAS, as in 42=-1.5") from error
 
 
 def _write(text: str) -> None:
@@ -288,6 +320,41 @@ def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
         else:
             _print(show.diagnosis(answer, findings))
         raise typer.Exit(1 if findings.problems else 0)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    memory: Annotated[float, typer.Option(help="Memory of one worker in GiB, weights included.", min=0.001)] = 80.0,
+    utilization: Annotated[float, typer.Option(help="Share of what the weights leave.", min=0.01, max=1.0)] = 0.9,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of weights and KV.")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
+    link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
+    as_json: AsJson = False,
+) -> None:
+    """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
+    with _reported():
+        from planner import report
+        from planner.capacity import DTYPE_BYTES, capacity, read_shape
+
+        if dtype not in DTYPE_BYTES:
+            raise SettingsError(f"dtype is {dtype}", field="dtype", bound=", ".join(DTYPE_BYTES))
+        shape = read_shape(model)
+        found = capacity(
+            shape,
+            memory=int(memory * 2**30),
+            utilization=utilization,
+            dtype=dtype,
+            block_size=block_size,
+            contexts=tuple(
+                sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
+            ),
+            concurrencies=(1, 8, 32, 128),
+        )
+        if as_json:
+            _print_json(report.facts(shape, found, dtype=dtype, link=link * 1e9))
+        else:
+            _print(report.table(shape, found, dtype=dtype, link=link * 1e9))
 
 
 # ---- output

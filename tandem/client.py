@@ -81,6 +81,19 @@ class Options(TypedDict, total=False):
     """0 to 2^64-1. The same seed, prompt and model give the same tokens. The receipt has the one that was used."""
     ignore_eos: bool
     stop_token_ids: Iterable[int] | None
+    repetition_penalty: float | None
+    """Over 1: what the prompt or the completion holds already becomes less likely, as in transformers and vLLM."""
+    frequency_penalty: float | None
+    """Off a token's logit for each time that the completion holds it; -2 to 2, as in OpenAI's API."""
+    presence_penalty: float | None
+    """Off a token's logit once if the completion holds it; -2 to 2."""
+    logit_bias: Mapping[int, float] | None
+    """Token id to what is added to its logit, -100 to 100."""
+    min_tokens: int | None
+    """Nothing that would end the completion is chosen before it has so many tokens."""
+    logprobs: int | None
+    """The log probability of each token and of this many most likely ones at its place, 0 to 20. They are the model's
+    own: before bias, penalties, temperature and filters."""
     cache_salt: str | bytes | None
     """Requests with different salts never share cached KV."""
     request_id: str | None
@@ -99,6 +112,12 @@ def build_request(
     seed: int | None = None,
     ignore_eos: bool = False,
     stop_token_ids: Iterable[int] | None = None,
+    repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    min_tokens: int | None = None,
+    logprobs: int | None = None,
     cache_salt: str | bytes | None = None,
     request_id: str | None = None,
 ) -> generation_pb2.GenerateRequest:
@@ -126,6 +145,16 @@ def build_request(
     _set(sampling, "ignore_eos", ignore_eos, "true or false")
     if stop_token_ids is not None:
         _add_ids("stop_token_ids", stop_token_ids, sampling.stop_token_ids)
+    _set(sampling, "repetition_penalty", repetition_penalty, "a number")
+    _set(sampling, "frequency_penalty", frequency_penalty, "a number")
+    _set(sampling, "presence_penalty", presence_penalty, "a number")
+    if logit_bias is not None:
+        try:
+            sampling.logit_bias.update(logit_bias)
+        except (TypeError, ValueError) as error:
+            raise _unencodable("logit_bias", logit_bias, "a mapping of token ids to numbers") from error
+    _set(sampling, "min_tokens", min_tokens, "an integer of 64 bits")
+    _set(sampling, "logprobs", logprobs, "an integer of 64 bits")
     if cache_salt is not None:
         request.cache_salt = _bytes("cache_salt", cache_salt)
     _set(request, "request_id", request_id, "Unicode text")

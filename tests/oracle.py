@@ -42,6 +42,12 @@ def greedy(folder: Path, prompt: list[int], new: int) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
+@torch.inference_mode()
+def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Those after each token: [len(tokens), vocab]."""
+    return _model(str(folder))(torch.tensor([tokens])).logits[0]
+
+
 def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     vocab = vocab_size(folder)

@@ -23,7 +23,7 @@ from engine.sequence import Finish, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
-from services.convert import FINISH, ready_from, sampling_from, sequence_tokens
+from services.convert import FINISH, logprobs_to, ready_from, sampling_from, sequence_tokens
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -164,13 +164,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             news = await handover.watch.next()
             if first_step is None:
                 first_step = news[0].started
-            tokens = [item.progress.token for item in news if item.progress.token is not None]
+            sampled = [item.progress for item in news if item.progress.token is not None]
             handover.finish = news[-1].progress.finish
-            if not tokens:
+            if not sampled:
                 continue
             # Where the first of them stands: `len(sequence.tokens)` may be ahead, the engine does not wait for readers.
-            position = next(item.progress.done for item in news if item.progress.token is not None)
-            message = decode_pb2.Tokens(position=position, token_ids=tokens)
+            position = sampled[0].done
+            message = decode_pb2.Tokens(
+                position=position,
+                token_ids=[progress.token for progress in sampled if progress.token is not None],
+                logprobs=logprobs_to(progress.logprob for progress in sampled),
+            )
             if is_first:
                 is_first = False
                 at = next(item.ended for item in news if item.progress.token is not None)
@@ -203,6 +207,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             layout_hash=self._worker.layout_hash,
             incarnation=request.prefill.incarnation,
             source_progress=not self._worker.transport.one_sided(peer),
+            stop_token_ids=request.stop_token_ids,
         )
 
     def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:
@@ -252,7 +257,7 @@ def _sequence(request: decode_pb2.DecodeRequest, vocab_size: int) -> Sequence:
         prompt_len=request.prompt_tokens,
         limit=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),
-        sampling=sampling_from(request.sampling),
+        sampling=sampling_from(request.sampling, vocab_size),
         salt=request.cache_salt,
     )
 
@@ -273,7 +278,12 @@ def _first_token(
         prefill=first.timing,
         path=common_pb2.PATH_DISAGGREGATED,
     )
-    tokens = decode_pb2.Tokens(position=len(sequence.tokens), token_ids=[first.token_id], first=timing)
+    tokens = decode_pb2.Tokens(
+        position=len(sequence.tokens),
+        token_ids=[first.token_id],
+        first=timing,
+        logprobs=first.logprobs if first.HasField("logprobs") else None,
+    )
     return decode_pb2.DecodeResponse(tokens=tokens)
 
 

@@ -22,7 +22,7 @@ from engine.loop import Timed
 from engine.sequence import Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
-from services.convert import peer_to, ready_to, sampling_from, sequence_tokens
+from services.convert import logprobs_to, peer_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.settings import Settings
@@ -78,7 +78,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             tokens=list(tokens),
             prompt_len=request.prompt_tokens,
             limit=len(tokens) + 1,
-            sampling=sampling_from(request.sampling),
+            stop_ids=frozenset(request.stop_token_ids),
+            sampling=sampling_from(request.sampling, vocab_size),
             salt=request.cache_salt,
             handoff=True,
         )
@@ -142,7 +143,10 @@ def _first_token(
     )
     token = timed.progress.token
     assert token is not None
-    return prefill_pb2.PrefillResponse(first_token=prefill_pb2.FirstToken(token_id=token, timing=timing))
+    logprobs = logprobs_to([timed.progress.logprob])
+    return prefill_pb2.PrefillResponse(
+        first_token=prefill_pb2.FirstToken(token_id=token, timing=timing, logprobs=logprobs)
+    )
 
 
 async def start(settings: Settings, worker_id: str) -> Worker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.router.text import Text
@@ -17,6 +17,11 @@ MAX_STOP_IDS = 16
 MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 256
 MAX_MESSAGES = 1024
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASES = 300
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,11 @@ def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts
     request_id = _request_id(request.request_id)
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise _out_of_bounds("cache_salt", f"{len(request.cache_salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
-    sampling = _sampling(request.sampling)
+    sampling = _sampling(request.sampling, model.vocab_size)
     tokens = _prompt(request, text, model)
     max_tokens = _max_tokens(request.sampling, len(tokens), model.context)
+    if not 0 <= request.sampling.min_tokens <= max_tokens:
+        raise _out_of_bounds("sampling.min_tokens", str(request.sampling.min_tokens), f"0 to max_tokens ({max_tokens})")
     stop_ids = _ids(request.sampling.stop_token_ids, "sampling.stop_token_ids", model.vocab_size)
     if len(stop_ids) > MAX_STOP_IDS:
         raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
@@ -141,7 +148,7 @@ def _ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
     return values
 
 
-def _sampling(given: generation_pb2.SamplingParams) -> common_pb2.Sampling:
+def _sampling(given: generation_pb2.SamplingParams, vocab_size: int) -> common_pb2.Sampling:
     temperature = given.temperature if given.HasField("temperature") else 0.0
     if not 0.0 <= temperature <= MAX_TEMPERATURE:  # NaN fails every comparison
         raise _out_of_bounds("sampling.temperature", str(temperature), f"0 to {MAX_TEMPERATURE:g}")
@@ -153,7 +160,44 @@ def _sampling(given: generation_pb2.SamplingParams) -> common_pb2.Sampling:
     if not 0.0 <= given.min_p <= 1.0 or math.isnan(given.min_p):
         raise _out_of_bounds("sampling.min_p", str(given.min_p), "0 to 1")
     seed = given.seed if given.HasField("seed") else secrets.randbits(63)
-    return common_pb2.Sampling(temperature=temperature, top_p=top_p, top_k=given.top_k, min_p=given.min_p, seed=seed)
+    repetition = given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
+    if not 0.0 < repetition <= MAX_REPETITION_PENALTY:
+        raise _out_of_bounds(
+            "sampling.repetition_penalty", str(repetition), f"over 0, at most {MAX_REPETITION_PENALTY:g}"
+        )
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not abs(value := getattr(given, name)) <= MAX_PENALTY:
+            raise _out_of_bounds(f"sampling.{name}", str(value), f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    if not 0 <= given.logprobs <= MAX_LOGPROBS:
+        raise _out_of_bounds("sampling.logprobs", str(given.logprobs), f"0 to {MAX_LOGPROBS}")
+    return common_pb2.Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        seed=seed,
+        repetition_penalty=repetition,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        logit_bias=_logit_bias(given.logit_bias, vocab_size),
+        min_tokens=min(max(0, given.min_tokens), 2**32 - 1),  # judged once max_tokens is known
+        logprobs=given.logprobs if given.HasField("logprobs") else None,
+    )
+
+
+def _logit_bias(given: Mapping[int, float], vocab_size: int) -> dict[int, float]:
+    if len(given) > MAX_BIASES:
+        raise _out_of_bounds("sampling.logit_bias", f"{len(given)} ids", f"at most {MAX_BIASES} ids")
+    for token, bias in given.items():
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"sampling.logit_bias names token {token}, which the vocabulary does not have",
+                field=f"sampling.logit_bias[{token}]",
+                bound=f"ids 0 to {vocab_size - 1}",
+            )
+        if not abs(bias) <= MAX_BIAS:
+            raise _out_of_bounds(f"sampling.logit_bias[{token}]", str(bias), f"{-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return dict(given)
 
 
 def _max_tokens(given: generation_pb2.SamplingParams, prompt: int, context: int) -> int:

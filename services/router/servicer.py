@@ -79,11 +79,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(started=started)
         text = self._text.stream()
         async with aclosing(self._tokens(job, account, deadline)) as stretches:
-            async for tokens in stretches:
+            async for stretch in stretches:
+                tokens = stretch.token_ids
                 # A stop token is among the ids and not in the text.
                 visible = tokens[:-1] if tokens[-1] in job.stop_ids else tokens
                 delta = generation_pb2.Delta(
-                    index=job.generated - len(tokens), token_ids=tokens, text=text.push(visible)
+                    index=job.generated - len(tokens),
+                    token_ids=tokens,
+                    text=text.push(visible),
+                    logprobs=stretch.logprobs if stretch.HasField("logprobs") else None,
                 )
                 account.sent(len(tokens))
                 yield generation_pb2.GenerateResponse(delta=delta)
@@ -92,7 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         yield generation_pb2.GenerateResponse(finished=finished)
 
-    async def _tokens(self, job: Job, account: Account, deadline: float) -> AsyncGenerator[list[int], None]:
+    async def _tokens(self, job: Job, account: Account, deadline: float) -> AsyncGenerator[decode_pb2.Tokens, None]:
         """The completion, in stretches, across as many attempts as it takes. Each stretch is in the journal already."""
         while job.finish() is None:
             waiting_since = monotonic()
@@ -104,8 +108,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 account.placed(placement, waited=monotonic() - waiting_since)
                 try:
                     async with aclosing(self._attempt(job, placement, account, deadline)) as stretches:
-                        async for tokens in stretches:
-                            yield tokens
+                        async for stretch in stretches:
+                            yield stretch
                 except Busy:
                     self._placer.said_no(placement.decode)
                     account.refused()
@@ -119,7 +123,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _attempt(
         self, job: Job, placement: Placement, account: Account, deadline: float
-    ) -> AsyncGenerator[list[int], None]:
+    ) -> AsyncGenerator[decode_pb2.Tokens, None]:
         """One decode worker's stream. Adds to the journal what it yields."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(placement.decode.address))
         account.dispatched()
@@ -136,7 +140,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     job.tokens.extend(event.tokens.token_ids)
                     if event.tokens.HasField("first"):
                         account.first_token(event.tokens.first)
-                    yield list(event.tokens.token_ids)
+                    yield event.tokens
                 elif event.HasField("ended"):
                     account.ended(event.ended)
                     return

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\xca\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x84\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seed\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"7\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"f\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\"\x99\x03\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04path\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Path\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0cttft_seconds\x18\n \x01(\x01\x12 \n\x06phases\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Phase\x12\x14\n\x0ctpot_seconds\x18\x0c \x01(\x01\x12\x15\n\rtotal_seconds\x18\r \x01(\x01\x12+\n\x08transfer\x18\x0e \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05notes\x18\x10 \x03(\t\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\x9e\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x32\xab\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\xca\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\xe2\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12<\n\nlogit_bias\x18\x0c \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x03H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"^\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Logprobs\"f\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\"\x99\x03\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04path\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Path\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0cttft_seconds\x18\n \x01(\x01\x12 \n\x06phases\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Phase\x12\x14\n\x0ctpot_seconds\x18\x0c \x01(\x01\x12\x15\n\rtotal_seconds\x18\r \x01(\x01\x12+\n\x08transfer\x18\x0e \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05notes\x18\x10 \x03(\t\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\x9e\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x32\xab\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=66
   _globals['_GENERATEREQUEST']._serialized_end=268
   _globals['_TOKENIDS']._serialized_start=270
@@ -41,23 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=345
   _globals['_CHATMESSAGE']._serialized_end=389
   _globals['_SAMPLINGPARAMS']._serialized_start=392
-  _globals['_SAMPLINGPARAMS']._serialized_end=652
-  _globals['_GENERATERESPONSE']._serialized_start=655
-  _globals['_GENERATERESPONSE']._serialized_end=797
-  _globals['_STARTED']._serialized_start=799
-  _globals['_STARTED']._serialized_end=866
-  _globals['_DELTA']._serialized_start=868
-  _globals['_DELTA']._serialized_end=923
-  _globals['_FINISHED']._serialized_start=925
-  _globals['_FINISHED']._serialized_end=1027
-  _globals['_RECEIPT']._serialized_start=1030
-  _globals['_RECEIPT']._serialized_end=1439
-  _globals['_PHASE']._serialized_start=1441
-  _globals['_PHASE']._serialized_end=1479
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1481
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1502
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1505
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1663
-  _globals['_GENERATIONSERVICE']._serialized_start=1666
-  _globals['_GENERATIONSERVICE']._serialized_end=1837
+  _globals['_SAMPLINGPARAMS']._serialized_end=1002
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=790
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=838
+  _globals['_GENERATERESPONSE']._serialized_start=1005
+  _globals['_GENERATERESPONSE']._serialized_end=1147
+  _globals['_STARTED']._serialized_start=1149
+  _globals['_STARTED']._serialized_end=1216
+  _globals['_DELTA']._serialized_start=1218
+  _globals['_DELTA']._serialized_end=1312
+  _globals['_FINISHED']._serialized_start=1314
+  _globals['_FINISHED']._serialized_end=1416
+  _globals['_RECEIPT']._serialized_start=1419
+  _globals['_RECEIPT']._serialized_end=1828
+  _globals['_PHASE']._serialized_start=1830
+  _globals['_PHASE']._serialized_end=1868
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1870
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1891
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1894
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2052
+  _globals['_GENERATIONSERVICE']._serialized_start=2055
+  _globals['_GENERATIONSERVICE']._serialized_end=2226
 # @@protoc_insertion_point(module_scope)

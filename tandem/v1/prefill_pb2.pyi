@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress", "stop_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class PrefillRequest(_message.Message):
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -27,7 +28,8 @@ class PrefillRequest(_message.Message):
     layout_hash: str
     incarnation: str
     source_progress: bool
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ...) -> None: ...
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("opened", "ready", "first_token")
@@ -70,12 +72,14 @@ class ReadyBlock(_message.Message):
     def __init__(self, index: _Optional[int] = ..., block: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "timing")
+    __slots__ = ("token_id", "timing", "logprobs")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     timing: _common_pb2.PrefillTiming
-    def __init__(self, token_id: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ...) -> None: ...
+    logprobs: _common_pb2.Logprobs
+    def __init__(self, token_id: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class ReleaseTransferRequest(_message.Message):
     __slots__ = ("transfer_id", "generation", "incarnation")

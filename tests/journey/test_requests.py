@@ -214,6 +214,27 @@ BAD: list[tuple[str, dict[str, Any], type[TandemError], str]] = [
     ("max_tokens negative", {"max_tokens": -1}, InvalidRequest, "max_tokens"),
     ("max_tokens 0", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
     ("max_tokens huge", {"max_tokens": 2**31 - 1}, InvalidRequest, "max_tokens"),
+    ("repetition penalty 0", {"repetition_penalty": 0.0}, InvalidRequest, "repetition_penalty"),
+    ("repetition penalty negative", {"repetition_penalty": -1.0}, InvalidRequest, "repetition_penalty"),
+    ("repetition penalty over 10", {"repetition_penalty": 10.1}, InvalidRequest, "repetition_penalty"),
+    ("repetition penalty NaN", {"repetition_penalty": math.nan}, InvalidRequest, "repetition_penalty"),
+    ("frequency penalty over 2", {"frequency_penalty": 2.01}, InvalidRequest, "frequency_penalty"),
+    ("frequency penalty NaN", {"frequency_penalty": math.nan}, InvalidRequest, "frequency_penalty"),
+    ("presence penalty under -2", {"presence_penalty": -2.01}, InvalidRequest, "presence_penalty"),
+    ("presence penalty infinite", {"presence_penalty": math.inf}, InvalidRequest, "presence_penalty"),
+    ("301 biases", {"logit_bias": dict.fromkeys(range(301), 1.0)}, InvalidRequest, "logit_bias"),
+    ("100,000 biases", {"logit_bias": dict.fromkeys(range(100_000), 1.0)}, InvalidRequest, "logit_bias"),
+    ("bias outside the vocabulary", {"logit_bias": {5: 1.0, 10**7: 1.0}}, InvalidRequest, "logit_bias[10000000]"),
+    ("bias of a negative id", {"logit_bias": {-1: 1.0}}, InvalidRequest, "logit_bias[-1]"),
+    ("bias over 100", {"logit_bias": {5: 100.5}}, InvalidRequest, "logit_bias[5]"),
+    ("bias huge", {"logit_bias": {5: -1e9}}, InvalidRequest, "logit_bias[5]"),
+    ("bias NaN", {"logit_bias": {5: math.nan}}, InvalidRequest, "logit_bias[5]"),
+    ("min_tokens negative", {"min_tokens": -1}, InvalidRequest, "min_tokens"),
+    ("min_tokens over max_tokens", {"max_tokens": 5, "min_tokens": 6}, InvalidRequest, "min_tokens"),
+    ("min_tokens huge", {"min_tokens": 2**62}, InvalidRequest, "min_tokens"),
+    ("21 logprobs", {"logprobs": 21}, InvalidRequest, "logprobs"),
+    ("a million logprobs", {"logprobs": 10**6}, InvalidRequest, "logprobs"),
+    ("logprobs negative", {"logprobs": -1}, InvalidRequest, "logprobs"),
     ("17 stop ids", {"stop_token_ids": [3] * 17}, InvalidRequest, "stop_token_ids"),
     ("stop id outside", {"stop_token_ids": [10**7]}, InvalidRequest, "stop_token_ids"),
     ("long request id", {"request_id": "x" * 10_000}, InvalidRequest, "request_id"),
@@ -277,6 +298,14 @@ async def test_a_callers_bug_does_not_reach_the_engine(inside: Any, tiny: Path) 
         for tokens, prompt in (([10**6], 1), ([], 0), ([1, 2], 3)):
             request = decode_pb2.DecodeRequest(
                 request_id="r", attempt=1, token_ids=tokens, prompt_tokens=prompt, max_tokens=4
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Decode(request):
+                    pass
+            assert isinstance(from_rpc(caught.value), InvalidRequest)
+        for wrong in ({"logit_bias": {10**6: 1.0}}, {"top_k": 5, "logit_bias": {2**32 - 1: 1.0}}):
+            request = decode_pb2.DecodeRequest(
+                request_id="r", attempt=1, token_ids=[1], prompt_tokens=1, max_tokens=4, sampling=wrong
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in stub.Decode(request):

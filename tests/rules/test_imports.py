@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 MAY_IMPORT: dict[str, set[str]] = {
     "tandem.errors": set(),
     "tandem.v1": {"tandem.v1"},
-    "tandem.cli": {"tandem", "cluster.up"},
+    "tandem.cli": {"tandem", "cluster.up", "planner"},
+    "planner": {"planner", "engine.layout", "tandem.errors"},
     "tandem.demo": {"tandem", "cluster.up"},
     "tandem": {"tandem"},
     "engine": {"engine", "tandem.errors", "tandem.settings"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"cluster", "services.launch", "tandem"},
     "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up", "cluster.valkey", "cluster.lifeline"},
 }
-OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "loadtest")
+OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loadtest")
 
 # Pure Python: the simulator runs them. No tensors, no clock, no sockets.
 PURE = (

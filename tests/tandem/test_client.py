@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem import AsyncClient, Client
+from tandem.answers import TokenLogprob
 from tandem.client import build_request
 from tandem.errors import (
     DeadlineExceeded,
@@ -18,6 +19,7 @@ from tandem.errors import (
     TooLarge,
     WorkerLost,
 )
+from tandem.v1 import common_pb2
 
 
 def leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -211,6 +213,54 @@ async def test_a_gap_is_an_error(client: Any, fake: Any, events: Any, indices: t
         await client.generate("Hi")
 
 
+async def test_logprobs_come_with_their_tokens(client: Any, fake: Any, events: Any) -> None:
+    """Each token has its log probability and alternatives, in pieces and in the completion; None if not asked for."""
+
+    async def script(_: Any) -> Any:
+        first = events.delta(0, [5, 6], "x")
+        first.delta.logprobs.MergeFrom(
+            common_pb2.Logprobs(chosen=[-0.5, -1.0], top_ids=[5, 9, 7, 6], top=[-0.5, -2.0, -0.25, -1.0])
+        )
+        yield first
+        last = events.delta(2, [8], "x")
+        last.delta.logprobs.chosen.append(-3.0)
+        yield last
+        yield events.finished(3)
+
+    assert (await client.generate("Hi")).logprobs is None
+    fake.script = script
+    pieces = [piece async for piece in client.stream("Hi", logprobs=2)]
+    assert pieces[0].logprobs == [TokenLogprob(5, -0.5, {5: -0.5, 9: -2.0}), TokenLogprob(6, -1.0, {7: -0.25, 6: -1.0})]
+    assert pieces[-1].logprobs is None
+    answer = await client.generate("Hi", logprobs=2)
+    assert answer.logprobs == [*pieces[0].logprobs, TokenLogprob(8, -3.0, {})]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chosen": [-1.0]},
+        {"chosen": [-1.0, -2.0], "top_ids": [1], "top": [-1.0]},
+        {"chosen": [-1.0, -2.0], "top_ids": [1, 2], "top": [-1.0]},
+        {"top_ids": [1, 2], "top": [-1.0, -2.0]},
+    ],
+)
+async def test_logprobs_that_do_not_fit_their_tokens_are_an_error(
+    client: Any, fake: Any, events: Any, wrong: dict[str, Any]
+) -> None:
+    """Numbers are never given to another token."""
+
+    async def script(_: Any) -> Any:
+        event = events.delta(0, [5, 6], "x")
+        event.delta.logprobs.MergeFrom(common_pb2.Logprobs(**wrong))
+        yield event
+        yield events.finished(2)
+
+    fake.script = script
+    with pytest.raises(InternalError, match="log probabilities"):
+        await client.generate("Hi", logprobs=1)
+
+
 async def test_a_stream_without_an_end_is_an_error(client: Any, fake: Any, events: Any) -> None:
     """OK without `finished` could be a cut text, so it is not an answer."""
 
@@ -244,6 +294,12 @@ def test_options_reach_the_wire() -> None:
         seed=2**64 - 1,
         ignore_eos=True,
         stop_token_ids=(7, 8),
+        repetition_penalty=1.5,
+        frequency_penalty=-2,
+        presence_penalty=0.5,
+        logit_bias={4: -100, 5: 2.5},
+        min_tokens=6,
+        logprobs=0,
         cache_salt="salt",
         request_id="mine",
     )
@@ -252,8 +308,11 @@ def test_options_reach_the_wire() -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (-1, 0.5, 2**64 - 1)
     assert (sampling.top_p, sampling.top_k, sampling.min_p) == (0.9, 3, 0.1)
     assert (sampling.ignore_eos, list(sampling.stop_token_ids)) == (True, [7, 8])
-    bare = build_request("Hi").sampling
-    assert not any(bare.HasField(name) for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"))
+    penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    assert penalties == (1.5, -2.0, 0.5)
+    assert dict(sampling.logit_bias) == {4: -100.0, 5: 2.5}
+    assert (sampling.min_tokens, sampling.logprobs, sampling.HasField("logprobs")) == (6, 0, True)
+    assert not build_request("Hi").sampling.ListFields()
 
 
 def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
@@ -278,6 +337,11 @@ def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
         ("x", {"max_tokens": 1.5}, "max_tokens"),
         ("x", {"temperature": "hot"}, "temperature"),
         ("x", {"stop_token_ids": [2**63]}, "stop_token_ids"),
+        ("x", {"logit_bias": {2**63: 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": [5]}, "logit_bias"),
+        ("x", {"repetition_penalty": "a"}, "repetition_penalty"),
+        ("x", {"logprobs": 1.5}, "logprobs"),
         ([2**63], {}, "token_ids"),
         (["a"], {}, "token_ids"),
         (5, {}, "token_ids"),

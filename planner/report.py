@@ -1,0 +1,45 @@
+"""The planner's answer as a table for people and as facts for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from planner.capacity import Capacity, Shape
+
+GIB = 2**30
+
+
+def facts(shape: Shape, found: Capacity, *, dtype: str, link: float) -> dict[str, Any]:
+    """`link` in bytes per second."""
+    per_token = shape.kv_bytes_per_token(dtype)
+    return {
+        **asdict(shape),
+        **asdict(found),
+        "dtype": dtype,
+        "kv_bytes_per_token": per_token,
+        "transfer_seconds": {length: length * per_token / link for length in found.concurrency},
+    }
+
+
+def table(shape: Shape, found: Capacity, *, dtype: str, link: float) -> RenderableType:
+    per_token = shape.kv_bytes_per_token(dtype)
+    head = Table.grid(padding=(0, 2))
+    for name, value, why in (
+        ("model", shape.name, f"{shape.parameters / 1e9:.2f} B parameters, {shape.layers} layers"),
+        ("weights", f"{found.weights / GIB:.2f} GiB", f"as {dtype}; {shape.stored_bytes / GIB:.2f} GiB on disk"),
+        ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.layers} layers, {dtype}"),
+        ("KV pool", f"{found.kv / GIB:.2f} GiB", f"{found.blocks:,} blocks, {found.tokens:,} tokens"),
+    ):
+        head.add_row(f"[bold]{name}[/bold]", value, f"[dim]{why}[/dim]")
+    many = Table("context", "sequences at once", f"moves at {link / 1e9:g} GB/s in", title="how many fit")
+    for length, count in found.concurrency.items():
+        many.add_row(f"{length:,}", f"{count:,}", f"{length * per_token / link * 1e3:.1f} ms")
+    longest = Table("sequences at once", "longest context of each", title="how long they may be")
+    for count, length in found.longest.items():
+        limit = "  (the model's limit)" if length == shape.context else ""
+        longest.add_row(f"{count:,}", f"{length:,}{limit}")
+    return Group(head, many, longest)

@@ -1,0 +1,86 @@
+"""The planner's arithmetic equals what the engine measures, for every family."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoints import SHAPES, make_checkpoint
+from engine.model import Model
+from planner.capacity import capacity, read_shape
+from tandem.errors import CheckpointRefused, SettingsError
+
+
+@pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
+def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: str) -> None:
+    """Heads, head sizes and latents are read right: the block is as large as the one that the probe finds."""
+    make_checkpoint(tmp_path, family, dtype="float32")
+    shape = read_shape(tmp_path)
+    model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert shape.block_bytes(16, "float32") == model.block_bytes(16)
+    assert shape.context == model.max_model_len
+    assert shape.stored_bytes == shape.parameters * 4
+
+
+def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:
+    """Llama-3.1-70B: 327,680 bytes per token in bf16, so 1.34 GB at 4,096 tokens."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "hidden_size": 8192,
+        "max_position_embeddings": 131072,
+    }
+    make_checkpoint(tmp_path, "tiny-llama")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert shape.kv_bytes_per_token("bfloat16") == 327_680
+    assert shape.block_bytes(16, "bfloat16") == 16 * 327_680
+    found = capacity(
+        shape,
+        memory=80 * 2**30,
+        utilization=0.9,
+        dtype="bfloat16",
+        block_size=16,
+        contexts=(4096, 131072),
+        concurrencies=(1, 64),
+    )
+    assert found.concurrency[4096] == found.blocks // 256
+    assert found.longest[64] == found.blocks // 64 * 16
+    assert found.longest[1] == 131072
+
+
+def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
+    """One sentence each: weights over the memory, no config, no weights."""
+    with pytest.raises(CheckpointRefused, match=r"config\.json"):
+        read_shape(tmp_path)
+    make_checkpoint(tmp_path, "tiny-llama")
+    with pytest.raises(SettingsError, match="weights"):
+        capacity(
+            read_shape(tmp_path),
+            memory=1000,
+            utilization=0.9,
+            dtype="bfloat16",
+            block_size=16,
+            contexts=(),
+            concurrencies=(),
+        )
+
+
+def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> None:
+    """`tandem plan FOLDER` answers at once."""
+    make_checkpoint(tmp_path, "tiny-llama")
+    tandem = str(Path(sys.executable).parent / "tandem")
+    arguments = [tandem, "plan", str(tmp_path), "--memory", "1"]
+    table = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=True)
+    assert "KV bytes per token" in table.stdout
+    facts = subprocess.run([*arguments, "--json"], capture_output=True, text=True, timeout=30, check=True)
+    assert json.loads(facts.stdout)["kv_bytes_per_token"] > 0
+    code = "import sys, planner.capacity; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
