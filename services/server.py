@@ -6,6 +6,7 @@ a process that dies closes its sockets and is seen at once.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import grpc
@@ -14,13 +15,17 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem.errors import SettingsError
 from tandem.status import ErrorInterceptor
+from tandem.tasks import end
 
-KEEPALIVE_MS = 2_000
+KEEPALIVE_MS = 2_000  # between pings
+PING_TIMEOUT_MS = 4_000  # until a peer that does not answer one is taken for dead
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+FAREWELL_S = 24 * 3600.0  # how long calls may go on over a channel that takes no new ones
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # of every ping: one that measures bandwidth holds up keepalive's
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
@@ -42,7 +47,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+                ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 ("grpc.http2.max_ping_strikes", 0),
@@ -81,17 +87,28 @@ class Channels:
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     def to(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return self._channels[address]
 
-    async def keep_only(self, addresses: set[str]) -> None:
-        """Close channels to addresses that nobody lives at any more."""
+    def keep_only(self, addresses: set[str]) -> None:
+        """Let go of channels to addresses that nobody is known to live at any more.
+
+        Calls under way go on: who left the registry may still be finishing, or it is the registry that forgot. They
+        end with their deadline, or when keepalive finds nobody there.
+        """
         for address in list(self._channels):
             if address not in addresses:
-                await self._channels.pop(address).close()
+                task = asyncio.create_task(self._channels.pop(address).close(FAREWELL_S), name=f"leave {address}")
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        await self.keep_only(set())
+        """Ends what is left."""
+        for task in list(self._leaving):
+            await end(task)
+        for address in list(self._channels):
+            await self._channels.pop(address).close()

@@ -92,8 +92,8 @@ class Worker:
             return
         self._stopped = True
         await self.drain(grace_s)
-        await self._heartbeat.stop()
         await self.grpc.stop(0.5)
+        await self._heartbeat.stop()  # after the calls: while they run, this worker is to be seen, as draining
         await self.close()
         self.loop.stop()
         await asyncio.to_thread(self.transport.close)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -103,6 +103,32 @@ def from_rpc(error: grpc.RpcError) -> TandemError:
     return cls(message, **found)
 
 
+@contextmanager
+def calling(peer: str) -> Iterator[None]:
+    """Around calls to `peer`: whatever ends them is raised as an error of ours, WorkerLost when the peer went away.
+
+    A call can also be cancelled without anybody's wish: by a server that ends, or by a channel that closes. On this
+    side asyncio then raises CancelledError in a task that nobody cancelled, and a task that lets it pass ends without
+    a word. It is taken for what it is, a lost peer; a cancellation that is meant passes.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.CANCELLED:
+            raise WorkerLost(f"{peer} cancelled the call") from error
+        raise from_rpc(error) from error
+    except asyncio.CancelledError as error:
+        if _meant():
+            raise
+        raise WorkerLost(f"the connection to {peer} was closed") from error
+
+
+def _meant() -> bool:
+    """Whether a CancelledError was asked for by whoever runs this task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
     """End the call with this error."""
     status = rpc_status.to_status(to_status(error))
@@ -135,12 +161,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
+class _Stray(Exception):
+    """A cancellation that nobody asked for reached the end of a handler: without an answer its caller would wait."""
+
+
 def _guard_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return await inner(request, context)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError as error:
+            if _meant():
+                raise
+            await abort(context, known(_Stray(error), method))
         except Exception as error:
             await abort(context, known(error, method))
 
@@ -155,8 +189,12 @@ def _guard_stream(inner: Callable[..., AsyncGenerator[Any, None]], method: str) 
             async with aclosing(inner(request, context)) as messages:
                 async for message in messages:
                     await context.write(message)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError as error:
+            if _meant():
+                raise
+            await abort(context, known(_Stray(error), method))
         except Exception as error:
             await abort(context, known(error, method))
 
@@ -189,4 +227,4 @@ def _text(error: TandemError, name: str) -> dict[str, str]:
     return {name: value} if value else {}
 
 
-__all__ = ["Cancelled", "ErrorInterceptor", "abort", "from_rpc", "known", "to_status"]
+__all__ = ["Cancelled", "ErrorInterceptor", "abort", "calling", "from_rpc", "known", "to_status"]

@@ -39,7 +39,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.settings import Settings
-from tandem.status import known
+from tandem.status import calling
 from tandem.tasks import end
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 
@@ -117,37 +117,38 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise _from_below(error, where.worker_id) from error
         call = source.stub.Prefill(self._prefill_request(request, sequence, source.peer), timeout=remaining)
         try:
-            async for event in call:
-                if event.HasField("opened"):
-                    pull = self._open_pull(source.peer, event.opened, sequence)
-                elif event.HasField("first_token"):
-                    first, first_at = event.first_token, monotonic()
-                    yield _first_token(first, sequence, started, reserved, first_at)
-                    handover.finish = _ends_at_once(sequence, first.token_id)
-                    if handover.finish is not None:
-                        return  # nobody needs the KV; leaving ends the stream and with it the lease
-                else:
-                    if pull is None:
-                        raise InternalError(f"{where.worker_id} announced blocks before it opened a transfer")
-                    await pull.add(ready_from(event.ready))
-                    if event.ready.last:
-                        break
-            if pull is None or first is None:
-                raise Unavailable(f"{where.worker_id} ended the prefill stream early", reason="PREFILL_LOST")
-            stats = await pull.finish()
-            await source.stub.ReleaseTransfer(
-                prefill_pb2.ReleaseTransferRequest(
-                    transfer_id=pull.ticket.transfer_id,
-                    generation=pull.ticket.generation,
-                    incarnation=pull.ticket.incarnation,
-                ),
-                timeout=self._worker.settings.transfer_timeout_s,
-            )
-            # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
-            handover.watch = await self._worker.loop.join(sequence, first.token_id)
-            handover.report = _report(stats, exposed=monotonic() - first_at)
-        except (grpc.RpcError, TandemError) as error:
-            raise _from_below(known(error, "prefill"), where.worker_id) from error
+            with calling(where.worker_id):
+                async for event in call:
+                    if event.HasField("opened"):
+                        pull = self._open_pull(source.peer, event.opened, sequence)
+                    elif event.HasField("first_token"):
+                        first, first_at = event.first_token, monotonic()
+                        yield _first_token(first, sequence, started, reserved, first_at)
+                        handover.finish = _ends_at_once(sequence, first.token_id)
+                        if handover.finish is not None:
+                            return  # nobody needs the KV; leaving ends the stream and with it the lease
+                    else:
+                        if pull is None:
+                            raise InternalError(f"{where.worker_id} announced blocks before it opened a transfer")
+                        await pull.add(ready_from(event.ready))
+                        if event.ready.last:
+                            break
+                if pull is None or first is None:
+                    raise Unavailable(f"{where.worker_id} ended the prefill stream early", reason="PREFILL_LOST")
+                stats = await pull.finish()
+                await source.stub.ReleaseTransfer(
+                    prefill_pb2.ReleaseTransferRequest(
+                        transfer_id=pull.ticket.transfer_id,
+                        generation=pull.ticket.generation,
+                        incarnation=pull.ticket.incarnation,
+                    ),
+                    timeout=self._worker.settings.transfer_timeout_s,
+                )
+                # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
+                handover.watch = await self._worker.loop.join(sequence, first.token_id)
+                handover.report = _report(stats, exposed=monotonic() - first_at)
+        except TandemError as error:
+            raise _from_below(error, where.worker_id) from error
         finally:
             call.cancel()
             if pull is not None:

@@ -14,7 +14,7 @@ from services.convert import peer_from
 from services.server import Channels
 from services.view import ClusterView
 from tandem.errors import IncompatibleLayout, StaleTransfer, TandemError
-from tandem.status import known
+from tandem.status import calling, known
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,8 @@ class Sources:
         task = self._connecting.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._connecting[key] = asyncio.create_task(self._connect(worker_id, incarnation, address))
-        return await asyncio.shield(task)  # a cancelled request must not cancel everybody's connection
+        with calling(worker_id):  # the connection may be given up while it is made: the source is gone
+            return await asyncio.shield(task)  # a cancelled request must not cancel everybody's connection
 
     async def follow(self, view: ClusterView) -> None:
         """Keep up with the registry, until cancelled."""
@@ -60,7 +61,7 @@ class Sources:
                     task = asyncio.create_task(self._warm(record.worker_id, record.incarnation, record.address))
                     self._background.add(task)
                     task.add_done_callback(self._background.discard)
-            await self._channels.keep_only({record.address for record in living})
+            self._channels.keep_only({record.address for record in living})
 
     async def _warm(self, worker_id: str, incarnation: str, address: str) -> None:
         try:
@@ -71,9 +72,10 @@ class Sources:
     async def _connect(self, worker_id: str, incarnation: str, address: str) -> Source:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address))
         try:
-            answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
-                prefill_pb2.GetPeerRequest(), timeout=CONNECT_TIMEOUT_S
-            )
+            with calling(worker_id):
+                answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
+                    prefill_pb2.GetPeerRequest(), timeout=CONNECT_TIMEOUT_S
+                )
             peer = peer_from(answer.peer)
             if (peer.worker_id, peer.incarnation) != (worker_id, incarnation):
                 raise StaleTransfer(

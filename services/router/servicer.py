@@ -41,7 +41,7 @@ from tandem.errors import (
     WorkerLost,
 )
 from tandem.settings import Settings
-from tandem.status import from_rpc
+from tandem.status import calling
 from tandem.tasks import end
 from tandem.v1 import (
     admin_pb2_grpc,
@@ -129,27 +129,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account.dispatched()
         request = _decode_request(job, placement, account.attempts)
         call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
+        worker = placement.decode.worker_id
         try:
-            async for event in call:
-                if event.HasField("tokens"):
-                    if event.tokens.position != len(job.tokens):
-                        raise InternalError(
-                            f"{placement.decode.worker_id} sent position {event.tokens.position},"
-                            f" expected {len(job.tokens)}; the stream was stopped to keep it exact"
-                        )
-                    job.tokens.extend(event.tokens.token_ids)
-                    if event.tokens.HasField("first"):
-                        account.first_token(event.tokens.first)
-                    yield event.tokens
-                elif event.HasField("ended"):
-                    account.ended(event.ended)
-                    return
-            raise WorkerLost(f"{placement.decode.worker_id} ended the stream early")
-        except grpc.RpcError as error:
-            known = from_rpc(error)
-            if isinstance(known, WorkerLost) and known.reason == WorkerLost.default_reason:
-                raise WorkerLost(f"{placement.decode.worker_id}: {known.message}", reason="DECODE_LOST") from error
-            raise known from error
+            with calling(worker):
+                async for event in call:
+                    if event.HasField("tokens"):
+                        if event.tokens.position != len(job.tokens):
+                            raise InternalError(
+                                f"{worker} sent position {event.tokens.position}, expected {len(job.tokens)};"
+                                " the stream was stopped to keep it exact"
+                            )
+                        job.tokens.extend(event.tokens.token_ids)
+                        if event.tokens.HasField("first"):
+                            account.first_token(event.tokens.first)
+                        yield event.tokens
+                    elif event.HasField("ended"):
+                        account.ended(event.ended)
+                        return
+            raise WorkerLost(f"{worker} ended the stream early")
+        except WorkerLost as error:
+            raise WorkerLost(f"{worker}: {error.message}", reason="DECODE_LOST") from error
         finally:
             call.cancel()
 
@@ -283,7 +282,7 @@ class Router:
         """Connect to workers before a request needs them, and hang up on those that are gone."""
         async for workers in self.view.updates():
             addresses = {record.address for record in workers.values() if record.role != "router"}
-            await self.channels.keep_only(addresses)
+            self.channels.keep_only(addresses)
             for address in addresses:
                 self.channels.to(address).get_state(try_to_connect=True)
 

@@ -1,8 +1,10 @@
-"""Workers die by SIGKILL in the middle of sixteen streams; every stream goes on with exactly its own tokens."""
+"""Workers die, freeze or are sent away in the middle of sixteen streams; every stream goes on with its own tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,21 @@ def ids(pieces: list[Any]) -> list[int]:
     return [token for piece in pieces for token in piece.token_ids]
 
 
-async def disturbed(cluster: LocalCluster, prompts: list[list[int]], victim: str, when: Any) -> list[list[Any]]:
-    """Run all streams, kill the victim once `when` holds, start it again as the supervisor would."""
-    client = AsyncClient(cluster.target)
-    pieces: list[list[Any]] = [[] for _ in prompts]
-    running = asyncio.create_task(run_all(client, prompts, pieces))
+async def until(when: Any, pieces: list[list[Any]], running: asyncio.Task[None]) -> None:
     async with asyncio.timeout(60):
         while not when(pieces):
             await asyncio.sleep(0.002)
             if running.done():
                 running.result()
-                raise AssertionError("all streams ended before the kill: the fault did not fire")
+                raise AssertionError("all streams ended before the fault: it did not fire")
+
+
+async def disturbed(cluster: LocalCluster, prompts: list[list[int]], victim: str, when: Any) -> list[list[Any]]:
+    """Run all streams, kill the victim once `when` holds, start it again as the supervisor would."""
+    client = AsyncClient(cluster.target)
+    pieces: list[list[Any]] = [[] for _ in prompts]
+    running = asyncio.create_task(run_all(client, prompts, pieces))
+    await until(when, pieces, running)
     await asyncio.to_thread(cluster.kill, victim)
     await asyncio.to_thread(cluster.start_worker, victim)
     await running
@@ -97,3 +103,32 @@ async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
         assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit prompts in prefill"
         assert any(receipt.attempts == 1 for receipt in receipts), "streams past prefill must not notice"
         cluster.wait_balanced()
+
+
+@pytest.mark.parametrize("gone", ["drained", "frozen"])
+async def test_the_decode_worker_leaves_mid_stream(tiny: Path, gone: str) -> None:
+    """Cut off by a drain whose grace is over, or frozen: its streams go on elsewhere within seconds, none waits for
+    its deadline."""
+    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
+    with LocalCluster(tiny, decode=2, block_size=8, kv_blocks=2048, dtype="float32") as cluster:
+        expected = await undisturbed(cluster, prompts)
+        client = AsyncClient(cluster.target)
+        pieces: list[list[Any]] = [[] for _ in prompts]
+        running = asyncio.create_task(run_all(client, prompts, pieces))
+        await until(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
+        victim, start = cluster.processes["decode-0"], time.monotonic()
+        if gone == "drained":
+            drained = await client.drain("decode-0", grace=0.01)
+            assert drained.cut > 0
+            assert await asyncio.to_thread(victim.popen.wait, 20) == 0
+        else:
+            victim.signal(signal.SIGSTOP)
+        await running
+        assert time.monotonic() - start < 30  # a frozen one is found out by keepalive, after 4 to 6 seconds
+        await client.close()
+        assert [ids(one) for one in pieces] == expected
+        moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]
+        assert moved
+        assert all("decode-0" in receipt.notes[0] for receipt in moved)
+        victim.kill()
+        cluster.wait_until(lambda: not cluster.audit_faults(), "balanced", explain=cluster.audit_faults)
