@@ -75,6 +75,7 @@ async def test_a_server_that_ends_is_a_lost_peer(server: tuple[grpc.aio.Server, 
 
 
 async def test_a_cancellation_that_is_meant_passes(server: tuple[grpc.aio.Server, str]) -> None:
+    """A task that its owner cancels ends cancelled."""
     channel, task = await watching(server[1], calling("decode-0"))
     task.cancel()
     await asyncio.wait({task}, timeout=10)
