@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from time import perf_counter
 
 import psutil
 import torch
 
 from engine.engine import Engine
 from engine.model import Model
+from engine.pace import Pace
 from engine.step import Batch
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
+CALIBRATION_TOKENS = 256
 
 
 def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
@@ -35,13 +38,36 @@ def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
         progress=say,
     )
     blocks = settings.kv_blocks or _measured_blocks(model, settings, say)
+    pace = _calibrate(model, settings)
+    say(f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream")
     return Engine(
         model,
         num_blocks=blocks,
         block_size=settings.block_size,
         token_budget=settings.max_num_batched_tokens,
         max_running=settings.max_num_seqs,
+        stretch=settings.stream_stretch,
+        pace=pace,
     )
+
+
+def _calibrate(model: Model, settings: Settings) -> Pace:
+    """Times a prompt and a step of one stream, each the second time: the first warms up."""
+    length = min(model.max_model_len - 1, settings.max_num_batched_tokens, CALIBRATION_TOKENS)
+    blocks = -(-(length + 1) // settings.block_size)
+    pages = model.allocate(blocks, settings.block_size)
+    table = [list(range(blocks))]
+
+    def seconds(first: int, count: int) -> float:
+        positions = list(range(first, first + count))
+        tokens = [position % model.vocab_size for position in positions]
+        batch = Batch(tokens, positions, [count], [first + count], table, logits_at=[count - 1])
+        model.forward(pages, batch)
+        start = perf_counter()
+        model.forward(pages, batch).cpu()  # on a GPU: waits for it
+        return perf_counter() - start
+
+    return Pace(step_s=seconds(length, 1), prompt_rate=length / seconds(0, length))
 
 
 def _device(settings: Settings) -> torch.device:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from engine.blocks import BlockPool
 from engine.model import Model
+from engine.pace import Pace
 from engine.pages import Pages
 from engine.sampling import Logprob, choose
 from engine.scheduler import Chunk, Scheduler
@@ -38,13 +39,27 @@ class Progress(NamedTuple):
 
 
 class Engine:
-    def __init__(self, model: Model, *, num_blocks: int, block_size: int, token_budget: int, max_running: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        token_budget: int,
+        max_running: int,
+        stretch: float | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound."""
         self.model = model
+        self.pace = pace or Pace()
+        self.stretch = stretch
         self.pool = BlockPool(num_blocks, block_size)
         self.pages: Pages = model.allocate(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = 0
+        self.streams = self.prompt_tokens = 0  # in the last step
 
     # ---- life of a sequence
 
@@ -98,9 +113,11 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One packed forward over whatever is most useful now. Empty when nothing could run."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.pace.prompt_tokens_within(self.stretch) if self.stretch else None)
         if not plan:
             return []
+        self.streams = sum(chunk.tokens == 1 for chunk in plan)
+        self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
         ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
         choices = iter(choose(logits, ready))

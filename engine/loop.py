@@ -173,8 +173,11 @@ class EngineLoop:
         if self.engine.scheduler.has_work:
             started = monotonic()
             progress = self.engine.step()
+            ended = monotonic()
             self._stuck = not progress
-            self._deliver(progress, started, monotonic())
+            if progress:
+                self.engine.pace.learn(self.engine.prompt_tokens, self.engine.streams, ended - started)
+            self._deliver(progress, started, ended)
         return True
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:

@@ -4,8 +4,8 @@
                ▲                                      │
                └────────── preempted (blocks dropped, tokens kept) ◀──┘
 
-One budget of tokens for each step. Sequences that need one token (decode) come first, so that a long prompt never
-stalls a stream; the rest of the budget goes to prompts, oldest first, in chunks.
+One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
+prompts, oldest first, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def plan(self) -> list[Chunk]:
-        """The next step. Admits and preempts as room allows; every chunk returned has its blocks."""
-        budget = self.token_budget
+    def plan(self, beside_streams: int | None = None) -> list[Chunk]:
+        """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
+
+        `beside_streams`: prompt tokens at most in a step in which streams advance too.
+        """
         plan: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda s: s.todo > 1):  # stable: arrival order within each kind
-            if budget == 0:
-                break
-            if sequence not in self.running:  # preempted by one before it
-                continue
-            count = min(sequence.todo, budget)
-            if self._make_room(sequence, count, plan):
-                plan.append(Chunk(sequence, count))
-                budget -= count
+        streams = [sequence for sequence in self.running if sequence.todo == 1]
+        prompts = [sequence for sequence in self.running if sequence.todo > 1]
+        budget = self._advance(streams, self.token_budget, plan)
+        if plan and beside_streams is not None:
+            budget = min(budget, beside_streams)
+        budget = self._advance(prompts, budget, plan)
         while budget and self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
@@ -73,6 +72,19 @@ class Scheduler:
             plan.append(Chunk(sequence, count))
             budget -= count
         return plan
+
+    def _advance(self, sequences: list[Sequence], budget: int, plan: list[Chunk]) -> int:
+        """Adds a chunk of each to the plan, in order, as far as the budget goes; returns what is left of it."""
+        for sequence in sequences:
+            if budget == 0:
+                break
+            if sequence not in self.running:  # preempted by one before it
+                continue
+            count = min(sequence.todo, budget)
+            if self._make_room(sequence, count, plan):
+                plan.append(Chunk(sequence, count))
+                budget -= count
+        return budget
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""

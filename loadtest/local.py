@@ -86,7 +86,14 @@ class Local:
 
     def __init__(self, **settings: object) -> None:
         """`settings` of all processes; None leaves one at its default."""
-        self._settings = {"threads": 1, "device": "cpu", "port": 0, "drain_grace_s": 0, **settings}
+        self._settings = {
+            "threads": 1,
+            "device": "cpu",
+            "port": 0,
+            "drain_grace_s": 0,
+            "local_prefill": "never",
+            **settings,
+        }
         self._stack = ExitStack()
         self._processes: dict[str, Process] = {}
         self._address: dict[str, str] = {}

@@ -148,6 +148,8 @@ class Worker:
             max_running=scheduler.max_running,
             blocks_total=pool.total,
             blocks_held=pool.held,
+            step_s=self.engine.pace.step_s,
+            prompt_rate=self.engine.pace.prompt_rate,
         )
 
     def ref(self) -> common_pb2.WorkerRef:

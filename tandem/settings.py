@@ -52,6 +52,11 @@ class Settings(BaseSettings):
     """Sequences that one worker has in progress at most."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 512
     """Token budget of one step; prompts longer than this are computed in chunks."""
+    stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] = 3.0
+    """Where prompts are computed on a worker that also decodes: how many times as long they may make a step."""
+    local_prefill: Literal["measured", "never"] = "measured"
+    """measured: the decode worker computes a prompt where that costs everybody together less time than waiting for a
+    prefill worker. never: only where there is no prefill worker."""
     memory_utilization: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
     """Share of the memory that is free after loading and a profiling step that one worker may use for KV.
     Absent: 0.9 on CUDA, 0.15 on CPU, where workers share the host."""

@@ -78,7 +78,9 @@ class LocalCluster:
     """Valkey, a router, and workers by name; `kill` and `start_worker` as the test pleases."""
 
     def __init__(self, model: Path | str, *, prefill: int = 1, decode: int = 1, **settings: object) -> None:
-        self._settings = {"model": str(model), "threads": 1, "kv_blocks": 512, "device": "cpu", **settings}
+        # Prompts go to prefill workers, always: a test of the seam must cross it.
+        fixed = {"threads": 1, "kv_blocks": 512, "device": "cpu", "local_prefill": "never"}
+        self._settings = {"model": str(model), **fixed, **settings}
         self._folder = tempfile.TemporaryDirectory(prefix="tdm-")
         self._valkey = EmbeddedValkey(Path(self._folder.name))
         self.processes: dict[str, Process] = {}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from cluster.registry import State, WorkerRecord
-from services.router.policy import Candidate, Placement, place
+from services.router.policy import Candidate, Placement, Rules, place
 from services.view import ClusterView
 from tandem.errors import Busy, NoWorker
 
@@ -33,11 +33,15 @@ class _Since:
     blocks: int = 0
     full: bool = False
     suspect_until: float = 0.0
+    # Placements without a first token, by id():
+    prompts: dict[int, int] = field(default_factory=dict)  # the prompt tokens to be computed there
+    awaited: set[int] = field(default_factory=set)  # those that will decode there
 
 
 class Placer:
-    def __init__(self, view: ClusterView, queue_timeout_s: float) -> None:
+    def __init__(self, view: ClusterView, queue_timeout_s: float, rules: Rules) -> None:
         self._view = view
+        self._rules = rules
         self._queue_timeout_s = queue_timeout_s
         self._since: dict[str, _Since] = {}
         self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first placed
@@ -54,13 +58,21 @@ class Placer:
         self._count(placement.decode, +1, blocks)
         if placement.prefill:
             self._count(placement.prefill, +1, blocks)
+        self._of(placement.prefill or placement.decode).prompts[id(placement)] = tokens
+        self._of(placement.decode).awaited.add(id(placement))
         try:
             yield placement
         finally:
+            self.prefilled(placement)
             self._count(placement.decode, -1, -blocks)
             if placement.prefill:
                 self._count(placement.prefill, -1, -blocks)
             await self._view.nudge()
+
+    def prefilled(self, placement: Placement) -> None:
+        """Its first token has come: the prompt is nobody's backlog any more. Safe to call twice."""
+        self._of(placement.prefill or placement.decode).prompts.pop(id(placement), None)
+        self._of(placement.decode).awaited.discard(id(placement))
 
     def said_no(self, worker: Candidate) -> None:
         """It had no room after all: leave it alone until its next beat, or until something of ours ends there."""
@@ -75,7 +87,7 @@ class Placer:
             async with asyncio.timeout(timeout_s), self._turn:
                 while True:
                     version = self._view.version
-                    found = place(self._candidates("decode"), self._candidates("prefill"), tokens, ahead)
+                    found = place(self._candidates("decode"), self._candidates("prefill"), tokens, ahead, self._rules)
                     if found:
                         return found
                     await self._view.newer_than(version)
@@ -110,6 +122,9 @@ class Placer:
             free_blocks=record.blocks_total - record.blocks_held - since.blocks,
             block_size=record.block_size,
             max_model_len=record.max_model_len,
+            streams=max(0, record.running + since.running - len(since.awaited)),
+            backlog=sum(since.prompts.values()),
+            prompt_rate=record.prompt_rate,
             usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,
         )
 

@@ -1,6 +1,12 @@
 """Where a request goes. Pure functions over a snapshot: no clock, no sockets; the simulator runs this file.
 
-Decode worker first: it must have room now, or nothing starts. Then the prefill worker that can hand over to it.
+Decode worker first: it must have room now, or nothing starts. Then the prefill worker that can hand over to it and has
+the least to do before this prompt. Then whether that is worth it: the decode worker computes the prompt itself where
+that costs everybody together clearly less time. Costs are seconds, from what the workers measured of themselves.
+
+    there   (prompt tokens before this one + its own) / the prefill worker's rate
+    here    the same on the decode worker, which also goes on with its streams
+            + what its streams lose: each of them waits for this prompt's tokens
 """
 
 from __future__ import annotations
@@ -22,6 +28,9 @@ class Candidate:
     free_blocks: int  # blocks that can be had, this router's newest requests subtracted
     block_size: int
     max_model_len: int
+    streams: int = 0  # of `running`, those that have their first token
+    backlog: int = 0  # prompt tokens sent there that have not led to a first token yet
+    prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
 
 
@@ -32,11 +41,25 @@ class Placement:
     why_local: str = ""
 
 
-def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int) -> Placement | None:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that matter here."""
+
+    weigh: bool = True  # whether the decode worker may compute a prompt although a prefill worker could
+    stretch: float = 3.0  # how many times as long prompts may make a step of its streams
+
+
+# The decode worker must be this much better: estimates err, and what it computes it cannot hand to anybody.
+CLEARLY = 0.8
+
+
+def place(
+    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int, rules: Rules
+) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
-    The least loaded decode worker with room, by share of its places, then by free blocks. The prefill worker with the
-    fewest prompts before this one, among those whose blocks mean the same.
+    The least loaded decode worker with room, by share of its places, then by free blocks. Among the prefill workers
+    whose blocks mean the same, the one that would begin soonest.
     """
     roomy = [
         one
@@ -51,8 +74,9 @@ def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: i
     decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, one.worker_id))
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     if able:
-        prefill = min(able, key=lambda one: (one.running, -one.free_blocks, one.worker_id))
-        return Placement(decode, prefill)
+        prefill = min(able, key=lambda one: (_wait(one), one.running, -one.free_blocks, one.worker_id))
+        why = _why_here(decode, prefill, tokens, rules) if rules.weigh else ""
+        return Placement(decode, None if why else prefill, why)
     if not prefills:
         why = "there is no prefill worker"
     elif not any(one.usable for one in prefills):
@@ -60,3 +84,29 @@ def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: i
     else:
         why = f"no prefill worker has the KV layout of {decode.worker_id}"
     return Placement(decode, None, why)
+
+
+def _wait(prefill: Candidate) -> float:
+    """Seconds until it would begin with a prompt; the tokens alone where its rate is not known."""
+    return prefill.backlog / (prefill.prompt_rate or 1.0)
+
+
+def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules) -> str:
+    """The reason for computing the prompt on the decode worker, in words; empty when there is none."""
+    if not decode.prompt_rate or not prefill.prompt_rate:
+        return ""
+    there = (prefill.backlog + tokens) / prefill.prompt_rate
+    here = cost_here(decode, tokens, rules.stretch)
+    if here >= CLEARLY * there:
+        return ""
+    return (
+        f"an estimated cost of {here:.2f} s here, {decode.streams} streams beside it,"
+        f" against {there:.2f} s on {prefill.worker_id}"
+    )
+
+
+def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:
+    """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it."""
+    computing = tokens / decode.prompt_rate
+    share = (stretch - 1.0) / stretch if decode.streams and stretch > 1.0 else 1.0  # of the time goes to prompts
+    return (decode.backlog / decode.prompt_rate + computing) / share + decode.streams * computing

@@ -23,7 +23,7 @@ from services.router.admin import AdminServicer
 from services.router.admit import Job, ModelFacts, admit
 from services.router.checkpoint import local_folder
 from services.router.placer import Placer
-from services.router.policy import Placement
+from services.router.policy import Placement, Rules
 from services.router.receipt import Account
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -61,7 +61,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._view = view
         self._text = text
         self._channels = channels
-        self._placer = Placer(view, settings.queue_timeout_s)
+        rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stream_stretch)
+        self._placer = Placer(view, settings.queue_timeout_s, rules)
         self._model: ModelFacts | None = None
 
     async def Generate(
@@ -142,6 +143,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         job.tokens.extend(event.tokens.token_ids)
                         if event.tokens.HasField("first"):
                             account.first_token(event.tokens.first)
+                            self._placer.prefilled(placement)
                         yield event.tokens
                     elif event.HasField("ended"):
                         account.ended(event.ended)

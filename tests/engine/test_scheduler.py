@@ -42,6 +42,21 @@ def test_a_stream_advances_in_every_step_while_a_long_prompt_is_chunked() -> Non
     ]
 
 
+def test_prompts_beside_streams_get_a_smaller_budget() -> None:
+    """It holds for all prompts of the step together, running or new, and only while streams advance."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
+    scheduler.add(sequence("a", 10, first=10))
+    assert [(chunk.sequence.id, chunk.tokens) for chunk in scheduler.plan(beside_streams=4)] == [("a", 10)]
+    scheduler.add(stream := sequence("stream", 2))
+    stream.done = 1
+    scheduler.running.append(scheduler.waiting.pop())
+    scheduler.pool.take("stream", [], 2)
+    scheduler.running[0].done = 7
+    scheduler.add(sequence("b", 10, first=50))
+    plan = scheduler.plan(beside_streams=4)
+    assert [(chunk.sequence.id, chunk.tokens) for chunk in plan] == [("stream", 1), ("a", 3), ("b", 1)]
+
+
 def test_prompts_are_packed_into_one_step() -> None:
     """Several short prompts share a step."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=16, max_running=4)

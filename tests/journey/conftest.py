@@ -100,6 +100,7 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
             "transport": "inprocess",
             "heartbeat_s": 0.1,
             "heartbeat_ttl_s": 2.0,
+            "local_prefill": "never",  # a test of the seam must cross it
             **settings,
         }
         if wrap:

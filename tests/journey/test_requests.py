@@ -104,6 +104,20 @@ async def test_without_a_prefill_worker_the_decode_worker_prefills_and_the_recei
         assert "there is no prefill worker" in done.receipt.notes[0]
 
 
+async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside: Any, tiny: Path) -> None:
+    """A burst of long prompts uses both workers, each receipt says why, and the tokens are those of the oracle."""
+    prompts = oracle.prompts(tiny, [180] * 8)
+    async with inside(local_prefill="measured", kv_blocks=512) as cluster:
+        done = await asyncio.gather(
+            *(cluster.client.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True) for prompt in prompts)
+        )
+        paths = [one.receipt.path for one in done]
+        assert paths.count("local") >= 1, paths
+        assert paths.count("disaggregated") >= 1, paths
+        assert all("estimated cost" in one.receipt.notes[-1] for one in done if one.receipt.path == "local")
+        assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, 4) for prompt in prompts]
+
+
 async def test_room_is_reserved_before_prefill_starts(inside: Any, tiny: Path) -> None:
     """While the decode worker is full nothing is prefilled; the request waits in the router and then runs."""
     go = asyncio.Event()

@@ -39,7 +39,7 @@ OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loa
 
 # Pure Python: the simulator runs them. No tensors, no clock, no sockets.
 PURE = (
-    *("engine/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/hashing.py"),
+    *("engine/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/hashing.py", "engine/pace.py"),
     "services/router/policy.py",
 )
 IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "random", "os", "numpy"}
