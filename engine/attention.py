@@ -13,7 +13,7 @@ masked, so that neither a stranger's old KV nor a NaN in a recycled block can re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,9 +79,7 @@ def attend(
     """
     if step.compiled and expand is None and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, step, facts, sinks)
-    outs = [
-        attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach, "all")
-    ]
+    outs = [attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach)]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
     return packed if order is None else packed[order]
@@ -95,38 +93,32 @@ def attend_compiled(
     facts: CallFacts,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same with single tokens attended in place; a token's result does not depend on the others in the batch."""
+    """The same over the pages as they lie. A token's result has the same bits whatever else is in the step, however
+    its prompt was cut into chunks, and whether it was a chunk's or a single one."""
     out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
-    singles = single_queries(step, facts.reach)
-    if singles is not None:
-        logits = sinks.float() if sinks is not None else None
-        torch.ops.tandem.attend.default(out, query, k_pages, v_pages, *singles, facts.scaling, facts.softcap, logits)
-    for plan in plans(step, facts.reach, "chunks"):
-        out[plan.rows.flatten()] = attend_plan(query, k_pages, v_pages, plan, facts, sinks, None)
+    logits = sinks.float() if sinks is not None else None
+    seen = what_is_seen(step, facts.reach)
+    torch.ops.tandem.attend.default(out, query, k_pages, v_pages, *seen, facts.scaling, facts.softcap, logits)
     return out
 
 
-def single_queries(step: Step, reach: Reach) -> tuple[torch.Tensor, ...] | None:
-    """Sequences that add one token, None without any: the packed `rows` [n], the `blocks` [n, width] that hold what
-    they see, how many tokens of those to `skip` [n], and the `length` [n] of what they see."""
-    key = ("singles", reach)
+def what_is_seen(step: Step, reach: Reach) -> tuple[torch.Tensor, ...]:
+    """For each sequence its first packed row, its number of rows, and the `blocks` [sequences, width] that hold what
+    they see; for each row `first` and `end` [total] of what it sees, counted from the start of those blocks."""
+    key = ("seen", reach)
     if key not in step.plans:
         batch, size = step.batch, step.pages.block_size
-        singles = [index for index, queries in enumerate(batch.query_lens) if queries == 1]
-        contexts = [batch.context_lens[index] for index in singles]
-        firsts = [first_visible(reach, context - 1) for context in contexts]
-        spans = list(zip(firsts, contexts, strict=True))
-        count = max((-(-context // size) - first // size for first, context in spans), default=0)
-        blocks = context_blocks([batch.block_tables[index] for index in singles], firsts, contexts, count, size)
-        rows = [step.cu_seq_q_host[index] for index in singles]
-        columns: list[list[Any]] = [
-            rows,
-            blocks,
-            [first % size for first in firsts],
-            [end - first for first, end in spans],
-        ]
-        step.plans[key] = tuple(map(step.tensor, columns)) if singles else None
-    found: tuple[torch.Tensor, ...] | None = step.plans[key]
+        contexts, queries = batch.context_lens, batch.query_lens
+        positions = step.position_ids[0]  # [total]
+        firsts = [first_visible(reach, context - query) for context, query in zip(contexts, queries, strict=True)]
+        count = max(-(-context // size) - first // size for context, first in zip(contexts, firsts, strict=True))
+        blocks = context_blocks(batch.block_tables, firsts, contexts, count, size)
+        repeats = step.tensor(queries)
+        base = torch.repeat_interleave(step.tensor([first // size * size for first in firsts]), repeats)  # [total]
+        first = torch.as_tensor(first_visible(reach, positions)).expand_as(positions) - base
+        starts = step.tensor(step.cu_seq_q_host[:-1])
+        step.plans[key] = (starts, repeats, step.tensor(blocks), first.contiguous(), positions + 1 - base)
+    found: tuple[torch.Tensor, ...] = step.plans[key]
     return found
 
 
@@ -162,13 +154,11 @@ class Plan:
     scratch: dict[Any, torch.Tensor]  # gathered K and V, overwritten by each attention call: saves page faults
 
 
-def plans(step: Step, reach: Reach, of: Literal["all", "chunks"]) -> list[Plan]:
-    """The step's plans for one reach, of all sequences or of the chunks only; worked out at the first call."""
-    key = (of, reach)
-    if key not in step.plans:
-        groups = [group for group in grouped(step) if of == "all" or step.batch.query_lens[group[0]] > 1]
-        step.plans[key] = [plan(step, reach, group) for group in groups]
-    found: list[Plan] = step.plans[key]
+def plans(step: Step, reach: Reach) -> list[Plan]:
+    """The step's plans for one reach; worked out at the first call."""
+    if reach not in step.plans:
+        step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
+    found: list[Plan] = step.plans[reach]
     return found
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FP32_THRESHOLD = 1e-3
 COPY_LIMIT = 4 << 30  # bytes of a temporary float32 copy of the weights
-NOISE_FACTOR, NOISE_FLOOR, NOISE_CEILING = 2.0, 0.05, 0.5  # thresholds in 16 bits
+NOISE_FACTOR, NOISE_FLOOR, NOISE_CEILING = 2.0, 0.05, 0.8  # thresholds in 16 bits
 BLOCK_SIZE, CHUNK, SINGLE_STEPS = 4, 13, 3  # tokens, tokens, steps
 PROMPT_LENGTHS = (5, 21, 1)
 LONGEST, LONGEST_WINDOWED = 40, 1536  # tokens of the fourth prompt, without a window and at most with one

@@ -92,7 +92,7 @@ class Worker:
             return
         self._stopped = True
         await self.drain(grace_s)
-        await self.grpc.stop(0.5)
+        await self.grpc.stop(0.1)
         await self._heartbeat.stop()  # after the calls: while they run, this worker is to be seen, as draining
         await self.close()
         self.loop.stop()

@@ -1,12 +1,11 @@
 """Compiled operators for CPU: `torch.ops.tandem.*`, loaded when `engine.kernels.build` has built them.
 
 `serving(device)` says what serves: "cpu-avx512_bf16" and the like, or "reference", plain PyTorch. What the operators do
-not cover goes to plain PyTorch call by call: products of more than `LIMIT` rows, types other than float32 and bfloat16,
-layers that are no plain `nn.Linear` (GPT-2's Conv1D, the stacked experts of a mixture), attention of prompt chunks and
-of latent pages.
+not cover goes to plain PyTorch call by call: types other than float32 and bfloat16, layers that are no plain product
+(the stacked experts of a mixture), latent pages.
 
-Each operator's result for a row has the same bits whatever else is in the batch. A whole decode step keeps that where
-everything in it does: with at most `LIMIT` new tokens in the step, no mixture of experts and no latent pages.
+Each operator's result for a row has the same bits whatever else is in the batch. A whole step keeps that where
+everything in it does: with no mixture of experts and no latent pages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 REFERENCE = "reference"
 DTYPES = frozenset({torch.float32, torch.bfloat16})
-LIMIT = 64  # rows of a product; beyond, torch's own is faster
 
 log = logging.getLogger(__name__)
 

@@ -74,6 +74,8 @@ struct Widened {  // both in float32; a bfloat16 column is widened as it is read
   using X = float;
   using W = W_;
   static constexpr int STEP = LANES;
+  static constexpr int GROUP = 1;  // neighbours along the sum that one lane takes at once
+  static Vec spread(const float* from, int64_t) { return Vec(*from); }
   template <typename T>
   static Vec get(const T* from) { return load(from); }
   template <typename T>
@@ -86,6 +88,12 @@ struct Pairs {  // pairs of bfloat16 by one instruction
   using X = c10::BFloat16;
   using W = c10::BFloat16;
   static constexpr int STEP = 2 * LANES;
+  static constexpr int GROUP = 2;
+  static __m512bh spread(const c10::BFloat16* from, int64_t count) {
+    uint32_t pair = 0;
+    std::memcpy(&pair, from, count * sizeof(c10::BFloat16));
+    return (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
+  }
   static __m512bh get(const c10::BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
   static __m512bh get(const c10::BFloat16* from, int count) {
     return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1, from);

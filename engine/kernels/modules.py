@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from engine.kernels import DTYPES, LIMIT, huge_pages
+from engine.kernels import DTYPES, huge_pages
 from tandem.errors import CheckpointRefused
 
-LINE = 64  # bytes of a cache line
+ROWS_TRIED = 13  # whole tiles and a rest
 PRODUCT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
+_PACKED = "_tandem_packed"  # the weight in panels, for torch.ops.tandem.linear
 _NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
 
 
 def prepare(model: nn.Module) -> None:
-    """Packs the weights, tries the product of each shape, and looks for RMS norms.
+    """Packs the weights of products, tries the product of each shape, and looks for RMS norms.
 
     Raises CheckpointRefused when a product is wrong. (The self-check may run on a copy in float32, and would not see
     the operators for 16 bits.)
@@ -40,47 +42,53 @@ def switch(model: nn.Module, on: bool) -> None:
         kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
         if not on and issubclass(kind, Compiled):
             module.__class__ = kind.__bases__[1]
-        elif on and kind is nn.Linear:
+        elif on and _PACKED in module.__dict__ and not issubclass(kind, Compiled):
             module.__class__ = _compiled(kind, Linear)
         elif on and _NORM in module.__dict__ and not issubclass(kind, Compiled):
             module.__class__ = _compiled(kind, RmsNorm)
 
 
 def pack(model: nn.Module) -> None:
-    """Moves the parameters behind one another, in the order of the modules, into memory of large pages.
+    """Gives every plain product its weight in panels, one behind another in the order of the modules.
 
-    Decode reads all of them in every step, and spends a tenth of that on finding the small pages that they lie in.
+    The weight itself stays where it is, for whoever reads it otherwise: an embedding that is tied to the head, an
+    attention that looks into its projections, the self-check's comparison.
     """
-    parameters = [p for p in model.parameters() if p.is_contiguous() and p.dtype in DTYPES and p.numel() > 0]
-    owners: dict[int, list[nn.Parameter]] = {}  # tied parameters stay tied
-    for each in parameters:
-        owners.setdefault(each.data_ptr(), []).append(each)
-    if any(len({(each.dtype, each.shape) for each in tied}) > 1 for tied in owners.values()):
-        return  # one parameter is a part or another view of another
-    room = [-(-tied[0].nbytes // LINE) * LINE for tied in owners.values()]
-    arena = huge_pages(torch.empty(sum(room), dtype=torch.uint8))
-    start = 0
-    for tied, size in zip(owners.values(), room, strict=True):
-        first = tied[0]
-        there = arena[start : start + first.nbytes].view(first.dtype).view(first.shape)
-        there.copy_(first.data)
-        for each in tied:
-            each.data = there
-        start += size
+    packed: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights are packed once
+    for layer in model.modules():
+        weight = weight_of(layer)
+        if weight is None:
+            continue
+        key = (weight.data_ptr(), weight.shape)
+        if key not in packed:
+            panels = torch.ops.tandem.pack.default(weight)
+            packed[key] = huge_pages(torch.empty_like(panels)).copy_(panels)
+        layer.__dict__[_PACKED] = (packed[key], *weight.shape)
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor | None:
+    """The weight [out, in] of a plain product, None of anything else."""
+    if type(layer) is nn.Linear:
+        weight = layer.weight
+    elif type(layer) is Conv1D:
+        weight = layer.weight.T
+    else:
+        return None
+    return weight.detach() if weight.dtype in DTYPES and weight.numel() > 0 else None
 
 
 def prove(model: nn.Module) -> None:
     """Compares the compiled product with torch's on random rows, once for each type and shape of weight."""
     layers = {
-        (layer.weight.dtype, layer.weight.shape, layer.bias is None): layer
+        (weight.dtype, weight.shape, layer.bias is None): layer
         for layer in model.modules()
-        if type(layer) is nn.Linear and layer.weight.dtype in DTYPES and layer.weight.numel() > 0
+        if (weight := weight_of(layer)) is not None
     }
     generator = torch.Generator().manual_seed(0)
     for (dtype, shape, _), layer in layers.items():
-        x = torch.randn(3, shape[1], generator=generator).to(dtype)
+        x = torch.randn(ROWS_TRIED, shape[1], generator=generator).to(dtype)
         with torch.inference_mode():
-            ours = torch.ops.tandem.linear.default(x, layer.weight, layer.bias, LIMIT).float()
+            ours = multiply(layer, x).float()
             theirs = layer(x).float()
         allowed = PRODUCT_GAP[dtype] * theirs.square().mean().sqrt()
         if not (ours - theirs).abs().max() <= allowed:  # also for NaN
@@ -90,19 +98,24 @@ def prove(model: nn.Module) -> None:
             )
 
 
+def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    panels, out_features, in_features = layer.__dict__[_PACKED]
+    out: torch.Tensor = torch.ops.tandem.linear.default(x, panels, layer.bias, out_features, in_features)
+    return out
+
+
 class Compiled:
     """First base of every class that is made here; the second is the module's own class."""
 
 
 class Linear(Compiled):
-    """Small products read the weight once, with results that do not depend on the other rows."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    """A product over panels, with results that do not depend on the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.tandem.linear.default(x, self.weight, self.bias, LIMIT)
-        return out
+        if x.dtype != self.__dict__[_PACKED][0].dtype:
+            out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
+            return out
+        return multiply(self, x)
 
 
 class RmsNorm(Compiled):

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #if __has_include(<sys/mman.h>)
@@ -37,57 +36,129 @@ Tensor rows_of(const Tensor& t) { return t.dim() > 0 && t.stride(-1) != 1 && t.s
 
 // ---- linear
 
-constexpr int64_t DISTANCE = 4;  // blocks of columns between the one in work and the one on its way from memory
+// Weights are packed once, into panels of PANEL columns: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up
+// with zeros. A panel is read from front to back, so a decode step streams through memory in one direction. Every sum
+// goes along k in order, in a lane of its own: its bits do not depend on the other rows, nor on how a tile is cut.
+constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
 
-// The weight is read once, block by block of four columns, in the order in which it lies in memory. The processor's own
-// prefetching loses the thread at the end of every short column, so each tile of rows fetches its share of a later
-// block: this is worth a factor of two with one row.
-template <typename D, typename T>
-void linear_rows(const typename D::X* x, const typename D::W* w, const T* bias, T* y, int64_t m, int64_t k, int64_t n) {
-  const int64_t tiles = (m + ROWS - 1) / ROWS, height = (m + tiles - 1) / tiles;
-  const int64_t block_bytes = COLS * k * sizeof(typename D::W), share = (block_bytes / tiles + LINE - 1) / LINE * LINE;
-  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / block_bytes), lines = (COLS + tiles - 1) / tiles;
-  at::parallel_for(0, (n + COLS - 1) / COLS, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * COLS;
-      const int count = static_cast<int>(std::min<int64_t>(COLS, n - first));
-      const typename D::W* columns[COLS];
-      for (int c = 0; c < COLS; ++c) columns[c] = w + (first + std::min(c, count - 1)) * k;
-      for (int64_t row = 0; row < m; row += height) {
-        const int rows = static_cast<int>(std::min(height, m - row));
-        float sums[ROWS][COLS];
-        const char* later = reinterpret_cast<const char*>(w) + (block + DISTANCE) * block_bytes + row / height * share;
-        dot_rows<D>(rows, x + row * k, k, columns, k, {later, lines}, sums);
-        for (int r = 0; r < rows; ++r)
-          for (int c = 0; c < count; ++c) {
-            const float add = bias == nullptr ? 0.0f : static_cast<float>(bias[first + c]);
-            y[(row + r) * n + first + c] = static_cast<T>(sums[r][c] + add);
+template <typename D>
+int64_t packed_size(int64_t n, int64_t k) {
+  return (n + PANEL - 1) / PANEL * PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+}
+
+template <typename D>
+void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
+  const int64_t groups = (k + D::GROUP - 1) / D::GROUP;
+  at::parallel_for(0, (n + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t group = 0; group < groups; ++group)
+        for (int64_t column = 0; column < PANEL; ++column)
+          for (int64_t i = 0; i < D::GROUP; ++i) {
+            const int64_t row = panel * PANEL + column, at = group * D::GROUP + i;
+            out[((panel * groups + group) * PANEL + column) * D::GROUP + i] =
+                row < n && at < k ? w[row * k + at] : typename D::W(0.0f);
           }
-      }
+  });
+}
+
+// R rows of x times one panel.
+template <typename D, int R, typename T>
+void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y, int64_t stride,
+                int64_t columns) {
+  Vec sums[R][COLS];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+  const auto step = [&](int64_t group, int64_t count) {
+    const typename D::W* at = panel + group * PANEL * D::GROUP;
+    decltype(D::get(panel)) w[COLS];
+    for (int c = 0; c < COLS; ++c) {
+      w[c] = D::get(at + c * LANES * D::GROUP);
+      __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
+    }
+    for (int r = 0; r < R; ++r) {
+      const auto value = D::spread(x + r * k + group * D::GROUP, count);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
+    }
+  };
+  const int64_t whole = k / D::GROUP;
+  for (int64_t group = 0; group < whole; ++group) step(group, D::GROUP);
+  if (whole * D::GROUP < k) step(whole, k - whole * D::GROUP);
+  for (int c = 0; c < COLS; ++c) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    Vec add(0.0f);
+    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
+    for (int r = 0; r < R; ++r) put(bias == nullptr ? sums[r][c] : sums[r][c] + add, y + r * stride + c * LANES, count);
+  }
+}
+
+template <typename D, typename T, int R = ROWS>
+void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y,
+                int64_t stride, int64_t columns) {
+  if (rows == R) return panel_tile<D, R, T>(x, k, panel, bias, y, stride, columns);
+  if constexpr (R > 1) panel_rows<D, T, R - 1>(rows, x, k, panel, bias, y, stride, columns);
+}
+
+template <typename D, typename T>
+void linear_rows(const typename D::X* x, const typename D::W* packed, const T* bias, T* y, int64_t m, int64_t k,
+                 int64_t n) {
+  const int64_t panels = (n + PANEL - 1) / PANEL, threads = at::get_num_threads();
+  const int64_t panel_size = PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+  // Few panels are shared out with their rows, so that every thread has work.
+  const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
+  const int64_t part = (m + parts - 1) / parts;
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size * static_cast<int64_t>(sizeof(typename D::W)) +
+                                                           part * k * static_cast<int64_t>(sizeof(float))));
+  at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task / parts, first = panel * PANEL, from = task % parts * part;
+      const int64_t rows = std::min(part, m - from);
+      if (rows <= 0) continue;
+      const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
+      for (int64_t row = from; row < from + rows; row += height)
+        panel_rows<D, T>(std::min(height, from + rows - row), x + row * k, k, packed + panel * panel_size,
+                         bias == nullptr ? nullptr : bias + first, y + row * n + first, n, n - first);
     }
   });
 }
 
-// x [..., k] times weight [n, k] transposed, plus bias [n]. More than `limit` rows, and types that are not served, go to
-// torch's own.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t limit) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const int64_t m = k == 0 ? 0 : x.numel() / k;
-  const bool plain = !bias.has_value() || (bias->scalar_type() == weight.scalar_type() && bias->is_contiguous());
-  if (m == 0 || m > limit || n == 0 || !served(weight.scalar_type()) || x.scalar_type() != weight.scalar_type() ||
-      x.size(-1) != k || !weight.is_contiguous() || !plain)
-    return at::linear(x, weight, bias);
-  const Tensor rows = x.contiguous();
+// weight [n, k] in panels, to be used by `linear`; flat.
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && served(weight.scalar_type()), "tandem::pack wants a matrix of float32 or bfloat16");
+  const Tensor from = weight.contiguous();
+  const int64_t n = from.size(0), k = from.size(1);
+  if (from.scalar_type() == at::kFloat) {
+    Tensor out = at::empty({packed_size<Widened<float>>(n, k)}, from.options());
+    pack_panels<Widened<float>>(from.const_data_ptr<float>(), n, k, out.data_ptr<float>());
+    return out;
+  }
+  Tensor out = at::empty({packed_size<Bf16>(n, k)}, from.options());
+  pack_panels<Bf16>(from.const_data_ptr<BFloat16>(), n, k, out.data_ptr<BFloat16>());
+  return out;
+}
+
+// x [..., k] times a packed weight [n, k] transposed, plus bias [n].
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k) {
+  TORCH_CHECK(x.size(-1) == k && x.scalar_type() == packed.scalar_type() && served(packed.scalar_type()),
+              "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weight ", n, " x ", k, " of ",
+              packed.scalar_type());
+  TORCH_CHECK(!bias.has_value() || (bias->scalar_type() == packed.scalar_type() && bias->is_contiguous()),
+              "tandem::linear wants a bias of the weight's type");
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = n;
   Tensor y = at::empty(sizes, x.options());
-  if (weight.scalar_type() == at::kFloat) {
-    linear_rows<Widened<float>>(rows.const_data_ptr<float>(), weight.const_data_ptr<float>(),
+  const int64_t m = n == 0 ? 0 : y.numel() / n;
+  const Tensor rows = x.contiguous();
+  if (packed.scalar_type() == at::kFloat) {
+    TORCH_CHECK(packed.numel() == packed_size<Widened<float>>(n, k), "tandem::linear: not packed for this size");
+    linear_rows<Widened<float>>(rows.const_data_ptr<float>(), packed.const_data_ptr<float>(),
                                 bias.has_value() ? bias->const_data_ptr<float>() : nullptr, y.data_ptr<float>(), m, k,
                                 n);
   } else {
+    TORCH_CHECK(packed.numel() == packed_size<Bf16>(n, k), "tandem::linear: not packed for this size");
     const Tensor fit = rows.to(c10::CppTypeToScalarType<Bf16::X>::value);
-    linear_rows<Bf16>(fit.const_data_ptr<Bf16::X>(), weight.const_data_ptr<BFloat16>(),
+    linear_rows<Bf16>(fit.const_data_ptr<Bf16::X>(), packed.const_data_ptr<BFloat16>(),
                       bias.has_value() ? bias->const_data_ptr<BFloat16>() : nullptr, y.data_ptr<BFloat16>(), m, k, n);
   }
   return y;
@@ -137,7 +208,7 @@ void weighted_sum(const float* p, int64_t p_stride, const std::vector<const T*>&
   }
 }
 
-template <typename T, int R = 4>
+template <typename T, int R = ROWS>
 void weighted_sums(int64_t rows, const float* p, int64_t p_stride, const std::vector<const T*>& v, int64_t dim, T* out,
                    int64_t out_stride) {
   for (; rows >= R; rows -= R, p += R * p_stride, out += R * out_stride)
@@ -177,9 +248,16 @@ void softmax(float* logits, int64_t count, float scaling, std::optional<double> 
   for (int64_t t = 0; t < padded; t += LANES) (load(logits + t) / Vec(total)).store(logits + t);
 }
 
+constexpr int64_t TILE = 4 * ROWS;  // queries of a chunk that share one pass over their keys
+
+// What one thread does at a time: queries [from, to) of one sequence, for the heads of one KV head.
+struct Task {
+  int64_t sequence, from, to;  // packed rows
+};
+
 template <typename D>
-void attend_rows(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& rows,
-                 const Tensor& blocks, const Tensor& skip, const Tensor& length, double scaling,
+void attend_rows(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
+                 const Tensor& counts, const Tensor& blocks, const Tensor& first, const Tensor& end, double scaling,
                  std::optional<double> softcap, const float* sinks) {
   using T = typename D::W;
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads;
@@ -187,32 +265,47 @@ void attend_rows(Tensor& out, const Tensor& query, const Tensor& k_pages, const 
   const auto* q = query.const_data_ptr<typename D::X>();
   const auto* k = k_pages.const_data_ptr<T>();
   const auto* v = v_pages.const_data_ptr<T>();
-  const auto *row_of = rows.const_data_ptr<int64_t>(), *skip_of = skip.const_data_ptr<int64_t>();
-  const auto *length_of = length.const_data_ptr<int64_t>(), *table = blocks.const_data_ptr<int64_t>();
+  const auto *start_of = starts.const_data_ptr<int64_t>(), *count_of = counts.const_data_ptr<int64_t>();
+  const auto *first_of = first.const_data_ptr<int64_t>(), *end_of = end.const_data_ptr<int64_t>();
+  const auto* table = blocks.const_data_ptr<int64_t>();
   T* result = out.data_ptr<T>();
   const int64_t q_row = query.stride(0), q_head = query.stride(1), width = blocks.size(1);
+  const int64_t o_row = out.stride(0), o_head = out.stride(1);
   const int64_t k_block = k_pages.stride(0), k_token = k_pages.stride(1), k_head = k_pages.stride(2);
   const int64_t v_block = v_pages.stride(0), v_token = v_pages.stride(1), v_head = v_pages.stride(2);
 
-  at::parallel_for(0, rows.size(0) * kv_heads, 1, [&](int64_t begin, int64_t end) {
+  std::vector<Task> tasks;
+  for (int64_t s = 0; s < starts.size(0); ++s)
+    for (int64_t at = start_of[s], last = at + count_of[s]; at < last; at += TILE)
+      tasks.push_back({s, at, std::min(at + TILE, last)});
+
+  at::parallel_for(0, static_cast<int64_t>(tasks.size()) * kv_heads, 1, [&](int64_t begin, int64_t stop) {
     std::vector<const T*> keys, values;
     std::vector<float> logits;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t i = task / kv_heads, head = task % kv_heads, tokens = length_of[i];
+    for (int64_t index = begin; index < stop; ++index) {
+      const Task& task = tasks[index / kv_heads];
+      const int64_t head = index % kv_heads, queries = task.to - task.from;
+      const int64_t low = *std::min_element(first_of + task.from, first_of + task.to);
+      const int64_t high = *std::max_element(end_of + task.from, end_of + task.to), tokens = high - low;
       keys.clear();
       values.clear();
-      const int64_t last = skip_of[i] + tokens;
-      for (int64_t at = skip_of[i], in = at / size; at < last; ++in) {
-        const int64_t block = table[i * width + in], end = std::min((in + 1) * size, last);
-        for (int64_t slot = at - in * size; at < end; ++at, ++slot) {
+      for (int64_t at = low, in = at / size; at < high; ++in) {
+        const int64_t block = table[task.sequence * width + in], last = std::min((in + 1) * size, high);
+        for (int64_t slot = at - in * size; at < last; ++at, ++slot) {
           keys.push_back(k + block * k_block + slot * k_token + head * k_head);
           values.push_back(v + block * v_block + slot * v_token + head * v_head);
         }
       }
       for (int64_t t = 0; t < std::min(AHEAD, tokens); ++t) prefetch(keys[t], k_dim);
-      const int64_t padded = (tokens + LANES - 1) / LANES * LANES;
-      logits.resize(groups * padded);
-      const auto* own = q + row_of[i] * q_row + head * groups * q_head;
+      // One row for each pair of query and head. Rows that one tile takes together: the heads of a single query, or
+      // the queries of one head; a row's bits do not depend on which.
+      const bool single = queries == 1;
+      const int64_t lines = single ? 1 : groups, together = single ? groups : queries;
+      const int64_t x_stride = single ? q_head : q_row, o_stride = single ? o_head : o_row;
+      const int64_t room = (tokens + LANES - 1) / LANES * LANES + LANES;
+      logits.resize(groups * queries * room);
+      const auto* own = q + task.from * q_row + head * groups * q_head;
+      T* into = result + task.from * o_row + head * groups * o_head;
       for (int64_t t = 0; t < tokens; t += COLS) {
         const int count = static_cast<int>(std::min<int64_t>(COLS, tokens - t));
         const T* columns[COLS];
@@ -221,42 +314,54 @@ void attend_rows(Tensor& out, const Tensor& query, const Tensor& k_pages, const 
           if (t + c + AHEAD < tokens) prefetch(keys[t + c + AHEAD], k_dim);
           if (t + c < tokens) prefetch(values[t + c], v_dim);  // wanted once the logits are complete
         }
-        for (int64_t g = 0; g < groups; g += ROWS) {
-          const int height = static_cast<int>(std::min<int64_t>(ROWS, groups - g));
-          float sums[ROWS][COLS];
-          dot_rows<D>(height, own + g * q_head, q_head, columns, k_dim, {}, sums);
-          for (int r = 0; r < height; ++r) std::copy(sums[r], sums[r] + count, &logits[(g + r) * padded + t]);
-        }
+        for (int64_t line = 0; line < lines; ++line)
+          for (int64_t at = 0; at < together; at += ROWS) {
+            const int height = static_cast<int>(std::min<int64_t>(ROWS, together - at));
+            float sums[ROWS][COLS];
+            dot_rows<D>(height, own + line * q_head + at * x_stride, x_stride, columns, k_dim, {}, sums);
+            for (int r = 0; r < height; ++r)
+              std::copy(sums[r], sums[r] + count, &logits[(line * together + at + r) * room + t]);
+          }
       }
-      for (int64_t g = 0; g < groups; ++g)
-        softmax(&logits[g * padded], tokens, static_cast<float>(scaling), softcap,
-                sinks == nullptr ? nullptr : sinks + head * groups + g);
-      T* into = result + row_of[i] * out.stride(0) + head * groups * out.stride(1);
-      weighted_sums<T>(groups, logits.data(), padded, values, v_dim, into, out.stride(1));
+      for (int64_t line = 0; line < lines; ++line)
+        for (int64_t at = 0; at < together; ++at) {
+          const int64_t row = task.from + (single ? 0 : at), group = single ? at : line;
+          const int64_t skip = first_of[row] - low, count = end_of[row] - first_of[row];
+          float* weights = &logits[(line * together + at) * room];
+          softmax(weights + skip, count, static_cast<float>(scaling), softcap,
+                  sinks == nullptr ? nullptr : sinks + head * groups + group);
+          std::fill(weights, weights + skip, 0.0f);  // seen by other queries of the tile only
+          std::fill(weights + skip + count, weights + room, 0.0f);
+        }
+      for (int64_t line = 0; line < lines; ++line)
+        weighted_sums<T>(together, &logits[line * together * room], room, values, v_dim, into + line * o_head, o_stride);
     }
   });
 }
 
-// Attends single queries over pages: row rows[i] of query [total, heads, k_dim] over the length[i] tokens that follow
-// the first skip[i] ones in blocks[i]. k_pages and v_pages are [blocks, block_size, kv_heads, dim]; sinks is [heads] in
-// float32. Writes those rows of out [total, heads, v_dim].
-void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& rows,
-            const Tensor& blocks, const Tensor& skip, const Tensor& length, double scaling,
+// Attends over pages. Sequence s has the packed rows starts[s] to starts[s] + counts[s] of query [total, heads, k_dim];
+// row r sees the tokens first[r] to end[r] of those that lie in blocks[s], counted from the start of its first block.
+// k_pages and v_pages are [blocks, block_size, kv_heads, dim]; sinks is [heads] in float32. Writes the same rows of out
+// [total, heads, v_dim]. What a row sees must be written and finite; what it does not see may be anything but a token
+// that another query of its chunk sees, which must be too.
+void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
+            const Tensor& counts, const Tensor& blocks, const Tensor& first, const Tensor& end, double scaling,
             std::optional<double> softcap, const std::optional<Tensor>& sinks) {
   TORCH_CHECK(served(k_pages.scalar_type()) && k_pages.scalar_type() == v_pages.scalar_type() &&
                   out.scalar_type() == k_pages.scalar_type() && query.scalar_type() == k_pages.scalar_type(),
               "tandem::attend wants one type, float32 or bfloat16");
-  TORCH_CHECK(k_pages.stride(3) == 1 && v_pages.stride(3) == 1 && out.stride(2) == 1, "tandem::attend wants whole heads in a row");
+  TORCH_CHECK(k_pages.stride(3) == 1 && v_pages.stride(3) == 1 && out.stride(2) == 1,
+              "tandem::attend wants whole heads in a row");
   TORCH_CHECK(query.size(1) % k_pages.size(2) == 0 && query.size(2) == k_pages.size(3), "tandem::attend: query shape");
   TORCH_CHECK(!sinks.has_value() || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
               "tandem::attend wants sinks in float32");
   const float* sink = sinks.has_value() ? sinks->const_data_ptr<float>() : nullptr;
   const Tensor q = rows_of(query);
   if (k_pages.scalar_type() == at::kFloat)
-    attend_rows<Widened<float>>(out, q, k_pages, v_pages, rows, blocks, skip, length, scaling, softcap, sink);
+    attend_rows<Widened<float>>(out, q, k_pages, v_pages, starts, counts, blocks, first, end, scaling, softcap, sink);
   else
-    attend_rows<Bf16>(out, q.to(c10::CppTypeToScalarType<Bf16::X>::value), k_pages, v_pages, rows, blocks, skip, length,
-                      scaling, softcap, sink);
+    attend_rows<Bf16>(out, q.to(c10::CppTypeToScalarType<Bf16::X>::value), k_pages, v_pages, starts, counts, blocks,
+                      first, end, scaling, softcap, sink);
 }
 
 // Copies new [total, kv_heads, dim] into the slots of pages [blocks, block_size, kv_heads, dim], of the same type.
@@ -349,16 +454,18 @@ std::string isa() {
 
 TORCH_LIBRARY(tandem, m) {
   m.def("isa() -> str", &tandem::isa);
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int limit) -> Tensor");
+  m.def("pack(Tensor weight) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
   m.def(
-      "attend(Tensor(a!) out, Tensor query, Tensor k_pages, Tensor v_pages, Tensor rows, Tensor blocks, Tensor skip,"
-      " Tensor length, float scaling, float? softcap, Tensor? sinks) -> ()");
+      "attend(Tensor(a!) out, Tensor query, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor counts, Tensor blocks,"
+      " Tensor first, Tensor end, float scaling, float? softcap, Tensor? sinks) -> ()");
   m.def("huge_pages(Tensor t) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor");
   m.def("write(Tensor(a!) pages, Tensor fresh, Tensor slot_block, Tensor slot_offset) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("pack", &tandem::pack);
   m.impl("linear", &tandem::linear);
   m.impl("attend", &tandem::attend);
   m.impl("huge_pages", &tandem::huge_pages);

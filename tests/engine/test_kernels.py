@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from engine import kernels
+from engine.checkpoints import TINY
 from engine.facts import CallFacts, Full
 from engine.kernels import modules
 from engine.model import Model
@@ -37,65 +41,72 @@ def close(ours: torch.Tensor, exact: torch.Tensor, scale: float = 1.0) -> None:
     """`scale` is the size of what was summed, whose float32 rounding stays where the sum itself is small."""
     assert ours.dtype in ERROR
     gap = (ours.double() - exact).abs()
-    assert (gap <= ERROR[ours.dtype] * exact.abs() + 2e-6 * scale).all(), gap.max()
+    assert (gap <= ERROR[ours.dtype] * exact.abs() + 4e-6 * scale).all(), gap.max()
 
 
 # ---- linear
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    found: torch.Tensor = ops().linear(x, ops().pack(weight), bias, *weight.shape)
+    return found
+
+
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 17), (64, 31), (66, 32), (7, 33), (50, 576), (9, 1000)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 17), (64, 31), (66, 32), (7, 33), (50, 576), (130, 1000)])
 def test_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Every number of rows, sizes off every tile, with bias and without."""
+    """Every number of rows, sizes off every tile, with bias and without, from strided rows and weights too."""
     columns, inner = shape
     weight, bias = torch.randn(columns, inner).to(dtype), torch.randn(columns).to(dtype)
-    for rows in [*range(1, 34), 64]:
+    for rows in [*range(1, 14), 64, 100]:
         x = torch.randn(1, rows, inner).to(dtype)
         exact = x.double() @ weight.double().T
-        close(ops().linear(x, weight, None, 64), exact, inner**0.5)
-        close(ops().linear(x, weight, bias, 64), exact + bias.double(), inner**0.5)
+        close(linear(x, weight), exact, inner**0.5)
+        close(linear(x, weight, bias), exact + bias.double(), inner**0.5)
+    strided, turned = torch.randn(inner, 4).T.to(dtype), torch.randn(inner, columns).T.to(dtype)
+    close(linear(strided, turned), strided.double() @ turned.double().T, inner**0.5)
+    assert linear(torch.randn(0, inner).to(dtype), weight).shape == (0, columns)
 
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     """A row has the same bits alone, in any place, among any others, and with any number of threads."""
-    weight, x = torch.randn(131, 203).to(dtype), torch.randn(33, 203).to(dtype)
-    alone = torch.cat([ops().linear(row.unsqueeze(0), weight, None, 64) for row in x])
-    for count in range(1, 34):
-        assert torch.equal(ops().linear(x[:count], weight, None, 64), alone[:count])
-        assert torch.equal(ops().linear(x[-count:], weight, None, 64), alone[-count:])
+    weight, x = torch.randn(131, 203).to(dtype), torch.randn(300, 203).to(dtype)
+    alone = torch.cat([linear(row.unsqueeze(0), weight) for row in x])
+    for count in [*range(1, 34), 100, 299, 300]:
+        assert torch.equal(linear(x[:count], weight), alone[:count])
+        assert torch.equal(linear(x[-count:], weight), alone[-count:])
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
+        assert torch.equal(linear(x, weight), alone)
         large = torch.randn(4099, 203).to(dtype)
-        parallel = ops().linear(x, large, None, 64)
+        parallel = linear(x, large)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(parallel, ops().linear(x, large, None, 64))
+    assert torch.equal(parallel, linear(x, large))
     poisoned = x.clone()
     poisoned[5] = float("nan")
-    got = ops().linear(poisoned, weight, None, 64)
+    got = linear(poisoned, weight)
     assert torch.equal(torch.cat([got[:5], got[6:]]), torch.cat([alone[:5], alone[6:]]))
 
 
 @built
-def test_linear_leaves_the_rest_to_torch() -> None:
-    """Many rows, other types and strided weights give what torch gives; shapes that do not fit raise."""
+def test_linear_refuses_what_it_does_not_serve() -> None:
+    """Other types, a row of another length, panels of another shape: an error, never memory of somebody else's."""
     weight = torch.randn(20, 30)
-    for x, w in [
-        (torch.randn(65, 30), weight),
-        (torch.randn(4, 30).half(), weight.half()),
-        (torch.randn(4, 30).double(), weight.double()),
-        (torch.randn(4, 20), weight.T),
-        (torch.randn(0, 30), weight),
-    ]:
-        assert torch.equal(ops().linear(x, w, None, 64), torch.nn.functional.linear(x, w))
-    strided = torch.randn(30, 4).T
-    close(ops().linear(strided, weight, None, 64), strided.double() @ weight.double().T, 6)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        ops().linear(torch.randn(4, 15), weight, None, 64)
+    with pytest.raises(RuntimeError, match="float32 or bfloat16"):
+        ops().pack(weight.double())
+    packed = ops().pack(weight)
+    for x in (torch.randn(4, 29), torch.randn(4, 30).bfloat16()):
+        with pytest.raises(RuntimeError, match="the weight 20 x 30"):
+            ops().linear(x, packed, None, 20, 30)
+    with pytest.raises(RuntimeError, match="not packed for this size"):
+        ops().linear(torch.randn(4, 31), packed, None, 20, 31)
+    with pytest.raises(RuntimeError, match="bias"):
+        ops().linear(torch.randn(4, 30), packed, torch.randn(20).bfloat16(), 20, 30)
 
 
 # ---- attention
@@ -126,9 +137,18 @@ class Case:
         """The result of these sequences as one batch."""
         width = max(len(self.tables[index]) for index in which)
         tables = [self.tables[index] + [10**9] * (width - len(self.tables[index])) for index in which]
-        columns = (range(len(which)), tables, [self.skip[i] for i in which], [self.lengths[i] for i in which])
-        query = self.query[which]
-        out = query.new_full((len(which), query.shape[1], self.v.shape[3]), float("nan"))
+        ends = [self.skip[i] + self.lengths[i] for i in which]
+        columns = (range(len(which)), [1] * len(which), tables, [self.skip[i] for i in which], ends)
+        return self.attend(self.query[which], columns, options)
+
+    def chunk(self, index: int, spans: list[tuple[int, int]], **options: object) -> torch.Tensor:
+        """The sequence's query once for each (first, end) of what it shall see, as one chunk."""
+        first, end = zip(*((self.skip[index] + low, self.skip[index] + high) for low, high in spans), strict=True)
+        query = self.query[index].expand(len(spans), -1, -1)
+        return self.attend(query, ([0], [len(spans)], [self.tables[index]], first, end), options)
+
+    def attend(self, query: torch.Tensor, columns: Any, options: dict[str, object]) -> torch.Tensor:
+        out = query.new_full((query.shape[0], query.shape[1], self.v.shape[3]), float("nan"))
         arguments = {"scaling": 0.3, "softcap": None, "sinks": None, **options}
         ops().attend(out, query, self.k, self.v, *(torch.tensor(list(each)) for each in columns), **arguments)
         return out
@@ -183,6 +203,23 @@ def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     where = {int(old): new for new, old in enumerate(order)}
     case.tables = [[where[block] for block in table] for table in case.tables]
     assert torch.equal(case.run([0, 1, 2, 3, 4]), together)
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}])
+def test_a_query_of_a_chunk_is_a_single_query(dtype: torch.dtype, shape: dict[str, int], options: Any) -> None:
+    """Each query of a chunk has the bits that it has alone, over any span: causal, windows, chunks of positions."""
+    case = Case(dtype, **shape, lengths=[150])  # type: ignore[arg-type]
+    given = {**options, "sinks": torch.randn(case.query.shape[1])} if "sinks" in options else options
+    causal = [(0, end) for end in range(1, 151)]
+    sliding = [(max(0, end - 37), end) for end in range(1, 151)]
+    chunked = [((end - 1) // 16 * 16, end) for end in range(1, 151)]
+    for spans in (causal, causal[29:], sliding, chunked):
+        together = case.chunk(0, spans, **given)
+        for place in range(0, len(spans), 7):
+            assert torch.equal(case.chunk(0, spans[place : place + 1], **given)[0], together[place])
 
 
 @built
@@ -291,18 +328,19 @@ def test_switching_keeps_the_modules() -> None:
 
 
 @built
-def test_packing_keeps_every_weight() -> None:
-    """Packed parameters hold the same bits, tied ones stay tied, strided ones stay where they are."""
-    model = nn.ModuleList([nn.Linear(5, 7), nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7, dtype=torch.bfloat16)])
-    model[1].weight.data = model[0].weight.data
-    model[2].weight.data = torch.randn(5, 2)[:, 0]
+def test_packing_leaves_the_weights_alone() -> None:
+    """Whoever reads a weight finds it as it was; tied weights are packed once; other layers are not packed."""
+    model = nn.ModuleList([nn.Linear(5, 7), nn.Linear(5, 7), nn.Embedding(7, 5), nn.Linear(5, 7, dtype=torch.float64)])
+    model[1].weight = model[0].weight
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    strided = model[2].weight.data_ptr()
     modules.pack(model)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
-    assert model[2].weight.data_ptr() == strided
-    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters() if parameter.is_contiguous())
+    assert modules._PACKED not in model[2].__dict__ | model[3].__dict__
+    assert model[0].__dict__[modules._PACKED][0] is model[1].__dict__[modules._PACKED][0]
+    layer = Conv1D(7, 5)
+    modules.pack(layer)
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(modules.multiply(layer, x), layer(x))
 
 
 @built
@@ -317,7 +355,7 @@ def test_a_wrong_product_is_refused(
         @staticmethod
         def default(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
             out = real(x, weight, *rest)
-            out[..., -1] += weight.std() * weight.shape[1] ** 0.5
+            out[..., -1] += 10 * out.std()
             return out
 
     monkeypatch.setattr(torch.ops.tandem, "linear", Broken)
@@ -326,24 +364,79 @@ def test_a_wrong_product_is_refused(
     assert Model.load(folder, dtype=dtype, device=CPU, kernels="reference").kernels == kernels.REFERENCE
 
 
+# ---- a step
+
+# Parts of these are not ours yet: a mixture's experts multiply by torch, for as many rows as an expert gets; latent
+# pages are expanded and attended by torch.
+DEPENDENT = {
+    "qwen3-moe",
+    "mixtral",
+    "qwen2-moe",
+    "qwen2-moe-sliding",
+    "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
+    "llama4-text",
+}
+
+
+def logits_of(model: Model, pages: Pages, sequences: list[list[int]], cuts: list[list[int]]) -> list[torch.Tensor]:
+    """Logits after every token, [tokens, vocab] each. All sequences run in the same steps; `cuts` are where each ends
+    its chunks."""
+    size = model.block_size
+    tables, rows = [], [torch.empty(0, model.vocab_size) for _ in sequences]
+    ids = random.sample(range(pages.num_blocks), pages.num_blocks)
+    for tokens in sequences:
+        tables.append([ids.pop() for _ in range(-(-len(tokens) // size))])
+    for turn in range(max(map(len, cuts))):
+        active = [index for index, ends in enumerate(cuts) if turn < len(ends)]
+        spans = [(cuts[index][turn - 1] if turn else 0, cuts[index][turn]) for index in active]
+        batch = pack([(sequences[i][:end], start, tables[i]) for i, (start, end) in zip(active, spans, strict=True)])
+        every = dataclasses.replace(batch, logits_at=list(range(len(batch.token_ids))))
+        out = list(model.forward(pages, every).split([end - start for start, end in spans]))
+        for index, new in zip(active, out, strict=True):
+            rows[index] = torch.cat([rows[index], new])
+    return rows
+
+
+def random_cuts(length: int) -> list[int]:
+    """Chunks of any size, ones among them."""
+    ends = [0]
+    while ends[-1] < length:
+        ends.append(min(length, ends[-1] + random.choice([1, 1, 2, 5, 13, 40, 90])))
+    return ends[1:]
+
+
+def depends(model: Model) -> bool:
+    """Whether any of three sequences has other logits in a crowd, in other chunks and in other steps, than alone."""
+    pages = model.allocate(64, model.block_size)
+    sequences = [[random.randrange(model.vocab_size) for _ in range(length)] for length in (97, 33, 130)]
+    alone = [logits_of(model, pages, [tokens], [[len(tokens)]])[0] for tokens in sequences]
+    for _ in range(4):
+        crowd = logits_of(model, pages, sequences, [random_cuts(len(tokens)) for tokens in sequences])
+        if not all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True)):
+            return True
+    return False
+
+
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3-sliding", "tiny-gemma2", "tiny-phi3"])
-def test_decode_does_not_depend_on_the_batch(shape: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]) -> None:
-    """A sequence's decode logits have the same bits alone and beside others, of other lengths, in any place."""
-    model = Model.load(str(checkpoint(shape)), dtype=dtype, device=CPU)
+@pytest.mark.parametrize("family", sorted(set(TINY) - DEPENDENT))
+def test_logits_depend_on_nothing_but_the_tokens(
+    family: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    """Bit for bit: alone or in a crowd, prefilled or decoded, in whatever chunks, over whatever blocks. So a stream
+    that goes on elsewhere, with its past computed again, goes on with the same tokens."""
+    model = Model.load(str(checkpoint(f"tiny-{family}")), dtype=dtype, device=CPU)
     assert model.kernels == kernels.serving(CPU)
-    pages = model.allocate(60, 4)
-    sequences = []
-    for length in (5, 23, 1, 40, 9):
-        blocks = [len(sequences) * 12 + index for index in range(11)]
-        tokens = [random.randrange(model.vocab_size) for _ in range(length + 1)]
-        if length > 1:
-            model.forward(pages, pack([(tokens[:length], 0, blocks)]))
-        sequences.append((tokens[: max(length, 1) + (length > 1)], length if length > 1 else 0, blocks))
-    together = model.forward(pages, pack(sequences))
-    for which in ([0], [1], [2], [3], [4, 0], [3, 2, 1]):
-        assert torch.equal(model.forward(pages, pack([sequences[index] for index in which])), together[which])
+    assert not depends(model)
+
+
+@built
+def test_plain_pytorch_depends_on_the_batch(checkpoint: Callable[[str], Path]) -> None:
+    """The control: without the operators the same comparison fails."""
+    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, kernels="reference")
+    assert depends(model)
 
 
 @built

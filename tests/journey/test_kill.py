@@ -16,17 +16,18 @@ from tests.harness import LocalCluster
 
 STREAMS = 16
 NEW = 200
+LONG = 800  # what a worker cannot finish while it stops
 
 
-def options(index: int) -> dict[str, Any]:
+def options(index: int, new: int) -> dict[str, Any]:
     """Half of the streams are greedy, half sampled."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "seed": index}
-    return {"max_tokens": NEW, "ignore_eos": True, "timeout": 100, **(sampled if index % 2 else {"temperature": 0.0})}
+    return {"max_tokens": new, "ignore_eos": True, "timeout": 100, **(sampled if index % 2 else {"temperature": 0.0})}
 
 
-async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]]) -> None:
+async def run_all(client: AsyncClient, prompts: list[list[int]], into: list[list[Any]], new: int = NEW) -> None:
     async def one(index: int) -> None:
-        async for piece in client.stream(prompts[index], **options(index)):
+        async for piece in client.stream(prompts[index], **options(index, new)):
             into[index].append(piece)
 
     await asyncio.gather(*(one(index) for index in range(len(prompts))))
@@ -58,10 +59,10 @@ async def disturbed(cluster: LocalCluster, prompts: list[list[int]], victim: str
     return pieces
 
 
-async def undisturbed(cluster: LocalCluster, prompts: list[list[int]]) -> list[list[int]]:
+async def undisturbed(cluster: LocalCluster, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
     client = AsyncClient(cluster.target)
     pieces: list[list[Any]] = [[] for _ in prompts]
-    await run_all(client, prompts, pieces)
+    await run_all(client, prompts, pieces, new)
     await client.close()
     return [ids(one) for one in pieces]
 
@@ -111,10 +112,10 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, gone: str) -> Non
     its deadline."""
     prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
     with LocalCluster(tiny, decode=2, block_size=8, kv_blocks=2048, dtype="float32") as cluster:
-        expected = await undisturbed(cluster, prompts)
+        expected = await undisturbed(cluster, prompts, LONG)
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
-        running = asyncio.create_task(run_all(client, prompts, pieces))
+        running = asyncio.create_task(run_all(client, prompts, pieces, LONG))
         await until(lambda p: all(len(ids(one)) >= 5 for one in p), pieces, running)
         victim, start = cluster.processes["decode-0"], time.monotonic()
         if gone == "drained":
