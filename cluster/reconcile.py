@@ -208,7 +208,7 @@ class Supervisor:
         now = self._clock()
         if worker.phase is Phase.STOPPING:
             self._backoffs.pop(worker.worker_id, None)
-            kind, error = Kind.STOPPED, None  # how its process ended is what was asked for
+            kind = Kind.STOPPED
         else:
             ready_for = now - worker.ready_at if worker.started else 0.0
             self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
@@ -236,11 +236,7 @@ class Supervisor:
 
     async def _tell(self, kind: Kind, worker: _Worker, error: TandemError | None = None) -> None:
         backoff = self._backoffs.get(worker.worker_id, Backoff())
-        retry_in_s = (
-            max(0.0, backoff.retry_at - self._clock())
-            if kind in (Kind.DIED, Kind.FAILED) and not self._stopping
-            else 0.0
-        )
+        retry_in_s = max(0.0, backoff.retry_at - self._clock()) if kind in (Kind.DIED, Kind.FAILED) else 0.0
         log.info("supervisor.worker", kind=kind, worker_id=worker.worker_id, error=error and error.message)
         async with self._news:
             self._seq += 1

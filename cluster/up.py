@@ -29,7 +29,7 @@ from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
 from cluster.valkey import EmbeddedValkey
-from tandem.errors import Cancelled, CheckpointRefused, DeadlineExceeded, SettingsError, TandemError
+from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
 from tandem.settings import Settings
 
 if TYPE_CHECKING:
@@ -138,8 +138,6 @@ class Cluster:
 
     def _start(self) -> None:
         self._began = monotonic()
-        if not self.settings.ray_address:  # elsewhere the folder may be on the other machines only
-            _check_folder(self.settings.model)
         self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)
@@ -290,15 +288,6 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _check_folder(model: str) -> None:
-    """Refuses what cannot be a checkpoint before anything is started. The workers look closely."""
-    folder = Path(model)
-    if not folder.is_dir() and model.startswith(("/", ".", "~")):
-        raise CheckpointRefused(f"there is no folder {model}")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise CheckpointRefused(f"{model} has no config.json; is it the folder of a checkpoint?")
 
 
 def _free_port(host: str, port: int) -> int:

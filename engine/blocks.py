@@ -123,6 +123,12 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
+    def rename(self, owner: str, new: str) -> None:
+        """Hand a whole table to another owner."""
+        if new in self._tables:
+            raise ValueError(f"{new} already owns blocks")
+        self._tables[new] = self._tables.pop(owner)
+
     def forget_cached(self) -> None:
         """Empty the prefix cache; held blocks stay."""
         while self._cached:

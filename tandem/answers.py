@@ -249,7 +249,7 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """ready or draining; one that starts or was not heard of for heartbeat_ttl_s is not in the list."""
+    """starting, ready, draining, suspect or gone."""
     pid: int
     incarnation: str
     address: str
@@ -290,7 +290,7 @@ class Held(_Dict):
     """Blocks with one owner."""
 
     owner: str
-    """"sequence:<request>", "transfer:<id>#<generation>", or "probe:<worker>" while a doctor looks."""
+    """"sequence:<request>", "transfer:<id>#<generation>" or "reservation:<request>"."""
     blocks: list[int]
     age: float
 

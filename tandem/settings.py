@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA; float32 on CPU, where exact resume is worth more than speed."""
+    """auto: the checkpoint's dtype on CUDA, float32 on CPU, where exact resume is worth more than speed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
@@ -99,11 +99,6 @@ def load(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        if name == "model" and first["type"] == "missing":
-            raise SettingsError(
-                "no model is given: --model takes a checkpoint folder or a hub id; `tandem demo` brings its own",
-                field="model",
-            ) from error
         raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(

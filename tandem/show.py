@@ -16,7 +16,7 @@ from tandem.answers import Audit, Diagnosis, Findings, Ledger, Pair, Pools, Rece
 
 BAR_CELLS = 36
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STATES = {"ready": "green", "draining": "yellow"}
+_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "suspect": "red", "gone": "red"}
 # Characters that move the cursor or start an escape sequence; newline and tab stay.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
@@ -52,10 +52,6 @@ def rate(bytes_per_second: float) -> str:
     if bytes_per_second >= 1e8:
         return f"{_digits(bytes_per_second / 1e9)} GB/s"
     return f"{_digits(bytes_per_second / 1e6)} MB/s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _digits(value: float) -> str:
@@ -127,7 +123,7 @@ def workers_of(item: Receipt) -> str:
 def transfer(item: Transfer) -> str:
     speed = f" at {rate(item.bytes / item.seconds)}" if item.seconds > 0 else ""
     return (
-        f"{size(item.bytes)} in {_count(item.blocks, 'block')} over {item.transport}, {seconds(item.seconds)}{speed}, "
+        f"{size(item.bytes)} in {item.blocks} blocks over {item.transport}, {seconds(item.seconds)}{speed}, "
         f"{seconds(item.exposed)} not hidden by compute"
     )
 
@@ -251,11 +247,7 @@ def _ledger(ledger: Ledger) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for entry in sorted(ledger.entries, key=lambda entry: -entry.age):
         table.add_row(
-            " ",
-            Text(printable(entry.owner)),
-            _count(len(entry.blocks), "block"),
-            runs(entry.blocks),
-            seconds(entry.age),
+            " ", Text(printable(entry.owner)), f"{len(entry.blocks)} blocks", runs(entry.blocks), seconds(entry.age)
         )
     faults = [Text(f"  fault: {printable(fault)}", style="red") for fault in ledger.faults]
     return Group(head, table, *faults) if ledger.entries else Group(head, *faults)

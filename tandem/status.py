@@ -80,8 +80,6 @@ def from_rpc(error: grpc.RpcError) -> TandemError:
         return WorkerLost(message or "the connection was lost")
     if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
         return errors.TooLarge(message)
-    if code == "DEADLINE_EXCEEDED" and not _details(error):  # the call's own clock, before anybody answered
-        return DeadlineExceeded("the deadline passed before the answer was complete", field="timeout")
     found: dict[str, Any] = {}
     cls = _BY_STATUS.get(code, InternalError)
     for detail in _details(error):

@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 
 import grpc
-import structlog
 
 from cluster.registry import Registry, WorkerRecord
 from services.server import Channels
@@ -24,7 +23,6 @@ from tandem.v1 import (
     worker_pb2_grpc,
 )
 
-log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
 LEAST = {"prefill": 0, "decode": 1}
@@ -38,13 +36,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._registry = registry
         self._view = view
         self._channels = channels
-        self._last_wanted: dict[str, int] = {}
 
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
         await self._view.refresh()
-        wanted = await self._wanted()
+        wanted = await self._registry.wanted()
         return admin_pb2.ListWorkersResponse(
             workers=[_worker(record) for record in self._view.workers.values()], wanted=wanted
         )
@@ -58,15 +55,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if not LEAST[role] <= size <= MOST:
                 raise InvalidRequest(f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}")
         await self._registry.want(dict(request.wanted))
-        return admin_pb2.ScalePoolsResponse(wanted=await self._wanted())
-
-    async def _wanted(self) -> dict[str, int]:
-        """As the registry has it; where it does not answer, or has just lost it, as it was last known."""
-        try:
-            self._last_wanted |= await self._registry.wanted()
-        except Unavailable as error:
-            log.warning("admin.registry_lost", error=error.message)
-        return self._last_wanted
+        return admin_pb2.ScalePoolsResponse(wanted=await self._registry.wanted())
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
@@ -118,9 +107,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.problems.append(error.message)
         await self._view.refresh()
         decodes, prefills = self._view.of_role("decode"), self._view.of_role("prefill")
-        wanted = await self._wanted()
         for role, pool in (("decode", decodes), ("prefill", prefills)):
-            if not pool and wanted.get(role, 1):
+            if not pool:
                 response.problems.append(f"there is no {role} worker")
         for decode in decodes:  # one pair after another: probes that share a machine would measure each other
             for prefill in prefills:

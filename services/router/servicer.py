@@ -64,7 +64,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stream_stretch)
         self._placer = Placer(view, settings.queue_timeout_s, rules)
         self._model: ModelFacts | None = None
-        self.running = 0  # requests in progress
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -78,19 +77,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         started = generation_pb2.Started(
             request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len
         )
-        self.running += 1
-        try:
-            async with aclosing(self._answer(job, account, deadline)) as events:
-                yield generation_pb2.GenerateResponse(started=started)
-                async for event in events:
-                    yield event
-        finally:
-            self.running -= 1
-
-    async def _answer(
-        self, job: Job, account: Account, deadline: float
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """Deltas as they come, and the end with the receipt."""
+        yield generation_pb2.GenerateResponse(started=started)
         text = self._text.stream()
         async with aclosing(self._tokens(job, account, deadline)) as stretches:
             async for stretch in stretches:
@@ -261,9 +248,7 @@ class Router:
             address="",
             model=settings.model,
         )
-        self._heartbeat = Heartbeat(
-            self.registry, lambda: replace(self._record, running=generation.running), settings.heartbeat_s
-        )
+        self._heartbeat = Heartbeat(self.registry, lambda: self._record, settings.heartbeat_s)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[None] | None = None
         self._stopped = False
