@@ -249,7 +249,7 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """starting, ready, draining, suspect or gone."""
+    """ready or draining. A worker that still starts, or was not heard of for a while, is not in the list."""
     pid: int
     incarnation: str
     address: str
@@ -290,7 +290,7 @@ class Held(_Dict):
     """Blocks with one owner."""
 
     owner: str
-    """"sequence:<request>", "transfer:<id>#<generation>" or "reservation:<request>"."""
+    """sequence:<request> from its reservation on, transfer:<id>#<generation>, or probe:<worker> during diagnose()."""
     blocks: list[int]
     age: float
 

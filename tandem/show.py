@@ -16,7 +16,7 @@ from tandem.answers import Audit, Diagnosis, Findings, Ledger, Pair, Pools, Rece
 
 BAR_CELLS = 36
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "suspect": "red", "gone": "red"}
+_STATES = {"ready": "green", "draining": "yellow"}
 # Characters that move the cursor or start an escape sequence; newline and tab stay.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
