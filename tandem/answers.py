@@ -140,6 +140,11 @@ class StreamReader:
         self._tokens = 0
         self._finished = False
 
+    @property
+    def tokens(self) -> int:
+        """How many have come so far."""
+        return self._tokens
+
     def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
         """The piece in this event, or None if it has none. Raises InternalError on a gap."""
         kind = event.WhichOneof("event")
