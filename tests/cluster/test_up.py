@@ -251,6 +251,7 @@ def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
     assert out == ""
     assert "stopped, nothing is left" in err, err
     assert "cut off" not in err, err
+    assert "died" not in err, err
     assert "Traceback" not in err
     assert [process for process in processes if process.is_running()] == []
     assert not answers(target)
