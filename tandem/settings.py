@@ -38,7 +38,8 @@ class Settings(BaseSettings):
     """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: the checkpoint's dtype on CUDA, float32 on CPU, where exact resume is worth more than speed."""
+    """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).
+    On CPU float32: bfloat16 is faster there, but only float32 resumes a stream token for token."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
