@@ -95,6 +95,12 @@ def load(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if (name, first["type"]) == ("model", "missing"):
+            raise SettingsError(
+                "no model is named: give a checkpoint folder or a hub id, as in `tandem up --model demo/model`;"
+                " `tandem demo` brings its own",
+                field="model",
+            ) from error
         raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(

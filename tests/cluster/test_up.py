@@ -223,6 +223,15 @@ def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     assert caught.value.field == "port"
 
 
+def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """No registry and no Ray for a path that is no checkpoint."""
+    lines: list[str] = []
+    for model in (tmp_path / "missing", tmp_path):
+        with pytest.raises(CheckpointRefused, match=str(model)):
+            Cluster(Settings(model=str(model), port=0), lines.append, launcher=LAUNCHER).start()
+    assert lines == []
+
+
 def start_up() -> tuple[subprocess.Popen[str], str]:
     """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
     up = subprocess.Popen(
