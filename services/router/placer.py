@@ -33,6 +33,7 @@ class _Since:
     blocks: int = 0
     full: bool = False
     suspect_until: float = 0.0
+    last_used: int = 0  # the number of the latest placement there
 
 
 class Placer:
@@ -40,6 +41,7 @@ class Placer:
         self._view = view
         self._queue_timeout_s = queue_timeout_s
         self._since: dict[str, _Since] = {}
+        self._placements = 0
         self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first placed
 
     @asynccontextmanager
@@ -51,9 +53,10 @@ class Placer:
         ahead = min(AHEAD_TOKENS, limit - tokens)
         placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s))
         blocks = -(-(tokens + ahead) // placement.decode.block_size)
-        self._count(placement.decode, +1, blocks)
-        if placement.prefill:
-            self._count(placement.prefill, +1, blocks)
+        self._placements += 1
+        for worker in filter(None, (placement.decode, placement.prefill)):
+            self._count(worker, +1, blocks)
+            self._of(worker).last_used = self._placements
         try:
             yield placement
         finally:
@@ -110,6 +113,7 @@ class Placer:
             free_blocks=record.blocks_total - record.blocks_held - since.blocks,
             block_size=record.block_size,
             max_model_len=record.max_model_len,
+            last_used=since.last_used,
             usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,
         )
 

@@ -22,6 +22,7 @@ class Candidate:
     free_blocks: int  # blocks that can be had, this router's newest requests subtracted
     block_size: int
     max_model_len: int
+    last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
 
 
@@ -36,7 +37,7 @@ def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: i
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
     The least loaded decode worker with room, by share of its places, then by free blocks. The prefill worker with the
-    fewest prompts before this one, among those whose blocks mean the same.
+    fewest prompts before this one, among those whose blocks mean the same. Equals take turns.
     """
     roomy = [
         one
@@ -48,10 +49,10 @@ def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: i
     ]
     if not roomy:
         return None
-    decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, one.worker_id))
+    decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     if able:
-        prefill = min(able, key=lambda one: (one.running, -one.free_blocks, one.worker_id))
+        prefill = min(able, key=lambda one: (one.running, -one.free_blocks, *_turn(one)))
         return Placement(decode, prefill)
     if not prefills:
         why = "there is no prefill worker"
@@ -60,3 +61,8 @@ def place(decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: i
     else:
         why = f"no prefill worker has the KV layout of {decode.worker_id}"
     return Placement(decode, None, why)
+
+
+def _turn(one: Candidate) -> tuple[int, str]:
+    """Between equals: whoever was used longest ago, so that idle workers share the work and none is always the one."""
+    return one.last_used, one.worker_id
