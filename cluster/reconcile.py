@@ -90,6 +90,7 @@ class _Worker:
     phase: Phase = Phase.STARTING
     started: Started | None = None
     ready_at: float = 0.0
+    unserved: bool = False  # ended on purpose before it served: how its process went is no news
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -208,7 +209,7 @@ class Supervisor:
         now = self._clock()
         if worker.phase is Phase.STOPPING:
             self._backoffs.pop(worker.worker_id, None)
-            kind = Kind.STOPPED
+            kind, error = Kind.STOPPED, None if worker.unserved else error
         else:
             ready_for = now - worker.ready_at if worker.started else 0.0
             self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
@@ -219,24 +220,29 @@ class Supervisor:
         worker.ended.set()
 
     async def _drain(self, worker: _Worker, grace_s: float) -> None:
-        """Ends one worker: with grace if it serves, at once if it does not yet. Its life task does the rest."""
-        starting, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
-        if starting:
+        """Ends one worker: with grace if it serves, at once if it does not yet. Its life task does the rest.
+
+        A worker that has stopped is not killed here: its wait() has an answer on the way, and the kill could overtake
+        it, so that an orderly end would look like a death.
+        """
+        worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
+        if worker.unserved:
             worker.life.kill()
             return
         try:
             async with asyncio.timeout(grace_s + STOP_MARGIN_S):
                 await worker.life.stop(grace_s)
+                await worker.ended.wait()
         except (TimeoutError, TandemError) as error:
             log.warning("supervisor.stop_failed", worker_id=worker.worker_id, error=repr(error))
-        finally:
             worker.life.kill()
 
     # ---- small things
 
     async def _tell(self, kind: Kind, worker: _Worker, error: TandemError | None = None) -> None:
         backoff = self._backoffs.get(worker.worker_id, Backoff())
-        retry_in_s = max(0.0, backoff.retry_at - self._clock()) if kind in (Kind.DIED, Kind.FAILED) else 0.0
+        again = kind in (Kind.DIED, Kind.FAILED) and not self._stopping
+        retry_in_s = max(0.0, backoff.retry_at - self._clock()) if again else 0.0
         log.info("supervisor.worker", kind=kind, worker_id=worker.worker_id, error=error and error.message)
         async with self._news:
             self._seq += 1

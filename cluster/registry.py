@@ -26,6 +26,7 @@ from tandem.tasks import end
 
 log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
+RECONNECT_S = 0.5
 
 
 class State(StrEnum):
@@ -153,7 +154,7 @@ class Registry:
             except RedisError as error:
                 _raise_lost_cancel()
                 log.warning("registry.lost", error=str(error))
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(min(every_s, RECONNECT_S))  # one that came back empty is filled soon
                 yield None
 
 

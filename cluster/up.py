@@ -1,6 +1,6 @@
 """`tandem up`: one cluster on this machine, from nothing to `ready`, and back to nothing.
 
-    port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
+    folder there? port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
     each step leaves its undoing on a stack; stop() drains, then unwinds the stack, whatever failed before
 
 If this process is killed outright, Linux ends its workers (cluster/lifeline.py), and a guard the rest
@@ -29,6 +29,7 @@ from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
 from cluster.valkey import EmbeddedValkey
+from tandem.checkpoint import folder_of
 from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
 from tandem.settings import Settings
 
@@ -138,6 +139,8 @@ class Cluster:
 
     def _start(self) -> None:
         self._began = monotonic()
+        if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
+            folder_of(self.settings.model)
         self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)

@@ -8,7 +8,7 @@ Every block is in exactly one of three states:
 
     free + cached + held = total, always; `check` recounts it from the tables.
 
-An owner is a name (a sequence, a transfer, a reservation) with one table of blocks. The table here is the only one:
+An owner is a name (a sequence, a transfer, a probe of a link) with one table of blocks. The table here is the only one:
 nobody else stores block lists that could disagree with it.
 """
 
@@ -122,12 +122,6 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 heapq.heappush(self._free, block)
-
-    def rename(self, owner: str, new: str) -> None:
-        """Hand a whole table to another owner."""
-        if new in self._tables:
-            raise ValueError(f"{new} already owns blocks")
-        self._tables[new] = self._tables.pop(owner)
 
     def forget_cached(self) -> None:
         """Empty the prefix cache; held blocks stay."""

@@ -10,6 +10,7 @@ from time import perf_counter
 import psutil
 import torch
 
+from engine import weights
 from engine.engine import Engine
 from engine.model import Model
 from engine.pace import Pace
@@ -19,6 +20,8 @@ from tandem.settings import Settings
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
 CALIBRATION_TOKENS = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
 
 def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
@@ -79,9 +82,14 @@ def _device(settings: Settings) -> torch.device:
 
 
 def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """auto on CUDA: what config.json says, float16 as bfloat16 (as many bytes, and nothing overflows)."""
     if settings.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return DTYPES[settings.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    config = weights.read_json(weights.resolve(settings.model) / "config.json")
+    own = next((one[key] for one in (config, config.get("text_config") or {}) for key in KEYS if one.get(key)), None)
+    return torch.bfloat16 if own == "float16" else DTYPES.get(str(own), torch.float32)
 
 
 def _threads(settings: Settings) -> int:

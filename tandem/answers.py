@@ -140,6 +140,11 @@ class StreamReader:
         self._tokens = 0
         self._finished = False
 
+    @property
+    def tokens(self) -> int:
+        """How many have come so far."""
+        return self._tokens
+
     def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
         """The piece in this event, or None if it has none. Raises InternalError on a gap."""
         kind = event.WhichOneof("event")
@@ -249,7 +254,7 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """starting, ready, draining, suspect or gone."""
+    """ready or draining. A worker that still starts, or was not heard of for a while, is not in the list."""
     pid: int
     incarnation: str
     address: str
@@ -290,7 +295,7 @@ class Held(_Dict):
     """Blocks with one owner."""
 
     owner: str
-    """"sequence:<request>", "transfer:<id>#<generation>" or "reservation:<request>"."""
+    """sequence:<request> from its reservation on, transfer:<id>#<generation>, or probe:<worker> during diagnose()."""
     blocks: list[int]
     age: float
 

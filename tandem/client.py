@@ -285,6 +285,18 @@ def _channel_options(target: str) -> list[tuple[str, Any]]:
     ]
 
 
+# ---- a deadline in words: gRPC's own name neither the time nor what had come by then
+
+
+def _late(timeout: float | None, reader: answers.StreamReader) -> str:
+    came = f"{reader.tokens} token{'s' * (reader.tokens != 1)} had come" if reader.tokens else "no token had come"
+    return f"{'the deadline' if timeout is None else f'the deadline of {timeout:g} s'} passed; {came}"
+
+
+def _unanswered(question: _Question[Any]) -> str:
+    return f"{question.path.rpartition('/')[2]} was not answered within {question.timeout:g} s"
+
+
 # ---- the two clients
 
 
@@ -331,7 +343,7 @@ class AsyncClient:
                     yield piece
             reader.end()
         except grpc.RpcError as error:
-            raise from_rpc(error) from error
+            raise from_rpc(error, late=_late(timeout, reader)) from error
         finally:
             call.cancel()  # does nothing to a call that is over
 
@@ -368,7 +380,7 @@ class AsyncClient:
         try:
             return question.read(await call(question.request, timeout=question.timeout))
         except grpc.RpcError as error:
-            raise from_rpc(error) from error
+            raise from_rpc(error, late=_unanswered(question)) from error
 
     async def close(self) -> None:
         """Cancels what still runs and closes the connection."""
@@ -424,7 +436,7 @@ class Client:
                     yield piece
             reader.end()
         except grpc.RpcError as error:
-            raise from_rpc(error) from error
+            raise from_rpc(error, late=_late(timeout, reader)) from error
         finally:
             call.cancel()  # does nothing to a call that is over
 
@@ -461,7 +473,7 @@ class Client:
         try:
             return question.read(call(question.request, timeout=question.timeout))
         except grpc.RpcError as error:
-            raise from_rpc(error) from error
+            raise from_rpc(error, late=_unanswered(question)) from error
 
     def close(self) -> None:
         """Cancels what still runs and closes the connection."""

@@ -106,7 +106,7 @@ def run(model: str | None, prompts: Path | None, *, prefill: int, decode: int, m
         start = perf_counter()
         asyncio.run(send_all(cluster.target, rows, Board(rows, console)))
         elapsed = perf_counter() - start
-    console.print(report(rows, elapsed))
+    console.print(report(rows, elapsed, console.width if console.is_terminal else show.NARROW))
     return 0 if all(row.state == "done" for row in rows) else 1
 
 
@@ -201,8 +201,8 @@ def _tail(text: str, room: int) -> str:
 # ---- the account
 
 
-def report(rows: Sequence[Row], elapsed: float) -> RenderableType:
-    """Every answer, the table of receipts, the slowest first token in detail, and a summary."""
+def report(rows: Sequence[Row], elapsed: float, width: int = show.NARROW) -> RenderableType:
+    """Every answer, the table of receipts (in so many columns), the slowest first token in detail, and a summary."""
     parts: list[RenderableType] = [Text()]
     for row in rows:
         answer = (row.error, "red") if row.error else (show.printable(row.text), "")
@@ -210,7 +210,7 @@ def report(rows: Sequence[Row], elapsed: float) -> RenderableType:
     finished = [row.receipt for row in rows if row.receipt is not None]
     if finished:
         slowest = max(finished, key=lambda item: item.ttft)
-        parts += [Text(), show.receipts(finished), Text(), Text("The slowest first token:", style="bold")]
+        parts += [Text(), show.receipts(finished, width), Text(), Text("The slowest first token:", style="bold")]
         parts += [show.receipt(slowest)]
     return Group(*parts, Text(), summary(rows, finished, elapsed))
 

@@ -38,7 +38,8 @@ class Settings(BaseSettings):
     """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: the checkpoint's dtype on CUDA, float32 on CPU, where exact resume is worth more than speed."""
+    """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).
+    On CPU float32: bfloat16 is faster there, but only float32 resumes a stream token for token."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
@@ -99,6 +100,12 @@ def load(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if (name, first["type"]) == ("model", "missing"):
+            raise SettingsError(
+                "no model is named: give a checkpoint folder or a hub id, as in `tandem up --model demo/model`;"
+                " `tandem demo` brings its own",
+                field="model",
+            ) from error
         raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(

@@ -15,8 +15,9 @@ from rich.text import Text
 from tandem.answers import Audit, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
 
 BAR_CELLS = 36
+NARROW, WIDE = 80, 140  # columns of a pipe or a small terminal; of one that holds everything
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "suspect": "red", "gone": "red"}
+_STATES = {"ready": "green", "draining": "yellow"}
 # Characters that move the cursor or start an escape sequence; newline and tab stay.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
@@ -56,6 +57,11 @@ def rate(bytes_per_second: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def count(number: int, noun: str) -> str:
+    """1 block, 2 blocks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def runs(blocks: Sequence[int]) -> str:
@@ -123,7 +129,7 @@ def workers_of(item: Receipt) -> str:
 def transfer(item: Transfer) -> str:
     speed = f" at {rate(item.bytes / item.seconds)}" if item.seconds > 0 else ""
     return (
-        f"{size(item.bytes)} in {item.blocks} blocks over {item.transport}, {seconds(item.seconds)}{speed}, "
+        f"{size(item.bytes)} in {count(item.blocks, 'block')} over {item.transport}, {seconds(item.seconds)}{speed}, "
         f"{seconds(item.exposed)} not hidden by compute"
     )
 
@@ -155,8 +161,31 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else ""
 
 
-def receipts(items: Sequence[Receipt]) -> Table:
-    """One line for each finished request."""
+def receipts(items: Sequence[Receipt], width: int = NARROW) -> Table:
+    """The finished requests: one line each in `width` columns, or, where there is room, with phases and transports."""
+    return _narrow_receipts(items) if width < WIDE else _wide_receipts(items)
+
+
+def _narrow_receipts(items: Sequence[Receipt]) -> Table:
+    table = Table(title="Receipts", title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name in ("request", "workers"):
+        table.add_column(name)
+    for name in ("tokens", "cached", "TTFT", "TPOT", "KV moved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in items:
+        table.add_row(
+            Text(printable(item.request_id)),
+            workers_of(item),
+            f"{item.prompt_tokens}+{item.completion_tokens}",
+            str(item.cached_tokens),
+            seconds(item.ttft),
+            seconds(item.tpot),
+            size(item.transfer.bytes) if item.transfer else "-",
+        )
+    return table
+
+
+def _wide_receipts(items: Sequence[Receipt]) -> Table:
     table = Table(title="Receipts", title_justify="left", header_style="bold", box=None, padding=(0, 1))
     for name in ("request", "path", "tokens", "cached"):
         table.add_column(name, overflow="fold")
@@ -247,7 +276,7 @@ def _ledger(ledger: Ledger) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for entry in sorted(ledger.entries, key=lambda entry: -entry.age):
         table.add_row(
-            " ", Text(printable(entry.owner)), f"{len(entry.blocks)} blocks", runs(entry.blocks), seconds(entry.age)
+            " ", Text(printable(entry.owner)), count(len(entry.blocks), "block"), runs(entry.blocks), seconds(entry.age)
         )
     faults = [Text(f"  fault: {printable(fault)}", style="red") for fault in ledger.faults]
     return Group(head, table, *faults) if ledger.entries else Group(head, *faults)

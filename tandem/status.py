@@ -73,11 +73,16 @@ def to_status(error: TandemError) -> status_pb2.Status:
     return status
 
 
-def from_rpc(error: grpc.RpcError) -> TandemError:
-    """The error that a peer raised, or what the broken call means. Works for sync and aio calls."""
+def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up") -> TandemError:
+    """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
+
+    `late` says what a deadline means that gRPC noticed here; a peer that noticed it has words of its own.
+    """
     code, message = error.code().name, error.details() or ""
     if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
         return WorkerLost(message or "the connection was lost")
+    if code == "DEADLINE_EXCEEDED" and not _details(error):
+        return DeadlineExceeded(late)
     if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
         return errors.TooLarge(message)
     found: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 
 import grpc
+import structlog
 
 from cluster.registry import Registry, WorkerRecord
 from services.server import Channels
@@ -23,6 +24,7 @@ from tandem.v1 import (
     worker_pb2_grpc,
 )
 
+log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 30.0
 LEAST = {"prefill": 0, "decode": 1}
@@ -36,14 +38,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._registry = registry
         self._view = view
         self._channels = channels
+        self._wanted: dict[str, int] = {}  # the last known
 
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
         await self._view.refresh()
-        wanted = await self._registry.wanted()
         return admin_pb2.ListWorkersResponse(
-            workers=[_worker(record) for record in self._view.workers.values()], wanted=wanted
+            workers=[_worker(record) for record in self._view.workers.values()], wanted=await self._wanted_sizes()
         )
 
     async def ScalePools(
@@ -55,7 +57,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if not LEAST[role] <= size <= MOST:
                 raise InvalidRequest(f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}")
         await self._registry.want(dict(request.wanted))
-        return admin_pb2.ScalePoolsResponse(wanted=await self._registry.wanted())
+        return admin_pb2.ScalePoolsResponse(wanted=await self._wanted_sizes())
+
+    async def _wanted_sizes(self) -> dict[str, int]:
+        """As the registry has them; what it has just lost, or does not answer, as it was last known."""
+        try:
+            self._wanted |= await self._registry.wanted()
+        except Unavailable as error:
+            log.warning("admin.registry_lost", error=error.message)
+        return self._wanted
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
@@ -107,9 +117,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.problems.append(error.message)
         await self._view.refresh()
         decodes, prefills = self._view.of_role("decode"), self._view.of_role("prefill")
+        wanted = await self._wanted_sizes()
         for role, pool in (("decode", decodes), ("prefill", prefills)):
-            if not pool:
-                response.problems.append(f"there is no {role} worker")
+            least = wanted.get(role, 1)
+            if len(pool) < least:
+                said = (
+                    f"{len(pool)} of {least} wanted {role} workers are there" if pool else f"there is no {role} worker"
+                )
+                response.problems.append(said)
         for decode in decodes:  # one pair after another: probes that share a machine would measure each other
             for prefill in prefills:
                 pair = await self._probe(decode, prefill)

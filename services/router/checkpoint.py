@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tandem.checkpoint import folder_of
 from tandem.errors import CheckpointRefused
 
 
 def local_folder(model: str) -> Path:
     """The folder of a checkpoint. A hub id is looked up in (or fetched into) the Hugging Face cache: tokenizer and
     template only. Raises CheckpointRefused."""
-    folder = Path(model)
-    if folder.is_dir():
+    if folder := folder_of(model):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -36,6 +36,7 @@ class _Since:
     # Placements without a first token, by id():
     prompts: dict[int, int] = field(default_factory=dict)  # the prompt tokens to be computed there
     awaited: set[int] = field(default_factory=set)  # those that will decode there
+    last_used: int = 0  # the number of the latest placement there
 
 
 class Placer:
@@ -44,6 +45,7 @@ class Placer:
         self._rules = rules
         self._queue_timeout_s = queue_timeout_s
         self._since: dict[str, _Since] = {}
+        self._placements = 0
         self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first placed
 
     @asynccontextmanager
@@ -55,9 +57,10 @@ class Placer:
         ahead = min(AHEAD_TOKENS, limit - tokens)
         placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s))
         blocks = -(-(tokens + ahead) // placement.decode.block_size)
-        self._count(placement.decode, +1, blocks)
-        if placement.prefill:
-            self._count(placement.prefill, +1, blocks)
+        self._placements += 1
+        for worker in filter(None, (placement.decode, placement.prefill)):
+            self._count(worker, +1, blocks)
+            self._of(worker).last_used = self._placements
         self._of(placement.prefill or placement.decode).prompts[id(placement)] = tokens
         self._of(placement.decode).awaited.add(id(placement))
         try:
@@ -125,6 +128,7 @@ class Placer:
             streams=max(0, record.running + since.running - len(since.awaited)),
             backlog=sum(since.prompts.values()),
             prompt_rate=record.prompt_rate,
+            last_used=since.last_used,
             usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,
         )
 

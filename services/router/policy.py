@@ -31,6 +31,7 @@ class Candidate:
     streams: int = 0  # of `running`, those that have their first token
     backlog: int = 0  # prompt tokens sent there that have not led to a first token yet
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
+    last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
 
 
@@ -59,7 +60,7 @@ def place(
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
     The least loaded decode worker with room, by share of its places, then by free blocks. Among the prefill workers
-    whose blocks mean the same, the one that would begin soonest.
+    whose blocks mean the same, the one that would begin soonest. Equals take turns.
     """
     roomy = [
         one
@@ -71,10 +72,10 @@ def place(
     ]
     if not roomy:
         return None
-    decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, one.worker_id))
+    decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     if able:
-        prefill = min(able, key=lambda one: (_wait(one), one.running, -one.free_blocks, one.worker_id))
+        prefill = min(able, key=lambda one: (_wait(one), one.running, -one.free_blocks, *_turn(one)))
         why = _why_here(decode, prefill, tokens, rules) if rules.weigh else ""
         return Placement(decode, None if why else prefill, why)
     if not prefills:
@@ -110,3 +111,8 @@ def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:
     computing = tokens / decode.prompt_rate
     share = (stretch - 1.0) / stretch if decode.streams and stretch > 1.0 else 1.0  # of the time goes to prompts
     return (decode.backlog / decode.prompt_rate + computing) / share + decode.streams * computing
+
+
+def _turn(one: Candidate) -> tuple[int, str]:
+    """Between equals: whoever was used longest ago, so that idle workers share the work and none is always the one."""
+    return one.last_used, one.worker_id

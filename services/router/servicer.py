@@ -64,11 +64,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stream_stretch)
         self._placer = Placer(view, settings.queue_timeout_s, rules)
         self._model: ModelFacts | None = None
+        self.running = 0  # requests in progress
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         account = Account(monotonic())
+        self.running += 1
+        context.add_done_callback(self._count_out)  # type: ignore[arg-type]  # its stub names a class for a function
         given = context.time_remaining()  # None: the client set no deadline
         longest = self._settings.request_timeout_s
         deadline = account.arrived + (longest if given is None else min(given, longest))
@@ -96,6 +99,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             reason=job.finish(), text=text.finish(), receipt=account.receipt(job, self._settings.model)
         )
         yield generation_pb2.GenerateResponse(finished=finished)
+
+    def _count_out(self, _: object) -> None:
+        self.running -= 1
 
     async def _tokens(self, job: Job, account: Account, deadline: float) -> AsyncGenerator[decode_pb2.Tokens, None]:
         """The completion, in stretches, across as many attempts as it takes. Each stretch is in the journal already."""
@@ -248,7 +254,9 @@ class Router:
             address="",
             model=settings.model,
         )
-        self._heartbeat = Heartbeat(self.registry, lambda: self._record, settings.heartbeat_s)
+        self._heartbeat = Heartbeat(
+            self.registry, lambda: replace(self._record, running=generation.running), settings.heartbeat_s
+        )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[None] | None = None
         self._stopped = False

@@ -31,6 +31,13 @@ class FakeLife:
         self.graces.append(grace_s)
         self.end()
 
+    async def stop_before_the_end(self, grace_s: float) -> None:
+        """As over a network: the end of wait() arrives a little after the answer to stop()."""
+        asyncio.get_running_loop().call_later(0.05, self.end)
+
+    async def die_instead(self, grace_s: float) -> None:
+        self.kill()
+
     def end(self) -> None:
         if not self._ended.done():
             self._ended.set_result(None)
@@ -129,6 +136,42 @@ async def test_a_worker_that_ended_by_itself_is_replaced(registry: Registry) -> 
         host.lives["prefill-0"].end()
         await watch.until(Kind.STOPPED, "prefill-0")
         await watch.until(Kind.READY, "prefill-0")
+
+
+async def test_a_worker_that_stopped_as_told_did_not_die(registry: Registry) -> None:
+    """The answer to stop() may arrive before that of wait(): nobody is killed in between, and nothing looks broken."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        life = host.lives["decode-1"]
+        life.stop = life.stop_before_the_end  # type: ignore[method-assign]
+        await registry.want({"decode": 1})
+        assert (await watch.until(Kind.STOPPED, "decode-1")).error is None
+
+
+async def test_a_death_during_a_drain_is_told(registry: Registry) -> None:
+    """The control to the test above: a process that dies instead of stopping is not passed over."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        life = host.lives["decode-1"]
+        life.stop = life.die_instead  # type: ignore[method-assign]
+        await registry.want({"decode": 1})
+        assert isinstance((await watch.until(Kind.STOPPED, "decode-1")).error, WorkerLost)
+
+
+async def test_while_stopping_nobody_is_promised_a_new_life(registry: Registry) -> None:
+    """A worker that dies while the others are drained is not started again, and the event does not say so."""
+    host = FakeHost()
+    async with supervised(host, registry, router=1, decode=1) as (supervisor, watch):
+        await watch.until(Kind.READY, "router-0")
+        await watch.until(Kind.READY, "decode-0")
+        host.lives["router-0"].stop = host.lives["decode-0"].die_instead  # type: ignore[method-assign]
+        stopping = asyncio.create_task(supervisor.stop(grace_s=1.0))
+        died = await watch.until(Kind.DIED, "decode-0")
+        assert died.retry_in_s == 0.0
+        host.lives["router-0"].end()
+        await stopping
 
 
 async def test_a_refusal_to_start_is_told_as_it_was_raised(registry: Registry) -> None:

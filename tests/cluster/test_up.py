@@ -223,6 +223,15 @@ def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     assert caught.value.field == "port"
 
 
+def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """No registry and no Ray for a path that is no checkpoint."""
+    lines: list[str] = []
+    for model in (tmp_path / "missing", tmp_path):
+        with pytest.raises(CheckpointRefused, match=str(model)):
+            Cluster(Settings(model=str(model), port=0), lines.append, launcher=LAUNCHER).start()
+    assert lines == []
+
+
 def start_up() -> tuple[subprocess.Popen[str], str]:
     """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
     up = subprocess.Popen(
@@ -251,6 +260,7 @@ def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
     assert out == ""
     assert "stopped, nothing is left" in err, err
     assert "cut off" not in err, err
+    assert "died" not in err, err
     assert "Traceback" not in err
     assert [process for process in processes if process.is_running()] == []
     assert not answers(target)

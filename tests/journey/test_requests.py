@@ -118,6 +118,31 @@ async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside:
         assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, 4) for prompt in prompts]
 
 
+async def test_the_router_counts_the_requests_in_progress(inside: Any, tiny: Path) -> None:
+    """`tandem workers` shows them while they run, and none after a finished, a cancelled or a refused one."""
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    prompt = oracle.prompts(tiny, [40])[0]
+    async with inside(wrap=wrap) as cluster:
+
+        async def shown(running: int) -> None:
+            async with asyncio.timeout(10):
+                while {one.role: one.running for one in await cluster.client.workers()}["router"] != running:
+                    await cluster.router.view.newer_than(cluster.router.view.version)
+
+        streams = [
+            asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)) for _ in range(3)
+        ]
+        await shown(3)
+        streams[0].cancel()
+        await shown(2)
+        go.set()
+        await asyncio.gather(*streams[1:])
+        with pytest.raises(InvalidRequest):
+            await cluster.client.generate([10**6])
+        await shown(0)
+
+
 async def test_room_is_reserved_before_prefill_starts(inside: Any, tiny: Path) -> None:
     """While the decode worker is full nothing is prefilled; the request waits in the router and then runs."""
     go = asyncio.Event()

@@ -328,7 +328,10 @@ def test_up_refuses_impossible_settings() -> None:
     result = CliRunner().invoke(app, ["up", "--model", "m", "--decode", "0"])
     assert (result.exit_code, "decode" in result.stderr) == (2, True)
     result = CliRunner().invoke(app, ["up"], env={"TANDEM_MODEL": None})
-    assert (result.exit_code, "model" in result.stderr) == (2, True)
+    assert result.exit_code == 2
+    assert "tandem up --model demo/model" in result.stderr
+    assert "tandem demo" in result.stderr
+    assert "Field required" not in result.stderr
 
 
 # ---- demo

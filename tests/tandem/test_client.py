@@ -161,9 +161,28 @@ async def test_deadline(client: Any, fake: Any) -> None:
         yield
 
     fake.script = silent
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=r"^the deadline of 0\.2 s passed; no token had come$"):
         await client.generate("Hi", timeout=0.2)
     await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_a_deadline_says_what_had_come(client: Any, fake: Any, events: Any) -> None:
+    """The error names the limit and how far the answer had got; a server's own words on its limit stay."""
+
+    async def stuck(_: Any) -> Any:
+        yield events.delta(0, [1, 2], "ab")
+        await asyncio.Event().wait()
+
+    async def impatient(_: Any) -> Any:
+        yield events.delta(0, [1], "a")
+        raise DeadlineExceeded("took too long")
+
+    fake.script = stuck
+    with pytest.raises(DeadlineExceeded, match=r"^the deadline of 0\.2 s passed; 2 tokens had come$"):
+        await client.generate("Hi", timeout=0.2)
+    fake.script = impatient
+    with pytest.raises(DeadlineExceeded, match=r"^took too long$"):
+        await client.generate("Hi", timeout=30)
 
 
 async def test_nobody_there() -> None:

@@ -1,8 +1,66 @@
 from __future__ import annotations
 
+import io
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from tandem import show
+from tandem.answers import Audit, Held, Ledger, Receipt, Transfer
+
+RECEIPT = Receipt(
+    request_id="demo-19",
+    model="toy",
+    path="disaggregated",
+    prefill_worker="prefill-0",
+    decode_worker="decode-0",
+    prompt_tokens=1433,
+    completion_tokens=1048,
+    cached_tokens=1024,
+    seed=1,
+    ttft=0.62,
+    phases={"tokenize": 0.001, "prefill_compute": 0.619},
+    tpot=0.00747,
+    total=0.972,
+    transfer=Transfer("nixl:ucx:cma", 1_373_000, 28, 0.0026, 0.045),
+    attempts=1,
+    notes=[],
+    preemptions=0,
+    client_ttft=0.67,
+)
+
+
+def printed(what: object, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(what)
+    return out.getvalue().splitlines()
+
+
+def test_receipts_fit_into_eighty_columns() -> None:
+    """One line for each request, whole, where nobody has more room: the piped demo, a small terminal."""
+    lines = printed(
+        show.receipts([RECEIPT, replace(RECEIPT, prefill_worker="", path="local", transfer=None)]), show.NARROW
+    )
+    assert len(lines) == 4  # title, header, two requests
+    assert max(map(len, lines)) <= show.NARROW
+    assert "prefill-0 → decode-0" in lines[2]
+    assert lines[2].split()[-2:] == ["1.31", "MiB"]
+
+
+def test_a_wide_terminal_gets_phases_and_transport() -> None:
+    """The control: with room, nothing is left out."""
+    text = "\n".join(printed(show.receipts([RECEIPT], show.WIDE), show.WIDE))
+    assert "prefill compute 619 ms" in text
+    assert "nixl:ucx:cma" in text
+
+
+def test_one_block_is_no_plural() -> None:
+    """Neither in a receipt nor in a ledger."""
+    assert " in 1 block over" in show.transfer(Transfer("inprocess", 10, 1, 0.1, 0.0))
+    assert " in 2 blocks over" in show.transfer(Transfer("inprocess", 10, 2, 0.1, 0.0))
+    ledger = Ledger("decode-0", "i", "h:1", 8, 7, 0, 1, [Held("sequence:r", [3], 1.0)], [])
+    assert any("  1 block  3" in line for line in printed(show.audit(Audit([ledger], {})), 120))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""Whether a setting can name a checkpoint at all, from its name and its folder alone: no torch, no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.errors import CheckpointRefused
+
+
+def folder_of(model: str) -> Path | None:
+    """The folder that `model` names; None for what may be a hub id, which only the hub can judge.
+
+    Raises CheckpointRefused for a path that is no folder, and for a folder that holds no checkpoint.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointRefused(f"{model} has no config.json; pass the folder of a transformers checkpoint")
+        return folder
+    if folder.exists():
+        raise CheckpointRefused(f"{model} is a file; pass the folder that holds config.json and the safetensors files")
+    if folder.is_absolute() or model.startswith(".") or model.count("/") > 1 or model.endswith("/"):
+        raise CheckpointRefused(
+            f"there is no folder {model}; pass an existing checkpoint folder or a hub id like org/name"
+        )
+    return None

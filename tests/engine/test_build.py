@@ -1,0 +1,43 @@
+"""From settings to an engine: what `auto` means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import _dtype
+from tandem.settings import Settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"torch_dtype": "float32"}, torch.float32),
+        ({"text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"dtype": "float16"}, torch.bfloat16),
+        ({"dtype": None}, torch.float32),
+        ({}, torch.float32),
+    ],
+    ids=str,
+)
+def test_auto_is_the_checkpoints_own_dtype_on_cuda(tmp_path: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Nothing is rounded that need not be; float16, which no setting names, becomes bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _dtype(Settings(model=str(tmp_path)), CUDA) == dtype
+
+
+def test_auto_is_float32_on_cpu_and_a_named_dtype_is_taken_everywhere(tmp_path: Path) -> None:
+    """On CPU a stream resumes token for token, whatever the checkpoint holds."""
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert _dtype(Settings(model=str(tmp_path)), CPU) == torch.float32
+    for device in (CPU, CUDA):
+        assert _dtype(Settings(model=str(tmp_path), dtype="bfloat16"), device) == torch.bfloat16
+        assert _dtype(Settings(model=str(tmp_path), dtype="float32"), device) == torch.float32

@@ -1,0 +1,84 @@
+"""What a router tells operators, from a real registry, with workers that are only records."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.registry import Registry, State, WorkerRecord
+from cluster.valkey import EmbeddedValkey
+from services.router.admin import AdminServicer
+from services.server import Channels
+from services.view import ClusterView
+from tandem.settings import Settings
+from tandem.v1 import admin_pb2
+
+DECODE = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:1")
+CONTEXT: Any = None  # nothing here looks at it
+
+
+@pytest.fixture
+def valkey() -> Any:
+    with tempfile.TemporaryDirectory(prefix="tdm-") as folder:
+        server = EmbeddedValkey(Path(folder))
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
+    connection = Registry(valkey.url, f"t{secrets.token_hex(4)}", ttl_s=30.0)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def admin(registry: Registry) -> AsyncIterator[AdminServicer]:
+    channels = Channels()
+    yield AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), channels)
+    await channels.close()
+
+
+async def problems(admin: AdminServicer) -> list[str]:
+    return list((await admin.Diagnose(admin_pb2.DiagnoseRequest(), CONTEXT)).problems)
+
+
+async def wanted(admin: AdminServicer) -> dict[str, int]:
+    return dict((await admin.ListWorkers(admin_pb2.ListWorkersRequest(), CONTEXT)).wanted)
+
+
+async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, registry: Registry) -> None:
+    """With prefill=0 wanted, a cluster without prefill workers is healthy; with one wanted, it is not."""
+    await registry.beat(DECODE)
+    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    assert await problems(admin) == []
+    await registry.want({"prefill": 1})
+    assert await problems(admin) == ["there is no prefill worker"]
+
+
+async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
+    """The doctor counts: one of two is not all of them."""
+    await registry.beat(DECODE)
+    await registry.want({"router": 1, "decode": 2, "prefill": 0})
+    assert await problems(admin) == ["1 of 2 wanted decode workers are there"]
+
+
+async def test_the_wanted_sizes_outlive_a_registry_that_lost_them(
+    admin: AdminServicer, registry: Registry, valkey: EmbeddedValkey
+) -> None:
+    """Empty after a restart, or silent: the last known sizes are told until somebody says otherwise."""
+    sizes = {"router": 1, "decode": 2, "prefill": 3}
+    await registry.want(sizes)
+    assert await wanted(admin) == sizes
+    valkey.stop()
+    assert await wanted(admin) == sizes
+    valkey.start()
+    assert await wanted(admin) == sizes
+    await registry.want({"prefill": 1})
+    assert await wanted(admin) == {**sizes, "prefill": 1}
