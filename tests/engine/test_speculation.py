@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import engine.engine
 from engine.blocks import BlockPool
@@ -30,6 +29,7 @@ from engine.scheduler import Chunk, Scheduler
 from engine.selfcheck import pack
 from engine.sequence import Finish, Sampling, Sequence
 from engine.speculation import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, worth
+from tests.oracle import weaken
 
 SIZE, BUDGET, DRAFTS, NEW = 4, 48, 4, 40
 PROMPT_LENGTHS = (5, 21, 1, 34)
@@ -138,18 +138,6 @@ def similar(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("similar") / "model"
     weaken(checkpoint("tiny-llama"), folder, noise=0.015)
     return Model.load(str(folder), dtype=torch.float32, device=CPU)
-
-
-def weaken(source: Path, folder: Path, noise: float) -> None:
-    """A copy of a checkpoint with noise on every weight, in standard deviations of its tensor."""
-    folder.mkdir()
-    (folder / "config.json").write_text((source / "config.json").read_text())
-    generator = torch.Generator().manual_seed(0)
-    noisy = {
-        name: tensor + noise * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 # ---- the tokens
