@@ -14,6 +14,8 @@ from engine import weights
 from engine.engine import Engine
 from engine.model import Model
 from engine.pace import Pace
+from engine.scheduler import EXTRA_LOGITS
+from engine.speculation import Drafter, ModelDrafter, Ngram, Speculation
 from engine.step import Batch
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
@@ -24,8 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
 
-def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
-    """Load the model, measure, allocate.
+def build_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> Engine:
+    """Load the model, measure, allocate. An engine that only prefills (`generates` false) has no use for drafts.
 
     Raises CheckpointRefused when the model would be served wrongly, SettingsError when the settings ask for what this
     machine does not have, TooLarge when the memory does not hold one sequence of the longest length.
@@ -40,7 +42,14 @@ def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
         block_size=settings.block_size,
         progress=say,
     )
-    blocks = settings.kv_blocks or _measured_blocks(model, settings, say)
+    draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None
+    blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
+    drafter: Drafter | None = None
+    if draft is not None:
+        budget = settings.max_num_batched_tokens
+        drafter = ModelDrafter(draft, num_blocks=blocks, block_size=settings.block_size, token_budget=budget)
+    elif generates and settings.speculation == "ngram":
+        drafter = Ngram()
     pace = _calibrate(model, settings)
     say(f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream")
     return Engine(
@@ -51,6 +60,7 @@ def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
         max_running=settings.max_num_seqs,
         stretch=settings.stream_stretch,
         pace=pace,
+        speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
     )
 
 
@@ -71,6 +81,25 @@ def _calibrate(model: Model, settings: Settings) -> Pace:
         return perf_counter() - start
 
     return Pace(step_s=seconds(length, 1), prompt_rate=length / seconds(0, length))
+
+
+def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) -> Model:
+    """The smaller model that guesses; it must speak of the same tokens."""
+    draft = Model.load(
+        settings.draft_model or "",
+        dtype=target.dtype,
+        device=target.device,
+        block_size=settings.block_size,
+        progress=lambda line: say(f"draft model: {line}"),
+    )
+    if draft.vocab_size != target.vocab_size:
+        raise SettingsError(
+            f"draft_model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size};"
+            " a draft is a token id, so both must be the same",
+            field="draft_model",
+            bound=f"a checkpoint with vocab_size {target.vocab_size}",
+        )
+    return draft
 
 
 def _device(settings: Settings) -> torch.device:
@@ -97,7 +126,7 @@ def _threads(settings: Settings) -> int:
     return settings.threads or max(1, cores // max(1, settings.prefill + settings.decode))
 
 
-def _measured_blocks(model: Model, settings: Settings, say: Callable[[str], None]) -> int:
+def _measured_blocks(model: Model, draft: Model | None, settings: Settings, say: Callable[[str], None]) -> int:
     """Blocks that fit into a share of what is free after loading and after the largest step has run once.
 
     Never more than all places filled to the longest length could use.
@@ -105,7 +134,7 @@ def _measured_blocks(model: Model, settings: Settings, say: Callable[[str], None
     working = _profile(model, settings)
     free = _free_bytes(model.device)
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
-    block = model.block_bytes(settings.block_size)
+    block = sum(one.block_bytes(settings.block_size) for one in (model, draft) if one)
     per_sequence = -(-model.max_model_len // settings.block_size)
     fits = int((free - working) * share) // block
     if fits < per_sequence:
@@ -134,7 +163,7 @@ def _profile(model: Model, settings: Settings) -> int:
         query_lens=[length],
         context_lens=[length],
         block_tables=[list(range(per_sequence))],
-        logits_at=list(range(min(length, settings.max_num_seqs))),
+        logits_at=list(range(min(length, settings.max_num_seqs + EXTRA_LOGITS))),
     )
     if model.device.type == "cuda":  # not yet run on a GPU
         torch.cuda.reset_peak_memory_stats(model.device)

@@ -3,8 +3,10 @@
     add(sequence) ──▶ step() ──▶ [Progress, ...] ──▶ step() ──▶ ... until Progress.finish
                         │
                         ├── scheduler.plan()      which sequences, how many tokens each, blocks for all of them
+                        ├── speculation           drafts behind a sequence's last token, where that pays
                         ├── model.forward()       one packed forward
-                        └── choose()              a token for every sequence that caught up
+                        └── choose()              a token for every sequence that caught up, and one more for each
+                                                  draft that was right
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
@@ -15,27 +17,39 @@ Not thread-safe: everything here runs on the engine's own thread (engine/loop.py
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
+
+import torch
 
 from engine.blocks import BlockPool
 from engine.model import Model
 from engine.pace import Pace
 from engine.pages import Pages
-from engine.sampling import Logprob, choose
+from engine.sampling import Logprob, choose, logprobs
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
+from engine.speculation import Ask, Speculation
 from engine.step import Batch
 from tandem.errors import Busy, TooLarge
 
 
 class Progress(NamedTuple):
-    """What one step did to one sequence."""
+    """What one step did to one sequence; a step that accepts drafts makes one of these for each token, in order."""
 
     sequence: Sequence
-    done: int  # tokens whose KV is in blocks now
+    done: int  # tokens whose KV is in blocks now; the position of `token`
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
+
+
+class _Run(NamedTuple):
+    """A sequence that gets tokens from this step."""
+
+    sequence: Sequence
+    draft: list[int]
+    row: int  # of the logits after its last token; those after each draft follow
 
 
 class Engine:
@@ -49,11 +63,13 @@ class Engine:
         max_running: int,
         stretch: float | None = None,
         pace: Pace | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound."""
         self.model = model
         self.pace = pace or Pace()
         self.stretch = stretch
+        self.speculation = speculation
         self.pool = BlockPool(num_blocks, block_size)
         self.pages: Pages = model.allocate(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
@@ -78,8 +94,7 @@ class Engine:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
         wanted = min(len(sequence.tokens) + ahead, sequence.limit)
-        reusable = sequence.hashes(self.pool.block_size)[: (len(sequence.tokens) - 1) // self.pool.block_size]
-        reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(wanted))
+        reused = self.pool.take(sequence.id, sequence.reusable(self.pool.block_size), self.pool.blocks_for(wanted))
         if reused is None:
             del self.sequences[sequence.id]
             raise Busy(
@@ -106,6 +121,8 @@ class Engine:
         if sequence is None:
             return
         self.scheduler.remove(sequence)
+        if self.speculation:
+            self.speculation.forget(sequence_id)
         if self.pool.owns(sequence_id):
             self.pool.drop(sequence_id)
 
@@ -118,21 +135,13 @@ class Engine:
             return []
         self.streams = sum(chunk.tokens == 1 for chunk in plan)
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
-        logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
-        ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
-        choices = iter(choose(logits, ready))
+        started = self.speculation.clock() if self.speculation else 0.0
+        drafts = self._draft(plan)
+        logits = self.model.forward(self.pages, self._pack(plan, drafts))  # [rows wanted, vocab]
         self.steps += 1
-        progress: list[Progress] = []
-        for sequence, count in plan:
-            before, sequence.done = sequence.done, sequence.done + count
-            self._publish(sequence, before)
-            token, logprob = next(choices) if sequence.todo == 0 else (None, None)
-            finish = sequence.append(token) if token is not None else None
-            progress.append(Progress(sequence, sequence.done, token, finish, logprob))
-            if finish is not None and sequence.handoff:
-                self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
-            elif finish is not None:
-                self.drop(sequence.id)
+        progress = self._advance(plan, drafts, logits)
+        if self.speculation:
+            self.speculation.took(plan, sum(map(len, drafts)), self.speculation.clock() - started)
         return progress
 
     # ---- inside
@@ -149,19 +158,86 @@ class Engine:
             )
         self.sequences[sequence.id] = sequence
 
-    def _pack(self, plan: list[Chunk]) -> Batch:
-        """The chunks behind one another; logits are wanted where a chunk catches up with its sequence."""
+    def _draft(self, plan: list[Chunk]) -> list[list[int]]:
+        """Guesses about the tokens that follow each chunk; mostly none."""
+        if self.speculation is None:
+            return [[] for _ in plan]
+        lent = self.scheduler.lend(plan, self.speculation.wanted(plan))
+        return self.speculation.propose(
+            [
+                Ask(chunk.sequence, most, self.pool.table(chunk.sequence.id))
+                for chunk, most in zip(plan, lent, strict=True)
+            ]
+        )
+
+    def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
+        """The chunks behind one another, each with its drafts. For each chunk, in this order, logits are wanted where
+        the prompt is to be scored, at its last token if it catches up with its sequence, and at every draft."""
         batch = Batch(token_ids=[], positions=[], query_lens=[], context_lens=[], block_tables=[], logits_at=[])
-        for sequence, count in plan:
-            end = sequence.done + count
-            batch.token_ids += sequence.tokens[sequence.done : end]
-            batch.positions += range(sequence.done, end)
-            batch.query_lens.append(count)
-            batch.context_lens.append(end)
+        for (sequence, count), draft in zip(plan, drafts, strict=True):
+            start, end = len(batch.token_ids), sequence.done + count
+            batch.token_ids += sequence.tokens[sequence.done : end] + draft
+            batch.positions += range(sequence.done, end + len(draft))
+            batch.query_lens.append(count + len(draft))
+            batch.context_lens.append(end + len(draft))
             batch.block_tables.append(self.pool.table(sequence.id))
+            batch.logits_at += [start + position - sequence.done for position in sequence.to_score(count)]
             if end == len(sequence.tokens):
-                batch.logits_at.append(len(batch.token_ids) - 1)
+                batch.logits_at += range(start + count - 1, start + count + len(draft))
         return batch
+
+    def _advance(self, plan: list[Chunk], drafts: list[list[int]], logits: torch.Tensor) -> list[Progress]:
+        """Takes what the forward has computed. `logits` is [rows wanted, vocab], in the order of `_pack`."""
+        progress: list[Progress] = []
+        runs: list[_Run] = []
+        before = [sequence.done for sequence, _ in plan]
+        row = 0
+        for (sequence, count), draft in zip(plan, drafts, strict=True):
+            if scored := sequence.to_score(count):
+                _score(sequence, scored, logits[row : row + len(scored)])
+                row += len(scored)
+            caught_up = count == sequence.todo
+            sequence.done += count
+            if caught_up:
+                runs.append(_Run(sequence, draft, row))
+                row += 1 + len(draft)
+            else:
+                progress.append(Progress(sequence, sequence.done, None, None))
+        progress += self._sample(runs, logits)
+        for (sequence, _), start in zip(plan, before, strict=True):
+            self._publish(sequence, start)
+        for sequence, _, _, finish, _ in progress:
+            if finish is not None and sequence.handoff:
+                self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
+            elif finish is not None:
+                self.drop(sequence.id)
+        return progress
+
+    def _sample(self, runs: list[_Run], logits: torch.Tensor) -> list[Progress]:
+        """The target's own token at each place, place after place, each chosen with all tokens before it known. A run
+        goes on while its draft was that token: only then are the next logits about the tokens that there are. The KV of
+        wrong drafts stays in slots beyond `done`, which are written again before anybody reads them."""
+        progress: list[Progress] = []
+        place, going = 0, runs
+        while going:
+            rows = [run.row + place for run in going]
+            some = logits if len(rows) == len(logits) else logits[rows]
+            chosen = choose(some, [run.sequence for run in going])
+            still: list[_Run] = []
+            for run, (token, logprob) in zip(going, chosen, strict=True):
+                sequence = run.sequence
+                finish = sequence.append(token)
+                progress.append(Progress(sequence, sequence.done, token, finish, logprob))
+                if finish is None and place < len(run.draft) and agrees(run.draft[place], token):
+                    sequence.done += 1
+                    still.append(run)
+            place, going = place + 1, still
+        if self.speculation:
+            tokens = Counter(item.sequence.id for item in progress)
+            for sequence, draft, _ in runs:
+                if draft:
+                    self.speculation.verified(sequence, len(draft), tokens[sequence.id] - 1)
+        return progress
 
     def _publish(self, sequence: Sequence, before: int) -> None:
         """Blocks that became full between `before` and `sequence.done` are good for others now."""
@@ -169,3 +245,15 @@ class Engine:
         hashes = sequence.hashes(size)
         for index in range(before // size, sequence.done // size):
             self.pool.publish(sequence.id, index, hashes[index])
+
+
+def agrees(draft: int, token: int) -> bool:
+    """Whether a draft is the token that the target chose at its place."""
+    return draft == token
+
+
+def _score(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
+    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]."""
+    top = sequence.sampling.prompt_logprobs or 0
+    follow = [sequence.tokens[position + 1] for position in positions]
+    sequence.prompt_logprobs += logprobs(logits, follow, [top] * len(follow))

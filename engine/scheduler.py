@@ -6,6 +6,7 @@
 
 One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
 prompts, oldest first, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them.
+What is left after that may be lent to drafted tokens, which must never cost anybody a place, a block or a turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import NamedTuple
 
 from engine.blocks import BlockPool
 from engine.sequence import Sequence
+
+# Rows of logits in one step beyond the one that each sequence may want: for prompt_logprobs and for drafts. A row is as
+# long as the vocabulary, so they are the largest tensor of a step.
+EXTRA_LOGITS = 128
 
 
 class Chunk(NamedTuple):
@@ -59,36 +64,54 @@ class Scheduler:
         plan: list[Chunk] = []
         streams = [sequence for sequence in self.running if sequence.todo == 1]
         prompts = [sequence for sequence in self.running if sequence.todo > 1]
-        budget = self._advance(streams, self.token_budget, plan)
+        budget, rows = self._advance(streams, self.token_budget, EXTRA_LOGITS, plan)
         if plan and beside_streams is not None:
             budget = min(budget, beside_streams)
-        budget = self._advance(prompts, budget, plan)
+        budget, rows = self._advance(prompts, budget, rows, plan)
         while budget and self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
             self.running.append(self.waiting.popleft())
-            count = min(sequence.todo, budget)
-            plan.append(Chunk(sequence, count))
-            budget -= count
+            if count := _stretch(sequence, budget, rows):
+                plan.append(Chunk(sequence, count))
+                budget -= count
+                rows -= len(sequence.to_score(count))
         return plan
 
-    def _advance(self, sequences: list[Sequence], budget: int, plan: list[Chunk]) -> int:
-        """Adds a chunk of each to the plan, in order, as far as the budget goes; returns what is left of it."""
+    def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
+        """Adds a chunk of each to the plan, in order, as far as the budget of tokens and of extra rows of logits goes;
+        returns what is left of both."""
         for sequence in sequences:
             if budget == 0:
                 break
             if sequence not in self.running:  # preempted by one before it
                 continue
-            count = min(sequence.todo, budget)
-            if self._make_room(sequence, count, plan):
+            count = _stretch(sequence, budget, rows)
+            if count and self._make_room(sequence, count, plan):
                 plan.append(Chunk(sequence, count))
                 budget -= count
-        return budget
+                rows -= len(sequence.to_score(count))
+        return budget, rows
+
+    def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
+        """How many drafted tokens each chunk may carry behind its own, at most as many as wanted. Their places are in
+        the tables then. Taken from what the step leaves over, from blocks that nobody holds, within the limit."""
+        left = min(EXTRA_LOGITS, self.token_budget - sum(chunk.tokens for chunk in plan))
+        lent: list[int] = []
+        for (sequence, count), most in zip(plan, wanted, strict=True):
+            # The step gives one token even if all drafts are wrong, so the last one before the limit needs no draft.
+            most = max(0, min(most, left, sequence.limit - len(sequence.tokens) - 1))
+            end = sequence.done + count
+            if most and not self.pool.grow(sequence.id, self.pool.blocks_for(end + most)):
+                most = min(most, len(self.pool.table(sequence.id)) * self.pool.block_size - end)
+            lent.append(most)
+            left -= most
+        return lent
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
-        reusable = sequence.hashes(self.pool.block_size)[: (len(sequence.tokens) - 1) // self.pool.block_size]
+        reusable = sequence.reusable(self.pool.block_size)
         reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
         if reused is None:
             return False
@@ -118,3 +141,10 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
+
+
+def _stretch(sequence: Sequence, budget: int, rows: int) -> int:
+    """How many tokens of it a step computes: no more than `budget`, and no more than `rows` that are to be scored."""
+    count = min(sequence.todo, budget)
+    scored = sequence.to_score(count)
+    return count if len(scored) <= rows else scored.start + rows - sequence.done

@@ -12,8 +12,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from engine import hashing
+
+if TYPE_CHECKING:
+    from engine.sampling import Logprob
 
 
 class Finish(StrEnum):
@@ -36,6 +40,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); ids differ
     min_tokens: int = 0  # no stop token before so many generated ones
     logprobs: int | None = None  # None: none; else how many alternatives for each token
+    prompt_logprobs: int | None = None  # likewise, for each token of the prompt but the first
 
     @property
     def penalises(self) -> bool:
@@ -84,6 +89,9 @@ class Sequence:
     done: int = 0
     cached: int = 0  # of `done` at admission: tokens found in the prefix cache
     preemptions: int = 0
+    drafted: int = 0  # tokens that were proposed and verified
+    accepted: int = 0  # of them, those that were the right ones
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1, 2, ..., as far as computed
     _hashes: list[bytes] = field(default_factory=list)
     _tally: Tally | None = None
 
@@ -116,6 +124,21 @@ class Sequence:
             previous = self._hashes[-1] if self._hashes else hashing.root(self.salt)
             self._hashes.append(hashing.extend(previous, self.tokens[start : start + block_size]))
         return self._hashes
+
+    def reusable(self, block_size: int) -> list[bytes]:
+        """Hashes of the leading blocks that a prefix cache may give. One token is always left to compute, for its
+        logits, and so is every one whose logits are wanted for `prompt_logprobs`."""
+        most = len(self.tokens) - 1
+        if self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len - 1:
+            most = min(most, len(self.prompt_logprobs))
+        return self.hashes(block_size)[: most // block_size]
+
+    def to_score(self, count: int) -> range:
+        """Positions among the next `count` whose logits give the next missing `prompt_logprobs`, in order: position p
+        is about token p + 1. What was scored before a preemption is not asked for again."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.done, len(self.prompt_logprobs)), min(self.done + count, self.prompt_len - 1))
 
     def append(self, token: int) -> Finish | None:
         """Take the sampled token; say whether it was the last."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine.sampling import Logprob
-from engine.sequence import Finish, Sampling
+from engine.sequence import Finish, Sampling, Sequence
 from kvtransfer.blocks import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, prefill_pb2
@@ -38,14 +38,22 @@ def sampling_from(message: common_pb2.Sampling, vocab_size: int) -> Sampling:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         min_tokens=message.min_tokens,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
 def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
     """Of the tokens of one message, in their order; None if the request did not ask for them."""
     known = [one for one in tokens if one is not None]
-    if not known:
-        return None
+    return _logprobs(known) if known else None
+
+
+def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs | None:
+    """Of a computed prompt's tokens but the first; None if the request did not ask for them. May take some 100 ms."""
+    return None if sequence.sampling.prompt_logprobs is None else _logprobs(sequence.prompt_logprobs)
+
+
+def _logprobs(known: list[Logprob]) -> common_pb2.Logprobs:
     message = common_pb2.Logprobs(chosen=[one.chosen for one in known])
     for one in known:
         message.top_ids.extend(one.top_ids)

@@ -203,9 +203,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(finished=finished, cut=cut)
 
 
-async def load_engine(settings: Settings, say: Callable[[str], None]) -> EngineLoop:
+async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineLoop:
     """Load and check the model on a thread, so that the event loop stays alive meanwhile."""
-    return EngineLoop(await asyncio.to_thread(build_engine, settings, say))
+    return EngineLoop(await asyncio.to_thread(build_engine, settings, say, generates=generates))
 
 
 def region_of(pages: Pages) -> Region:

@@ -5,7 +5,7 @@ Everything here is frozen, compares by value and turns into JSON with `to_dict()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -78,6 +78,10 @@ class Receipt(_Dict):
     notes: list[str]
     """A sentence for each resume and for each thing that did not run as configured."""
     preemptions: int
+    drafted: int
+    """Tokens that were guessed and verified in the attempts that ended; 0 without speculative decoding."""
+    accepted: int
+    """Of them, those that were right: so many tokens needed no step of their own."""
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
 
@@ -103,6 +107,8 @@ class Piece(_Dict):
     receipt: Receipt | None = None
     logprobs: list[TokenLogprob] | None = None
     """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """One for each token of the prompt but the first, in the first piece with tokens, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class Completion(_Dict):
     receipt: Receipt
     logprobs: list[TokenLogprob] | None = None
     """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """One for each token of the prompt but the first, which nothing precedes, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,12 @@ class StreamReader:
         if delta.token_ids and self._first_token is None:
             self._first_token = perf_counter() - self._sent
         self._tokens += len(delta.token_ids)
-        return Piece(delta.text, list(delta.token_ids), logprobs=_logprobs(delta))
+        return Piece(
+            delta.text,
+            list(delta.token_ids),
+            logprobs=_logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else None,
+            prompt_logprobs=_prompt_logprobs(delta.prompt_logprobs) if delta.HasField("prompt_logprobs") else None,
+        )
 
     def end(self) -> None:
         """The stream is over. Raises InternalError if it never said how it ended."""
@@ -183,20 +196,23 @@ def completion(pieces: list[Piece]) -> Completion:
         finish_reason=reason,
         receipt=receipt,
         logprobs=[one for piece in pieces for one in piece.logprobs or ()] if any(p.logprobs for p in pieces) else None,
+        prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )
 
 
-def _logprobs(delta: generation_pb2.Delta) -> list[TokenLogprob] | None:
-    if not delta.HasField("logprobs"):
-        return None
-    said, count = delta.logprobs, len(delta.token_ids)
+def _prompt_logprobs(said: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    return _logprobs(said.logprobs, said.token_ids[1:])
+
+
+def _logprobs(said: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    count = len(token_ids)
     width = len(said.top_ids) // max(1, count)
     if len(said.chosen) != count or len(said.top) != len(said.top_ids) or len(said.top) != width * count:
-        raise InternalError(f"the log probabilities at token {delta.index} do not fit its {count} tokens")
+        raise InternalError(f"{len(said.chosen)} log probabilities do not fit {count} tokens")
     ranges = [slice(width * place, width * (place + 1)) for place in range(count)]
     return [
         TokenLogprob(token, chosen, dict(zip(said.top_ids[at], said.top[at], strict=True)))
-        for token, chosen, at in zip(delta.token_ids, said.chosen, ranges, strict=True)
+        for token, chosen, at in zip(token_ids, said.chosen, ranges, strict=True)
     ]
 
 
@@ -236,6 +252,8 @@ def _receipt(receipt: generation_pb2.Receipt, client_ttft: float | None) -> Rece
         attempts=receipt.attempts,
         notes=list(receipt.notes),
         preemptions=receipt.preemptions,
+        drafted=receipt.drafted,
+        accepted=receipt.accepted,
         client_ttft=client_ttft,
     )
 

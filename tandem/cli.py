@@ -81,6 +81,11 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in progress on one worker.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
+    speculation: Annotated[
+        str | None, typer.Option(help="Guess tokens and verify them: off, ngram or draft. [default: off]")
+    ] = None,
+    speculation_tokens: Annotated[int | None, typer.Option(help="Guesses for one step. [default: 8]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
     given = dict(locals())
@@ -145,6 +150,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(metavar="N", help="With --json: log probabilities, and of the N most likely tokens.")
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="With --json: the same for the tokens of the prompt.")
+    ] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -153,8 +161,8 @@ def generate(
         raise typer.BadParameter("--chat and --token-ids exclude each other")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
-    if logprobs is not None and not as_json:
-        raise typer.BadParameter("--logprobs needs --json")
+    if (logprobs is not None or prompt_logprobs is not None) and not as_json:
+        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
     # As bytes, so that the server is who judges what is not UTF-8.
     source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     ids = _parse_ids(source) if token_ids else None
@@ -172,6 +180,7 @@ def generate(
         "presence_penalty": presence_penalty,
         "logit_bias": dict(_parse_bias(text) for text in logit_bias) if logit_bias else None,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "request_id": request_id,
     }
     if chat:

@@ -94,6 +94,9 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     """The log probability of each token and of this many most likely ones at its place, 0 to 20. They are the model's
     own: before bias, penalties, temperature and filters."""
+    prompt_logprobs: int | None
+    """The same for the tokens of the prompt but the first, which nothing precedes. The prompt is computed whole then,
+    whatever is cached."""
     cache_salt: str | bytes | None
     """Requests with different salts never share cached KV."""
     request_id: str | None
@@ -118,6 +121,7 @@ def build_request(
     logit_bias: Mapping[int, float] | None = None,
     min_tokens: int | None = None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     cache_salt: str | bytes | None = None,
     request_id: str | None = None,
 ) -> generation_pb2.GenerateRequest:
@@ -155,6 +159,7 @@ def build_request(
             raise _unencodable("logit_bias", logit_bias, "a mapping of token ids to numbers") from error
     _set(sampling, "min_tokens", min_tokens, "an integer of 64 bits")
     _set(sampling, "logprobs", logprobs, "an integer of 64 bits")
+    _set(sampling, "prompt_logprobs", prompt_logprobs, "an integer of 64 bits")
     if cache_salt is not None:
         request.cache_salt = _bytes("cache_salt", cache_salt)
     _set(request, "request_id", request_id, "Unicode text")

@@ -64,6 +64,14 @@ class Settings(BaseSettings):
     kv_blocks: Annotated[int, Field(ge=2)] | None = None
     """Blocks of one worker, instead of measuring."""
 
+    speculation: Literal["off", "ngram", "draft"] = "off"
+    """Guess the next tokens and verify several in one step: the same tokens, sooner where guesses are right. ngram:
+    from the text so far; draft: by `draft_model`. It stops by itself where it does not pay."""
+    speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
+    """Guesses of one request for one step, at most."""
+    draft_model: str | None = None
+    """A smaller checkpoint with the same vocabulary, loaded on decode workers; for speculation = draft."""
+
     transport: Literal["nixl", "inprocess"] = "nixl"
     """What moves KV. inprocess is for tests that run both pools in one process."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
@@ -112,6 +120,12 @@ def load(**given: Any) -> Settings:
             "max_num_batched_tokens must be at least max_num_seqs, so that every stream advances in every step",
             field="max_num_batched_tokens",
             bound=f">= {settings.max_num_seqs}",
+        )
+    if (settings.speculation == "draft") != (settings.draft_model is not None):
+        raise SettingsError(
+            "speculation = draft needs a draft_model, and nothing else has a use for one",
+            field="draft_model",
+            bound="given exactly when speculation is draft",
         )
     if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
         raise SettingsError(

@@ -117,6 +117,10 @@ def _facts(item: Receipt) -> Table:
         "time",
         f"first token {seconds(item.ttft)}{client}, then {seconds(item.tpot)} a token, total {seconds(item.total)}",
     )
+    if item.drafted:
+        table.add_row(
+            "speculation", f"{item.accepted} of {item.drafted} drafts right ({share(item.accepted, item.drafted)})"
+        )
     if item.attempts > 1 or item.preemptions:
         table.add_row("trouble", Text(f"{item.attempts} attempts, {item.preemptions} preemptions", style="yellow"))
     return table

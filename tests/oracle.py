@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -53,3 +54,16 @@ def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
     vocab = vocab_size(folder)
     generator = random.Random(seed)
     return [[generator.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def weaken(source: Path, folder: Path, noise: float) -> None:
+    """A copy of a checkpoint with noise on every weight, in standard deviations of its tensor: a drafter that is right
+    now and then."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    noisy = {
+        name: tensor + noise * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import grpc
@@ -23,7 +23,7 @@ from engine.sequence import Finish, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
-from services.convert import FINISH, logprobs_to, ready_from, sampling_from, sequence_tokens
+from services.convert import FINISH, logprobs_to, prompt_logprobs_to, ready_from, sampling_from, sequence_tokens
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -91,7 +91,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                             yield event
                 assert handover.finish is not None
                 ended = decode_pb2.Ended(
-                    reason=FINISH[handover.finish], transfer=handover.report, preemptions=sequence.preemptions
+                    reason=FINISH[handover.finish],
+                    transfer=handover.report,
+                    preemptions=sequence.preemptions,
+                    drafted=sequence.drafted,
+                    accepted=sequence.accepted,
                 )
                 yield decode_pb2.DecodeResponse(ended=ended)
             finally:
@@ -193,6 +197,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         path=common_pb2.PATH_LOCAL,
                     )
                 )
+                if sequence.sampling.prompt_logprobs is not None:
+                    scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
+                    message.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
             yield decode_pb2.DecodeResponse(tokens=message)
 
     def _prefill_request(
@@ -252,13 +259,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _sequence(request: decode_pb2.DecodeRequest, vocab_size: int) -> Sequence:
+    sampling = sampling_from(request.sampling, vocab_size)
+    if request.HasField("prefill"):
+        sampling = replace(sampling, prompt_logprobs=None)  # who computes the prompt computes them
     return Sequence(
         id=f"sequence:{request.request_id}/{request.attempt}",
         tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,
         limit=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),
-        sampling=sampling_from(request.sampling, vocab_size),
+        sampling=sampling,
         salt=request.cache_salt,
     )
 
@@ -284,6 +294,7 @@ def _first_token(
         token_ids=[first.token_id],
         first=timing,
         logprobs=first.logprobs if first.HasField("logprobs") else None,
+        prompt_logprobs=first.prompt_logprobs if first.HasField("prompt_logprobs") else None,
     )
     return decode_pb2.DecodeResponse(tokens=tokens)
 

@@ -22,7 +22,7 @@ from engine.loop import Timed
 from engine.sequence import Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
-from services.convert import logprobs_to, peer_to, ready_to, sampling_from, sequence_tokens
+from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.settings import Settings
@@ -92,7 +92,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             latest = news[-1].progress
             finished = latest.token is not None
             if finished:
-                yield _first_token(sequence, news[-1], arrived, first_step, len(tokens))
+                asked = sequence.sampling.prompt_logprobs is not None
+                scores = await asyncio.to_thread(prompt_logprobs_to, sequence) if asked else None
+                yield _first_token(sequence, news[-1], arrived, first_step, len(tokens), scores)
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
             final = len(contexts) if finished else latest.done // pool.block_size
             if final > announced or finished:
@@ -133,7 +135,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 def _first_token(
-    sequence: Sequence, timed: Timed, arrived: float, first_step: float, prompt: int
+    sequence: Sequence,
+    timed: Timed,
+    arrived: float,
+    first_step: float,
+    prompt: int,
+    scores: common_pb2.Logprobs | None,
 ) -> prefill_pb2.PrefillResponse:
     timing = common_pb2.PrefillTiming(
         queue_seconds=first_step - arrived,
@@ -145,13 +152,13 @@ def _first_token(
     assert token is not None
     logprobs = logprobs_to([timed.progress.logprob])
     return prefill_pb2.PrefillResponse(
-        first_token=prefill_pb2.FirstToken(token_id=token, timing=timing, logprobs=logprobs)
+        first_token=prefill_pb2.FirstToken(token_id=token, timing=timing, logprobs=logprobs, prompt_logprobs=scores)
     )
 
 
 async def start(settings: Settings, worker_id: str) -> Worker:
     """A ready prefill worker. Raises CheckpointRefused and SettingsError before anything listens."""
-    engine = await load_engine(settings, lambda line: None)
+    engine = await load_engine(settings, lambda line: None, generates=False)
     worker = Worker("prefill", settings, worker_id, engine)
     read = block_reader(engine.engine.pages)
     servicer = PrefillServicer(worker, lambda block, context: digest(read(block), context))

@@ -22,6 +22,7 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, one message that any gRPC client takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts
     max_tokens = _max_tokens(request.sampling, len(tokens), model.context)
     if not 0 <= request.sampling.min_tokens <= max_tokens:
         raise _out_of_bounds("sampling.min_tokens", str(request.sampling.min_tokens), f"0 to max_tokens ({max_tokens})")
+    if request.sampling.HasField("prompt_logprobs"):
+        _check_prompt_logprobs(request.sampling.prompt_logprobs, len(tokens))
     stop_ids = _ids(request.sampling.stop_token_ids, "sampling.stop_token_ids", model.vocab_size)
     if len(stop_ids) > MAX_STOP_IDS:
         raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
@@ -168,8 +171,9 @@ def _sampling(given: generation_pb2.SamplingParams, vocab_size: int) -> common_p
     for name in ("frequency_penalty", "presence_penalty"):
         if not abs(value := getattr(given, name)) <= MAX_PENALTY:
             raise _out_of_bounds(f"sampling.{name}", str(value), f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}")
-    if not 0 <= given.logprobs <= MAX_LOGPROBS:
-        raise _out_of_bounds("sampling.logprobs", str(given.logprobs), f"0 to {MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if not 0 <= (value := getattr(given, name)) <= MAX_LOGPROBS:
+            raise _out_of_bounds(f"sampling.{name}", str(value), f"0 to {MAX_LOGPROBS}")
     return common_pb2.Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -182,7 +186,17 @@ def _sampling(given: generation_pb2.SamplingParams, vocab_size: int) -> common_p
         logit_bias=_logit_bias(given.logit_bias, vocab_size),
         min_tokens=min(max(0, given.min_tokens), 2**32 - 1),  # judged once max_tokens is known
         logprobs=given.logprobs if given.HasField("logprobs") else None,
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
+
+
+def _check_prompt_logprobs(alternatives: int, prompt: int) -> None:
+    if prompt * (1 + alternatives) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"sampling.prompt_logprobs is {alternatives} for a prompt of {prompt} tokens",
+            field="sampling.prompt_logprobs",
+            bound=f"prompt tokens x (1 + prompt_logprobs) <= {MAX_PROMPT_LOGPROBS}",
+        )
 
 
 def _logit_bias(given: Mapping[int, float], vocab_size: int) -> dict[int, float]:

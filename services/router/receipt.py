@@ -35,6 +35,7 @@ class Account:
         self._sent = 0
         self._ended: decode_pb2.Ended | None = None
         self._preemptions = 0
+        self._drafted = self._accepted = 0
 
     def admitted(self) -> None:
         self._admitted = monotonic()
@@ -74,6 +75,8 @@ class Account:
     def ended(self, ended: decode_pb2.Ended) -> None:
         self._ended = ended
         self._preemptions += ended.preemptions
+        self._drafted += ended.drafted
+        self._accepted += ended.accepted
 
     def receipt(self, job: Job, model: str) -> generation_pb2.Receipt:
         placement, last = self._placement, self._attempt_first
@@ -101,6 +104,8 @@ class Account:
             attempts=self.attempts,
             notes=notes,
             preemptions=self._preemptions,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     def _phases(self) -> list[tuple[str, float]]:

@@ -92,6 +92,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     token_ids=tokens,
                     text=text.push(visible),
                     logprobs=stretch.logprobs if stretch.HasField("logprobs") else None,
+                    prompt_logprobs=_prompt_logprobs(job, stretch),
                 )
                 account.sent(len(tokens))
                 yield generation_pb2.GenerateResponse(delta=delta)
@@ -146,6 +147,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                                 f"{worker} sent position {event.tokens.position}, expected {len(job.tokens)};"
                                 " the stream was stopped to keep it exact"
                             )
+                        _check_prompt_logprobs(job, event.tokens, worker)
                         job.tokens.extend(event.tokens.token_ids)
                         if event.tokens.HasField("first"):
                             account.first_token(event.tokens.first)
@@ -214,11 +216,27 @@ def _decode_request(job: Job, placement: Placement, attempt: int) -> decode_pb2.
         stop_token_ids=job.stop_ids,
         cache_salt=job.salt,
     )
+    if job.generated:
+        request.sampling.ClearField("prompt_logprobs")  # they went out with the first token
     if placement.prefill:
         request.prefill.worker_id = placement.prefill.worker_id
         request.prefill.incarnation = placement.prefill.incarnation
         request.prefill.address = placement.prefill.address
     return request
+
+
+def _check_prompt_logprobs(job: Job, tokens: decode_pb2.Tokens, worker_id: str) -> None:
+    """Before the first token enters the journal: the log probabilities that were asked for are there, each of them."""
+    if job.sampling.HasField("prompt_logprobs") and not job.generated:
+        said = len(tokens.prompt_logprobs.chosen)
+        if not tokens.HasField("prompt_logprobs") or said != job.prompt_len - 1:
+            raise InternalError(f"{worker_id} sent {said} prompt log probabilities for {job.prompt_len} tokens")
+
+
+def _prompt_logprobs(job: Job, tokens: decode_pb2.Tokens) -> generation_pb2.PromptLogprobs | None:
+    if not tokens.HasField("prompt_logprobs"):
+        return None
+    return generation_pb2.PromptLogprobs(token_ids=job.tokens[: job.prompt_len], logprobs=tokens.prompt_logprobs)
 
 
 def _given_up(job: Job, account: Account, error: TandemError) -> TandemError:

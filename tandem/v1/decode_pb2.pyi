@@ -48,16 +48,18 @@ class Admitted(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("position", "token_ids", "first", "logprobs")
+    __slots__ = ("position", "token_ids", "first", "logprobs", "prompt_logprobs")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     first: FirstTokenTiming
     logprobs: _common_pb2.Logprobs
-    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first: _Optional[_Union[FirstTokenTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.Logprobs
+    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first: _Optional[_Union[FirstTokenTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class FirstTokenTiming(_message.Message):
     __slots__ = ("total_seconds", "admit_seconds", "prefill", "path")
@@ -72,14 +74,18 @@ class FirstTokenTiming(_message.Message):
     def __init__(self, total_seconds: _Optional[float] = ..., admit_seconds: _Optional[float] = ..., prefill: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("reason", "transfer", "preemptions")
+    __slots__ = ("reason", "transfer", "preemptions", "drafted", "accepted")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     transfer: _common_pb2.TransferReport
     preemptions: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    drafted: int
+    accepted: int
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class ProbePairRequest(_message.Message):
     __slots__ = ("prefill",)

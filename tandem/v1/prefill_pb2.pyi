@@ -72,14 +72,16 @@ class ReadyBlock(_message.Message):
     def __init__(self, index: _Optional[int] = ..., block: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "timing", "logprobs")
+    __slots__ = ("token_id", "timing", "logprobs", "prompt_logprobs")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     timing: _common_pb2.PrefillTiming
     logprobs: _common_pb2.Logprobs
-    def __init__(self, token_id: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.Logprobs
+    def __init__(self, token_id: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.PrefillTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class ReleaseTransferRequest(_message.Message):
     __slots__ = ("transfer_id", "generation", "incarnation")

@@ -278,6 +278,8 @@ BAD: list[tuple[str, dict[str, Any], type[TandemError], str]] = [
     ("21 logprobs", {"logprobs": 21}, InvalidRequest, "logprobs"),
     ("a million logprobs", {"logprobs": 10**6}, InvalidRequest, "logprobs"),
     ("logprobs negative", {"logprobs": -1}, InvalidRequest, "logprobs"),
+    ("21 prompt logprobs", {"prompt_logprobs": 21}, InvalidRequest, "prompt_logprobs"),
+    ("prompt logprobs negative", {"prompt_logprobs": -1}, InvalidRequest, "prompt_logprobs"),
     ("17 stop ids", {"stop_token_ids": [3] * 17}, InvalidRequest, "stop_token_ids"),
     ("stop id outside", {"stop_token_ids": [10**7]}, InvalidRequest, "stop_token_ids"),
     ("long request id", {"request_id": "x" * 10_000}, InvalidRequest, "request_id"),

@@ -52,10 +52,10 @@ async def test_generate_prints_the_text(fake: Any) -> None:
 
 
 async def test_generate_json_is_one_object(fake: Any) -> None:
-    """With --json stdout is one object with text, token_ids, logprobs, finish_reason and receipt."""
+    """With --json stdout is one object with text, token_ids, both logprobs, finish_reason and receipt."""
     result = await tandem("generate", "--json", "Hi", "--target", fake.target)
     answer = json.loads(result.out)
-    assert set(answer) == {"text", "token_ids", "logprobs", "finish_reason", "receipt"}
+    assert set(answer) == {"text", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "receipt"}
     assert answer["logprobs"] is None
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("Hello!", [5, 6, 7, 8], "length")
     assert answer["receipt"]["phases"] == {"tokenize": 0.01, "prefill_compute": 0.03}
@@ -143,15 +143,17 @@ async def test_generate_options(fake: Any) -> None:
 async def test_generate_penalties_bias_and_logprobs(fake: Any) -> None:
     """They reach the request too; a bias that is none, or logprobs without --json, is a wrong command line."""
     flags = "--repetition-penalty 1.5 --frequency-penalty -0.5 --presence-penalty 0.25 --min-tokens 3"
-    more = "--logit-bias 7=-100 --logit-bias 8=2.5 --logprobs 2 --json"
+    more = "--logit-bias 7=-100 --logit-bias 8=2.5 --logprobs 2 --prompt-logprobs 1 --json"
     result = await run("generate", "Hi", *flags.split(), *more.split(), "--target", fake.target)
     sampling = fake.requests[0].sampling
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     assert (*penalties, sampling.min_tokens, sampling.logprobs) == (1.5, -0.5, 0.25, 3, 2)
+    assert sampling.prompt_logprobs == 1
     assert dict(sampling.logit_bias) == {7: -100.0, 8: 2.5}
     assert result.code == 0
     assert (await run("generate", "Hi", "--logit-bias", "a=1", "--target", fake.target)).code == 2
     assert (await run("generate", "Hi", "--logprobs", "2", "--target", fake.target)).code == 2
+    assert (await run("generate", "Hi", "--prompt-logprobs", "2", "--target", fake.target)).code == 2
 
 
 async def test_receipt_shows_every_phase(fake: Any) -> None:

@@ -19,7 +19,7 @@ from tandem.errors import (
     TooLarge,
     WorkerLost,
 )
-from tandem.v1 import common_pb2
+from tandem.v1 import common_pb2, generation_pb2
 
 
 def leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -255,6 +255,29 @@ async def test_logprobs_come_with_their_tokens(client: Any, fake: Any, events: A
     assert answer.logprobs == [*pieces[0].logprobs, TokenLogprob(8, -3.0, {})]
 
 
+async def test_prompt_logprobs_come_once_and_fit_the_prompt(client: Any, fake: Any, events: Any) -> None:
+    """One for each prompt token but the first; too few or too many are an error."""
+    said = generation_pb2.PromptLogprobs(
+        token_ids=[3, 4, 5], logprobs=common_pb2.Logprobs(chosen=[-1.0, -2.0], top_ids=[9, 5], top=[-0.5, -2.0])
+    )
+
+    async def script(_: Any) -> Any:
+        first = events.delta(0, [5], "x")
+        first.delta.prompt_logprobs.CopyFrom(said)
+        yield first
+        yield events.delta(1, [6], "y")
+        yield events.finished(2)
+
+    assert (await client.generate("Hi")).prompt_logprobs is None
+    fake.script = script
+    answer = await client.generate("Hi", prompt_logprobs=1)
+    assert answer.prompt_logprobs == [TokenLogprob(4, -1.0, {9: -0.5}), TokenLogprob(5, -2.0, {5: -2.0})]
+    assert answer.logprobs is None
+    said.token_ids.append(6)
+    with pytest.raises(InternalError, match="log probabilities"):
+        await client.generate("Hi", prompt_logprobs=1)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -319,6 +342,7 @@ def test_options_reach_the_wire() -> None:
         logit_bias={4: -100, 5: 2.5},
         min_tokens=6,
         logprobs=0,
+        prompt_logprobs=3,
         cache_salt="salt",
         request_id="mine",
     )
@@ -331,6 +355,7 @@ def test_options_reach_the_wire() -> None:
     assert penalties == (1.5, -2.0, 0.5)
     assert dict(sampling.logit_bias) == {4: -100.0, 5: 2.5}
     assert (sampling.min_tokens, sampling.logprobs, sampling.HasField("logprobs")) == (6, 0, True)
+    assert sampling.prompt_logprobs == 3
     assert not build_request("Hi").sampling.ListFields()
 
 

@@ -27,6 +27,8 @@ RECEIPT = Receipt(
     attempts=1,
     notes=[],
     preemptions=0,
+    drafted=0,
+    accepted=0,
     client_ttft=0.67,
 )
 

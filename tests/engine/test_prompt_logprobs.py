@@ -1,0 +1,115 @@
+"""Promises of prompt_logprobs in the engine: each prompt token but the first once, however the prompt was computed, and
+no more rows of logits in a step than were provided for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.model import Model
+from engine.scheduler import EXTRA_LOGITS
+from engine.selfcheck import pack
+from engine.sequence import Sampling, Sequence
+
+SIZE, TOP = 4, 2
+ASKS = Sampling(prompt_logprobs=TOP)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Model:
+    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def build(model: Model, budget: int = 512) -> Engine:
+    return Engine(model, num_blocks=400, block_size=SIZE, token_budget=budget, max_running=8)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(384), k=length)
+
+
+def finish(engine: Engine) -> None:
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.pool.check(live=[]) == []
+
+
+def check(model: Model, one: Sequence) -> None:
+    """Against one forward over the whole prompt."""
+    tokens = one.tokens[: one.prompt_len]
+    batch = pack([(tokens, 0, list(range(-(-len(tokens) // SIZE))))])
+    batch.logits_at = list(range(len(tokens) - 1))
+    expected = model.forward(model.allocate(400, SIZE), batch).log_softmax(-1)
+    assert len(one.prompt_logprobs) == len(tokens) - 1
+    for place, found in enumerate(one.prompt_logprobs):
+        assert found.chosen == pytest.approx(float(expected[place, tokens[place + 1]]), abs=1e-4)
+        assert found.top == pytest.approx(expected[place].topk(TOP).values.tolist(), abs=1e-4)
+        assert found.top == pytest.approx(expected[place, found.top_ids].tolist(), abs=1e-4)
+
+
+def test_long_prompts_are_scored_in_bounded_steps(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at once, in chunks, with streams that go on meanwhile: a step never wants more rows of logits than one
+    for each sequence and those that are set aside."""
+    rows: list[int] = []
+    forward = model.forward
+
+    def counted(pages: Any, batch: Any) -> torch.Tensor:
+        rows.append(len(batch.logits_at))
+        return forward(pages, batch)
+
+    monkeypatch.setattr(model, "forward", counted)
+    engine = build(model)
+    stream = Sequence("stream", prompt(9), 9, 9 + 30)
+    engine.add(stream)
+    engine.step()
+    work = [Sequence(f"s{n}", prompt(n, n), n, n + 3, sampling=ASKS) for n in (300, 7, 129, 128)]
+    for one in work:
+        engine.add(one)
+    while any(one.generated == 0 for one in work):
+        before = len(stream.tokens)
+        engine.step()
+        assert len(stream.tokens) == before + 1, "the stream advances in every step"
+    finish(engine)
+    assert max(rows) <= EXTRA_LOGITS + 8
+    assert max(rows) > 100, "the limit must have mattered"
+    for one in work:
+        check(model, one)
+
+
+def test_a_cached_prompt_is_computed_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block from the prefix cache has no logits, so none is used; a request that asks for nothing still uses it. With
+    this protection off, tokens go unscored."""
+    engine = build(model)
+    tokens = prompt(41)
+
+    def ask(name: str, how: Sampling) -> Sequence:
+        engine.add(one := Sequence(name, list(tokens), 41, 44, sampling=how))
+        finish(engine)
+        return one
+
+    ask("first", Sampling())
+    again = ask("again", ASKS)
+    assert again.cached == 0
+    check(model, again)
+    assert ask("plain", Sampling()).cached == 40
+    monkeypatch.setattr(Sequence, "reusable", lambda one, size: one.hashes(size)[: (len(one.tokens) - 1) // size])
+    assert len(ask("unprotected", ASKS).prompt_logprobs) < 40
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+def test_a_prompt_that_is_preempted_half_way_is_scored_once(model: Model, steps: int) -> None:
+    """What was scored before is not scored again, and may come from the cache; the rest is."""
+    engine = build(model, budget=11)
+    engine.add(one := Sequence("s", prompt(70), 70, 78, sampling=ASKS))
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.preempt(one)
+    finish(engine)
+    assert one.preemptions == 1
+    check(model, one)

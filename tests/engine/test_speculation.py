@@ -1,0 +1,486 @@
+"""Promises of speculative decoding: the tokens are those of decoding without it, whatever was guessed; guesses cost
+nobody a block or a turn; and they end where they do not pay.
+
+Verifying several positions at once rounds differently from computing them one by one, so on the plain PyTorch path two
+logits that are equal up to the last bits could swap. In float32 with these models and seeds none do, and every
+comparison is token by token.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.engine
+from engine.blocks import BlockPool
+from engine.checkpoints import TINY, make_checkpoint
+from engine.engine import Engine
+from engine.model import Model
+from engine.scheduler import Chunk, Scheduler
+from engine.selfcheck import pack
+from engine.sequence import Finish, Sampling, Sequence
+from engine.speculation import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, worth
+from tests.oracle import weaken
+
+SIZE, BUDGET, DRAFTS, NEW = 4, 48, 4, 40
+PROMPT_LENGTHS = (5, 21, 1, 34)
+CPU = torch.device("cpu")
+GREEDY = Sampling()
+EVERYTHING = Sampling(
+    temperature=0.9,
+    top_p=0.95,
+    top_k=60,
+    min_p=0.001,
+    repetition_penalty=1.2,
+    frequency_penalty=0.4,
+    presence_penalty=-0.3,
+    logit_bias=((3, 2.0), (11, 100.0)),
+    min_tokens=30,
+    logprobs=3,
+)
+
+
+class Oracle:
+    """Drafts what will come, as far as somebody has told, and gets some of it wrong on purpose."""
+
+    def __init__(self, streams: list[list[int]], wrong: float) -> None:
+        self._streams = streams
+        self._wrong = wrong
+        self._random = random.Random(5)
+        self.busy = False
+
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        return [self._future(ask.sequence.tokens, ask.most) for ask in asked]
+
+    def verified(self, sequence: Sequence) -> None: ...
+
+    def forget(self, sequence_id: str) -> None: ...
+
+    def _future(self, tokens: list[int], most: int) -> list[int]:
+        stream = next((one for one in self._streams if one[: len(tokens)] == tokens), [])
+        draft = stream[len(tokens) : len(tokens) + most]
+        return [token if self._random.random() >= self._wrong else (token + 1) % 384 for token in draft]
+
+
+def speculation(drafter: Any, tokens: int = DRAFTS) -> Speculation:
+    """On a clock that stands still drafts are free, so that everybody drafts as much as they can, always."""
+    return Speculation(drafter, tokens, clock=lambda: 0.0)
+
+
+def build(model: Model, drafter: Any = None, *, blocks: int = 200, running: int = 8, tokens: int = DRAFTS) -> Engine:
+    return Engine(
+        model,
+        num_blocks=blocks,
+        block_size=SIZE,
+        token_budget=BUDGET,
+        max_running=running,
+        speculation=speculation(drafter, tokens) if drafter else None,
+    )
+
+
+def sequences(prompts: list[list[int]], how: Sampling = GREEDY, new: int = NEW, **kw: Any) -> list[Sequence]:
+    return [
+        Sequence(f"s{index}", list(prompt), len(prompt), len(prompt) + new, sampling=replace(how, seed=index), **kw)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine: Engine, work: list[Sequence]) -> dict[str, list[Any]]:
+    """Until all have ended; what was said about each, by id. The books balance after every step."""
+    for one in work:
+        engine.add(one)
+    said: dict[str, list[Any]] = {one.id: [] for one in work}
+    while engine.scheduler.has_work:
+        for item in engine.step():
+            said[item.sequence.id].append(item)
+        assert engine.pool.check(live=list(engine.sequences)) == []
+        assert all(one.done < len(one.tokens) for one in engine.sequences.values())
+    assert engine.pool.held == 0
+    for one in work:
+        tokens = [item for item in said[one.id] if item.token is not None]
+        assert [item.token for item in tokens] == one.tokens[one.prompt_len :]
+        assert [item.done for item in tokens] == list(range(one.prompt_len, len(one.tokens))), "each at its position"
+        assert [item.finish is None for item in tokens] == [True] * (len(tokens) - 1) + [False]
+    return said
+
+
+def tokens_of(said: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: [item for item in items if item.token is not None] for name, items in said.items()}
+
+
+def completions(engine: Engine, work: list[Sequence]) -> list[list[int]]:
+    run(engine, work)
+    return [one.tokens[one.prompt_len :] for one in work]
+
+
+def random_prompts(vocab: int, lengths: Seq[int] = PROMPT_LENGTHS) -> list[list[int]]:
+    generator = random.Random(7)
+    return [[generator.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint: Callable[[str], Path]) -> Model:
+    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def similar(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A model that agrees with `llama` about half of the time: its weights with noise on them."""
+    folder = tmp_path_factory.mktemp("similar") / "model"
+    weaken(checkpoint("tiny-llama"), folder, noise=0.015)
+    return Model.load(str(folder), dtype=torch.float32, device=CPU)
+
+
+# ---- the tokens
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_greedy_tokens_are_those_without_drafts(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every family, with drafts that are all right, partly wrong or all wrong; and with the check switched off they
+    are not."""
+    model = Model.load(str(checkpoint(f"tiny-{family}")), dtype=torch.float32, device=CPU)
+    prompts = random_prompts(model.vocab_size)
+    expected = completions(build(model), sequences(prompts))
+    streams = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
+    steps = []
+    for wrong in (0.0, 0.3, 1.0):
+        engine_, work = build(model, Oracle(streams, wrong)), sequences(prompts)
+        assert completions(engine_, work) == expected, wrong
+        drafted, accepted = (sum(getattr(one, name) for one in work) for name in ("drafted", "accepted"))
+        assert drafted > 0
+        assert accepted == drafted if wrong == 0.0 else accepted == 0 if wrong == 1.0 else 0 < accepted < drafted
+        steps.append(engine_.steps)
+    assert steps[0] < 0.5 * steps[2], "drafts that are right save steps"
+    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    assert completions(build(model, Oracle(streams, 0.3)), sequences(prompts)) != expected
+
+
+@pytest.mark.parametrize("drafts", ["itself", "similar"])
+@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.7, top_p=0.9), EVERYTHING], ids=lambda how: "")
+def test_a_draft_model_changes_no_token(llama: Model, similar: Model, drafts: str, how: Sampling) -> None:
+    """Greedy, sampled, and with penalties, bias, min_tokens and logprobs on: a draft model, as good as the target or
+    worse, gives the stream of the same seed, with the same log probabilities."""
+    prompts = [prompt * 3 for prompt in random_prompts(llama.vocab_size)]
+    stop = frozenset([11])
+    work = sequences(prompts, how, stop_ids=stop)
+    expected = run(build(llama), work)
+    again = sequences(prompts, how, stop_ids=stop)
+    model = llama if drafts == "itself" else similar
+    drafter = ModelDrafter(model, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
+    said = run(build(llama, drafter), again)
+    assert [one.tokens for one in again] == [one.tokens for one in work]
+    for name, items in tokens_of(said).items():
+        for one, other in zip(items, tokens_of(expected)[name], strict=True):
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob and other.logprob:
+                assert one.logprob.chosen == pytest.approx(other.logprob.chosen, abs=1e-4)
+                assert one.logprob.top == pytest.approx(other.logprob.top, abs=1e-4)
+    drafted, accepted = (sum(getattr(one, name) for one in again) for name in ("drafted", "accepted"))
+    print(f"{drafts}: {accepted} of {drafted}")
+    if drafts == "itself" and not how.adjusts:
+        assert accepted > 0.95 * drafted > 0, "the same model with the same random numbers guesses right"
+    elif drafts == "similar" and not how.adjusts:
+        assert 0.1 * drafted < accepted < 0.9 * drafted, "the test needs right and wrong drafts"
+
+
+def test_drafts_without_verification_are_noticed(llama: Model, similar: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    prompts = random_prompts(llama.vocab_size)
+    expected = completions(build(llama), sequences(prompts))
+    drafter = ModelDrafter(similar, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
+    assert completions(build(llama, drafter), sequences(prompts)) != expected
+
+
+DICE = 12  # tokens in the vocabulary of the model that is sampled
+DRAWS = 2400
+
+
+@pytest.fixture(scope="module")
+def dice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """A target with few tokens and a flat distribution, and a drafter that agrees with it often and not always."""
+    folder = tmp_path_factory.mktemp("dice")
+    shape: dict[str, Any] = {"vocab_size": DICE, "dtype": "float32", "num_hidden_layers": 2}
+    make_checkpoint(folder / "target", "tiny-llama", **shape)
+    weaken(folder / "target", folder / "draft", noise=0.06)
+    target, draft = (
+        Model.load(str(folder / name), dtype=torch.float32, device=CPU, max_model_len=64)
+        for name in ("target", "draft")
+    )
+    return target, draft
+
+
+@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.5), Sampling(repetition_penalty=1.05)], ids=str)
+def test_prompt_lookup_changes_no_token(dice: tuple[Model, Model], how: Sampling) -> None:
+    """Few tokens, so that the text repeats itself and nearly every step finds something to try."""
+    prompts = random_prompts(DICE)
+    expected = completions(build(dice[0]), sequences(prompts, how))
+    work = sequences(prompts, how)
+    assert completions(build(dice[0], Ngram()), work) == expected
+    assert 0 < sum(one.accepted for one in work) < sum(one.drafted for one in work)
+
+
+def exact_pairs(model: Model, prompt: list[int]) -> torch.Tensor:
+    """The joint distribution of the second and third token after the prompt, sampled at temperature 1: [DICE, DICE]."""
+    pages = model.allocate(1, 16)
+
+    def following(*tokens: int) -> torch.Tensor:
+        return model.forward(pages, pack([(prompt + list(tokens), 0, [0])]))[0].double().softmax(-1)
+
+    result, firsts = torch.zeros(DICE, DICE, dtype=torch.float64), following()
+    for first in range(DICE):
+        seconds = following(first)
+        for second in range(DICE):
+            result[second] += firsts[first] * seconds[second] * following(first, second)
+    return result
+
+
+def chi_squared(dice: tuple[Model, Model]) -> tuple[float, float, float]:
+    """Of sampled second and third tokens against their exact distribution, with its 0.1 % bound, and the share of
+    drafts that were accepted. Drafts begin with the second token."""
+    target, draft = dice
+    prompt, together = [1, 2, 3, 4, 5], 40
+    drafter = ModelDrafter(draft, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
+    engine_ = build(target, drafter, running=together, tokens=2)
+    engine_.scheduler.token_budget = 4 * together
+    pairs: Counter[tuple[int, int]] = Counter()
+    drafted = accepted = 0
+    for seed in range(0, DRAWS, together):
+        work = [
+            Sequence(f"s{one}", list(prompt), 5, 5 + 5, sampling=Sampling(temperature=1.0, seed=one))
+            for one in range(seed, seed + together)
+        ]
+        run(engine_, work)
+        pairs.update((one.tokens[6], one.tokens[7]) for one in work)
+        drafted += sum(one.drafted for one in work)
+        accepted += sum(one.accepted for one in work)
+    expected = (DRAWS * exact_pairs(target, prompt)).tolist()
+    cells = [(expected[a][b], pairs[a, b]) for a in range(DICE) for b in range(DICE)]
+    rare = [cell for cell in cells if cell[0] < 5]
+    cells = [cell for cell in cells if cell[0] >= 5] + [(sum(e for e, _ in rare), sum(c for _, c in rare))]
+    assert all(wanted >= 5 for wanted, _ in cells)
+    free = len(cells) - 1
+    bound = free * (1 - 2 / (9 * free) + 3.09 * math.sqrt(2 / (9 * free))) ** 3  # Wilson and Hilferty
+    return sum((seen - wanted) ** 2 / wanted for wanted, seen in cells), bound, accepted / drafted
+
+
+def test_sampled_tokens_follow_the_targets_distribution(
+    dice: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-squared over pairs of neighbouring tokens stays below its 0.1 % bound, with drafts by another model; with the
+    check switched off it is far above."""
+    found, bound, share = chi_squared(dice)
+    print(f"chi-squared {found:.0f}, bound {bound:.0f}, {share:.0%} of the drafts accepted")
+    assert found < bound
+    assert 0.1 < share < 0.9
+    monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+    assert chi_squared(dice)[0] > 2 * bound
+
+
+# ---- room, preemption, the end of a request
+
+
+def test_small_pools_preempt_and_change_nothing(llama: Model) -> None:
+    """With too few blocks for everybody and drafts in the way, each request still gives what it gives alone."""
+    prompts = random_prompts(llama.vocab_size, [20] * 6)
+    expected = [completions(build(llama), [one])[0] for one in sequences(prompts)]
+    streams = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
+    for drafter in (
+        Oracle(streams, 0.3),
+        ModelDrafter(llama, num_blocks=33, block_size=SIZE, token_budget=BUDGET),
+    ):
+        work = sequences(prompts)
+        assert completions(build(llama, drafter, blocks=33), work) == expected
+        assert sum(one.preemptions for one in work) > 0
+        assert sum(one.accepted for one in work) > 0
+
+
+@pytest.mark.parametrize("least", [0, 9])
+def test_a_stop_token_inside_a_run_ends_it_there(llama: Model, least: int) -> None:
+    """What was drafted and accepted behind it is not part of the answer; min_tokens holds inside a run, too."""
+    prompt = random_prompts(llama.vocab_size)[1]
+    how = Sampling(min_tokens=least)
+    free = completions(build(llama), sequences([prompt], how))[0]
+    for place in range(4, 12):
+        (plain,) = sequences([prompt], how, stop_ids=frozenset([free[place]]))
+        run(build(llama), [plain])
+        (one,) = sequences([prompt], how, stop_ids=frozenset([free[place]]))
+        said = run(build(llama, Oracle([plain.tokens, prompt + free], 0.0), tokens=16), [one])[one.id]
+        assert one.tokens == plain.tokens
+        assert said[-1].finish is Finish.STOP or len(one.tokens) == one.limit
+
+
+@pytest.mark.parametrize("new", range(1, 12))
+def test_no_run_goes_beyond_max_tokens(llama: Model, new: int) -> None:
+    """The last token is the one that the limit allows, whatever was drafted."""
+    prompt = random_prompts(llama.vocab_size)[1]
+    free = completions(build(llama), sequences([prompt]))[0]
+    (one,) = sequences([prompt], new=new)
+    said = run(build(llama, Oracle([prompt + free], 0.0), tokens=8), [one])[one.id]
+    assert one.tokens == prompt + free[:new]
+    assert said[-1].finish is Finish.LENGTH
+
+
+def test_published_blocks_hold_accepted_tokens_only(llama: Model) -> None:
+    """After a stream of wrong drafts, a request that finds its blocks in the cache goes on as one that computes
+    everything; the blocks hold the same KV."""
+    prompt = random_prompts(llama.vocab_size)[1]
+    expected = completions(build(llama), sequences([prompt]))[0]
+    wrong = build(llama, Oracle([prompt + expected], 0.5))
+    (first,) = sequences([prompt])
+    run(wrong, [first])
+    longer = prompt + expected[:30]
+    (again,) = sequences([longer], new=10)
+    wrong.speculation = None
+    assert completions(wrong, [again])[0] == expected[30:40]
+    assert again.cached >= len(longer) - SIZE
+    fresh = build(llama)
+    (other,) = sequences([longer], new=10)
+    completions(fresh, [other])
+    blocks = len(longer) // SIZE
+    for each in (wrong, fresh):
+        assert each.pool.take("looks", again.hashes(SIZE)[:blocks], blocks) == blocks, "all of them are cached"
+    for call in range(len(llama.facts)):
+        for pages in ("k", "v"):
+            ours, theirs = (getattr(each.pages, pages)(call)[each.pool.table("looks")] for each in (wrong, fresh))
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_drafts_take_only_what_is_left_over() -> None:
+    """Budget, rows of logits, the limit of a sequence, and blocks that nobody holds; never somebody's block."""
+    pool = BlockPool(6, SIZE)
+    scheduler = Scheduler(pool, token_budget=10, max_running=4)
+    for index, prompt in enumerate((6, 5)):
+        one = Sequence(f"s{index}", list(range(10 * index, 10 * index + prompt)), prompt, prompt + 12)
+        scheduler.add(one)
+        scheduler.plan()
+        one.done = prompt
+        one.append(7)
+    plan = scheduler.plan()
+    assert [chunk.tokens for chunk in plan] == [1, 1]
+    assert [len(pool.table(name)) for name in ("s0", "s1")] == [2, 2]
+    assert scheduler.lend(plan, [6, 6]) == [6, 2], "8 tokens are left of the budget"
+    assert [len(pool.table(name)) for name in ("s0", "s1")] == [4, 2]
+    pool.take("somebody", [], pool.free)
+    assert scheduler.lend(plan, [8, 0]) == [8, 0]
+    assert scheduler.lend(plan, [0, 8]) == [0, 2], "no block is free, two places are"
+    assert scheduler.preemptions == 0
+    plan[0].sequence.limit = len(plan[0].sequence.tokens) + 2
+    assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"
+
+
+# ---- prompt lookup
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 9, 2, 3], [4, 5, 9, 2]),
+        ([1, 2, 3, 4, 7, 2, 3, 5, 8, 2, 3], [5, 8, 2, 3]),
+        ([1, 2, 3, 4, 7, 9, 2, 3, 5, 8, 1, 2, 3], [4, 7, 9, 2]),
+        ([1, 2, 1, 2, 1, 2], [1, 2, 1, 2]),
+        ([6, 6, 6], [6, 6, 6, 6]),
+        ([1, 2, 3, 3], []),
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+    ids=["a repeated pair", "the latest", "the longest", "a period", "a period of one", "one token", "new", "first"],
+)
+def test_prompt_lookup_goes_on_as_the_text_did(tokens: list[int], draft: list[int]) -> None:
+    """The longest match, the latest of those; a single token is no match."""
+    drafter = Ngram()
+    one = Sequence("s", tokens[:1], 1, 100)
+    for token in tokens[1:]:
+        drafter.propose([Ask(one, 4, [])])
+        one.append(token)
+    assert drafter.propose([Ask(one, 4, [])]) == [draft]
+
+
+# ---- whether it pays
+
+
+class Machine:
+    """An engine's steps by the clock: `extra` is what a draft adds, as a share of a token's time without drafts."""
+
+    def __init__(self, streams: int, extra: float, right: float) -> None:
+        self.now = 0.0
+        self.policy = Speculation(Ngram(), 8, clock=lambda: self.now)
+        self.work = [Sequence(f"s{index}", [1], 1, 10**6) for index in range(streams)]
+        self._extra, self._right, self._random = extra, right, random.Random(1)
+
+    def drafts(self, steps: int) -> int:
+        """How many were made in so many steps."""
+        total = 0
+        for _ in range(steps):
+            plan = [Chunk(one, 1) for one in self.work]
+            wanted = self.policy.wanted(plan)
+            for one, count in zip(self.work, wanted, strict=True):
+                right = next((at for at in range(count) if self._random.random() >= self._right), count)
+                if count:
+                    self.policy.verified(one, count, right)
+            made = sum(wanted)
+            self.policy.took(plan, made, 1.0 + self._extra * made / len(plan))
+            total += made
+        return total
+
+
+def test_cheap_drafts_that_are_right_are_made() -> None:
+    """With one stream and drafts that cost little, nearly every step carries as many as are allowed."""
+    machine = Machine(1, 0.05, 0.95)
+    machine.drafts(100)
+    assert machine.drafts(320) > 0.8 * 8 * 320
+
+
+def test_a_batch_in_which_drafts_cost_a_token_each_makes_none() -> None:
+    """Where a draft costs what a token costs it cannot pay; it is tried now and then, to notice when that changes."""
+    machine = Machine(16, 1.0, 0.8)
+    machine.drafts(100)
+    assert machine.drafts(320) <= 16 * 320 / EVERY
+
+
+def test_a_request_whose_drafts_are_wrong_stops_and_the_others_go_on() -> None:
+    """The chance is each request's own."""
+    machine = Machine(2, 0.2, 0.0)
+    machine.drafts(200)
+    assert machine.drafts(320) <= 2 * 320 / EVERY
+    machine._right = 1.0
+    assert machine.drafts(320) > 320, "and it begins again when they are right"
+
+
+def test_a_stall_of_the_machine_changes_nothing() -> None:
+    """One step that took a thousand times as long is not believed."""
+    machine = Machine(1, 0.05, 0.95)
+    machine.drafts(100)
+    before = machine.drafts(10 * EVERY)
+    plan = [Chunk(one, 1) for one in machine.work]
+    machine.policy.took(plan, 8, 1000.0)
+    machine.policy.took(plan, 0, 1000.0)
+    assert machine.drafts(10 * EVERY) > 0.9 * before
+
+
+def test_nobody_drafts_beside_a_prompt_or_before_the_price_is_known() -> None:
+    """A step with a prompt in it is bound by arithmetic; a price needs plain steps to compare with."""
+    machine = Machine(1, 0.05, 0.95)
+    assert machine.drafts(KNOWN) == 0
+    prompt = Sequence("long", list(range(50)), 50, 60)
+    assert machine.policy.wanted([Chunk(machine.work[0], 1), Chunk(prompt, 20)]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("chance", "price", "most", "count"),
+    [(0.5, 0.0, 4, 4), (0.5, 0.5, 4, 1), (0.5, 0.24, 4, 2), (0.9, 0.5, 16, 6), (0.4, 0.5, 4, 0), (0.98, 1.5, 4, 0)],
+)
+def test_a_draft_pays_while_its_chance_is_above_its_price(chance: float, price: float, most: int, count: int) -> None:
+    """The j-th has chance ** j."""
+    assert worth(chance, price, most) == count

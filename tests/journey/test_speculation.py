@@ -1,0 +1,118 @@
+"""Speculative decoding through the whole path: every answer is the one without it, whoever dies on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.engine
+import engine.speculation
+from tandem.errors import SettingsError
+from tests import oracle
+from tests.harness import LocalCluster
+from tests.journey.test_kill import NEW as LONG
+from tests.journey.test_kill import STREAMS, disturbed, ids, undisturbed
+from tests.journey.test_sampling import check, options
+
+NEW = 60
+
+
+@pytest.fixture(scope="session")
+def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that is right about half of the time."""
+    folder = tmp_path_factory.mktemp("similar") / "model"
+    oracle.weaken(tiny, folder, noise=0.015)
+    return folder
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody drafts as much as they may, whatever it costs here."""
+    monkeypatch.setattr(engine.speculation, "worth", lambda chance, price, most: most)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_answers_are_those_without_drafts(
+    inside: Any, tiny: Path, similar: Path, always: None, prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, and with every sampling option on, together and split or local; the receipt counts the drafts. With the
+    check of drafts switched off the answers are others."""
+    prompts = oracle.prompts(tiny, [30, 50, 41])
+
+    async def ask(cluster: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(cluster.client.generate(prompt, **options(prompt)) for prompt in prompts),
+            *(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True) for prompt in prompts),
+        )
+
+    async with inside(prefill=prefill) as cluster:
+        expected = await ask(cluster)
+        assert all(one.receipt.drafted == 0 for one in expected)
+    async with inside(prefill=prefill, speculation="draft", draft_model=str(similar)) as cluster:
+        done = await ask(cluster)
+        for one, other in zip(done[:3], expected[:3], strict=True):
+            check(one, other)
+        assert [one.token_ids for one in done[3:]] == [oracle.greedy(tiny, prompt, NEW) for prompt in prompts]
+        for one in done:
+            assert 0 < one.receipt.accepted < one.receipt.drafted
+        assert await cluster.ledgers_balance()
+        monkeypatch.setattr(engine.engine, "agrees", lambda draft, token: True)
+        assert [one.token_ids for one in await ask(cluster)] != [one.token_ids for one in expected]
+
+
+async def test_prompt_lookup_needs_no_second_model(inside: Any, tiny: Path, always: None) -> None:
+    """A text that repeats itself is guessed from itself, and the answer stays what it is."""
+    prompts = oracle.prompts(tiny, [20, 33])
+    how = {"max_tokens": NEW, "ignore_eos": True, "logit_bias": dict.fromkeys(range(20, 26), 60.0), "seed": 3}
+    async with inside() as cluster:
+        expected = [await cluster.client.generate(prompt, temperature=1.5, **how) for prompt in prompts]
+    async with inside(speculation="ngram") as cluster:
+        done = [await cluster.client.generate(prompt, temperature=1.5, **how) for prompt in prompts]
+        assert [one.token_ids for one in done] == [one.token_ids for one in expected]
+        assert sum(one.receipt.accepted for one in done) > 0
+
+
+async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar: Path, always: None) -> None:
+    """With too few blocks for all of them, drafts included, each still gives what it gives alone."""
+    prompts = oracle.prompts(tiny, [20] * 6)
+    async with inside(kv_blocks=60, speculation="draft", draft_model=str(similar)) as cluster:
+        done = await asyncio.gather(
+            *(cluster.client.generate(prompt, max_tokens=120, ignore_eos=True) for prompt in prompts)
+        )
+        assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, 120) for prompt in prompts]
+        assert sum(one.receipt.preemptions for one in done) > 0
+        assert sum(one.receipt.accepted for one in done) > 0
+        assert await cluster.ledgers_balance()
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, kind: str) -> None:
+    """Killed by SIGKILL in the middle of sixteen speculating streams, real processes and real prices: no token lost,
+    none twice, all the same."""
+    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
+    how = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
+    with LocalCluster(tiny, **how) as plain:
+        expected = await undisturbed(plain, prompts)
+    draft_model = str(similar) if kind == "draft" else None
+    with LocalCluster(tiny, speculation=kind, draft_model=draft_model, **how) as cluster:
+        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
+        assert [ids(one) for one in pieces] == expected
+        assert expected[0] == oracle.greedy(tiny, prompts[0], LONG)
+        receipts = [one[-1].receipt for one in pieces]
+        assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit streams"
+        if kind == "draft":
+            assert sum(receipt.accepted for receipt in receipts) > 0
+        cluster.wait_balanced()
+
+
+async def test_a_draft_model_with_another_vocabulary_is_refused(inside: Any, tiny: Path, tmp_path: Path) -> None:
+    """A draft is a token id; ids of another vocabulary mean something else. Prefill workers load no draft model."""
+    from engine.checkpoints import make_checkpoint
+
+    other = make_checkpoint(tmp_path / "other", "tiny-llama", dtype="float32", vocab_size=200)
+    with pytest.raises(SettingsError, match="vocabulary of 200 tokens, the model one of 384"):
+        async with inside(speculation="draft", draft_model=str(other)):
+            pass
