@@ -1,7 +1,8 @@
 """Cleans up after a `tandem up` that could not: killed outright, it runs no code of its own any more.
 
     up ── pipe ──▶ guard        lines "pid created" while all is well; end of file when up is gone, however it went
-                     └── ends the listed processes that still run, removes the run directory, ends
+                     └── ends the listed processes that still run, keeps the logs if told to,
+                         removes the run directory, ends
 
 Workers and Valkey end by themselves (cluster/lifeline.py). What is left is Ray's: its agents, orphaned, would try for
 a minute to report the raylet's death to a GCS that died with it.
@@ -25,9 +26,10 @@ END_TIMEOUT_S = 5.0
 class Guard:
     """The guard's process, as `up` holds it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, logs: Path | None = None) -> None:
+        """`logs`: where the logs go before the directory is removed."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.guard", str(directory)],
+            [sys.executable, "-m", "cluster.guard", str(directory), *([str(logs)] if logs else [])],
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -67,7 +69,13 @@ def main() -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
-    rundir.remove(Path(sys.argv[1]))
+    directory, *keep = (Path(argument) for argument in sys.argv[1:])
+    for into in keep:
+        try:
+            rundir.keep_logs(directory, into)
+        except OSError:  # a full disk; nobody listens any more
+            continue
+    rundir.remove(directory)
 
 
 if __name__ == "__main__":

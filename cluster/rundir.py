@@ -13,6 +13,7 @@ import psutil
 
 ROOM_FOR_RAY = 66  # /session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store
 UNIX_SOCKET_LIMIT = 107
+FAILED_RUNS_KEPT = 10
 _NAME = re.compile(r"^tandem-(\d+)-(\d+)$")
 
 
@@ -26,6 +27,34 @@ def create() -> Path:
 
 def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # a file may vanish meanwhile; what stays is stale at the next start
+
+
+def logs(path: Path) -> Path:
+    """Where Ray writes the logs of all processes of this run; on somebody else's Ray they are there, and not here."""
+    return path / "session_latest" / "logs"
+
+
+def keep_logs(path: Path, into: Path) -> Path | None:
+    """Moves the logs of a run out of its directory, once its processes have ended. Where they are now; None if there
+    are none (left)."""
+    found = logs(path).resolve()
+    if not found.is_dir():
+        return None
+    kept = into / path.name.replace("tandem-", "logs-")  # else it would be taken for a stale run directory
+    shutil.copytree(found, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(found, ignore_errors=True)
+    return kept
+
+
+def failed_runs() -> Path:
+    """A directory of this user's for the logs of failed runs, with the oldest removed beyond some."""
+    into = _parent() / f"tandem-logs-{os.getuid()}"
+    into.mkdir(mode=0o700, exist_ok=True)
+    if into.is_symlink() or into.stat().st_uid != os.getuid():  # somebody else made it, in a directory for everybody
+        raise PermissionError(f"{into} is not this user's")
+    for old in sorted(into.iterdir(), key=lambda run: run.lstat().st_mtime)[: -FAILED_RUNS_KEPT + 1]:
+        remove(old)
+    return into
 
 
 def remove_stale() -> list[Path]:

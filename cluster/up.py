@@ -77,6 +77,8 @@ class Cluster:
         self._supervisor: SupervisorHandle | None = None
         self._seq = 0
         self._ready: dict[str, Event] = {}
+        self._failed = False
+        self._kept: Path | None = None
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -85,13 +87,16 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._failed = _is_failure(error)
         self.stop()
 
     def start(self) -> None:
-        """Returns when requests can be sent. Raises the error of the first worker that cannot start, and undoes all."""
+        """Returns when requests can be sent. Raises the error of the first worker that cannot start, and undoes all but
+        the logs."""
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
+            self._failed = _is_failure(error)
             self.stop(grace_s=0.0)
             raise
 
@@ -104,7 +109,7 @@ class Cluster:
             stopping, self._supervisor = self._supervisor is not None, None
             self._undo.close()
             if stopping:
-                self._report("stopped, nothing is left")
+                self._report("stopped, nothing is left" + (" but the logs" if self._kept else ""))
 
     @property
     def workers(self) -> dict[str, Event]:
@@ -142,10 +147,12 @@ class Cluster:
         if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
             folder_of(self.settings.model)
         self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
+        logs = _writable(self.settings.logs)
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)
-        self._guard = Guard(self.directory)
+        self._guard = Guard(self.directory, logs)
         self._undo.callback(self._guard.stop)
+        self._undo.callback(self._keep_logs, self.directory, logs)
         if self.settings.redis is None:
             self._valkey = EmbeddedValkey(self.directory, on_death=lambda: self._inbox.put(_Notice.VALKEY_DIED))
             self._undo.callback(self._valkey.stop)
@@ -180,7 +187,7 @@ class Cluster:
         else:
             assert self._guard is not None
             self._guard.watch(runtime.processes())
-            self._report(f"Ray: on this machine, logs in {self.directory / 'session_latest' / 'logs'}")
+            self._report(f"Ray: on this machine, logs in {rundir.logs(self.directory)}")
         return runtime
 
     def _await_ready(self) -> None:
@@ -254,6 +261,18 @@ class Cluster:
         if stopped.done() and (failure := stopped.exception()):
             self._report(f"the drain failed, what still runs is cut off: {failure}")
 
+    def _keep_logs(self, directory: Path, logs: Path | None) -> None:
+        """What failed is looked into afterwards, when nothing of it runs any more."""
+        if not logs and not self._failed:
+            return
+        try:
+            self._kept = rundir.keep_logs(directory, logs or rundir.failed_runs())
+        except OSError as error:
+            self._report(f"the logs could not be kept: {error}")
+            return
+        if self._kept:
+            self._report(f"the logs are in {self._kept}")
+
     def _report(self, text: str) -> None:
         if self._report_to:
             self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
@@ -291,6 +310,24 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether somebody will want the logs; not where a person ended it."""
+    return error is not None and not isinstance(error, Cancelled | KeyboardInterrupt | SystemExit)
+
+
+def _writable(folder: Path | None) -> Path | None:
+    """The folder, absolute and there. Raises SettingsError."""
+    if folder is None:
+        return None
+    try:
+        folder.expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"logs cannot be kept in {folder}: {error.strerror}", field="logs", bound="a folder that can be written"
+        ) from error
+    return folder.expanduser().resolve()
 
 
 def _free_port(host: str, port: int) -> int:

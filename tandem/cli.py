@@ -73,6 +73,9 @@ def up(
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster. [default: one of its own]")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="What moves KV. [default: nixl]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,

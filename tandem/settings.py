@@ -4,6 +4,7 @@ default here. Unknown names and impossible values end the program with one sente
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -36,6 +37,10 @@ class Settings(BaseSettings):
     """Prefix of this cluster's keys, for several clusters on one registry."""
     ray_address: str | None = None
     """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
+
+    logs: Path | None = None
+    """A folder that keeps the logs of every run, in a folder of its own. Absent: those of a failed run are kept in the
+    temporary directory."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).

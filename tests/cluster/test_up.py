@@ -205,12 +205,58 @@ def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.Mo
     assert not cluster.directory.exists()
 
 
+def test_a_failed_start_keeps_its_logs_and_says_where(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Whoever must find out why has something to read; nothing else of the run stays."""
+    monkeypatch.setenv("FAKE_REFUSE", "decode")
+    monkeypatch.setattr(rundir, "_parent", lambda: directory)
+    lines: list[str] = []
+    with pytest.raises(CheckpointRefused):
+        Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=START_S).start()
+    [kept] = [Path(line.partition("the logs are in ")[2]) for line in lines if "the logs are in" in line]
+    assert list(kept.glob("worker-*.err"))
+    assert [path.name for path in directory.iterdir()] == [kept.parent.name]
+
+
+def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """A cluster that fails at every start does not fill the disk."""
+    monkeypatch.setattr(rundir, "_parent", lambda: directory)
+    for number in range(2 * rundir.FAILED_RUNS_KEPT):
+        run = directory / f"tandem-{number}-1"
+        rundir.logs(run).mkdir(parents=True)
+        assert rundir.keep_logs(run, rundir.failed_runs())
+        assert rundir.keep_logs(run, rundir.failed_runs()) is None
+    kept = list(directory.glob("tandem-logs-*/*"))
+    assert len(kept) <= rundir.FAILED_RUNS_KEPT
+    assert f"logs-{2 * rundir.FAILED_RUNS_KEPT - 1}-1" in {path.name for path in kept}
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
+def test_asked_to_it_keeps_the_logs_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    """However it ended: the guard does it for a killed one."""
+    monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
+    up, _ = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    up.send_signal(end)
+    _, err = up.communicate(timeout=SOON_S)
+    psutil.wait_procs(processes, timeout=SOON_S)
+    assert list(tmp_path.glob("kept/logs-*/worker-*.err")), err
+    assert not list(rundir._parent().glob(f"tandem-{up.pid}-*"))
+
+
+def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """One sentence that names the setting."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="logs cannot be kept") as caught:
+        Cluster(settings(logs=tmp_path / "file" / "logs"), launcher=LAUNCHER).start()
+    assert caught.value.field == "logs"
+
+
 def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose process dies again and again is retried, reported, and not waited for without end."""
     monkeypatch.setenv("FAKE_CRASH", "prefill")
     lines: list[str] = []
     with pytest.raises(DeadlineExceeded, match="0 of 1 prefill"):
-        Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=8.0).start()
+        Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=20.0).start()
     assert any("prefill-0: died" in line and "starting again in" in line for line in lines)
 
 
