@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
+KERNELS := .venv/.kernels
 
 .PHONY: setup demo test lint fast bench proto lock clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(KERNELS)
 
 # torch first and with its dependencies: on a machine with a CPU build configured, pip takes that one; elsewhere it
 # brings the CUDA libraries it needs. Everything else is installed exactly as locked, without asking anybody again.
@@ -17,6 +18,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+# The compiled operators; without a C++ compiler plain PyTorch serves, and says so.
+$(KERNELS): $(STAMP) engine/kernels/build.py engine/kernels/dots.h engine/kernels/ops.cpp
+	@$(BIN)/python -m engine.kernels.build || true
+	@touch $(KERNELS)
 
 demo: setup
 	@$(BIN)/tandem demo
@@ -47,4 +53,4 @@ lock:
 	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip | sed 's/+cpu$$//'; } > requirements.lock
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build *.egg-info engine/kernels/_build

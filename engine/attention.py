@@ -1,8 +1,9 @@
 """The paged attention function: writes the new K and V into their slots, then attends over each context in pages.
 
 Registered once under `paged_kv` in transformers' attention registry, with no mask function, so that models build no
-mask and hand theirs over as None. This is the reference in plain PyTorch: it gathers each sequence's context through
-its block table. A compiled kernel replaces `attend` and nothing else.
+mask and hand theirs over as None. The reference in plain PyTorch gathers each sequence's context through its block
+table. Where the step has compiled operators, single tokens (decode) are attended by `torch.ops.tandem.attend` over the
+pages as they lie; prompt chunks and latent pages stay with the reference.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
 Blocks are gathered whole, and what they hold outside of a sequence's context is overwritten with zeros before it is
@@ -12,13 +13,14 @@ masked, so that neither a stranger's old KV nor a NaN in a recycled block can re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from engine import kernels
 from engine.facts import CallFacts, Full, Reach, first_visible
 from engine.mla import Expander, expander
 from engine.step import Step, current_step
@@ -54,7 +56,10 @@ def paged_attention(
 
 def write(pages: torch.Tensor, new: torch.Tensor, step: Step) -> None:
     """Puts the new tokens' K or V, `[total, kv_heads, d]`, into their slots of `[blocks, block_size, kv_heads, d]`."""
-    pages[step.slot_block, step.slot_offset] = new.to(pages.dtype)
+    if step.compiled:
+        torch.ops.tandem.write.default(pages, new.to(pages.dtype), step.slot_block, step.slot_offset)
+    else:
+        pages[step.slot_block, step.slot_offset] = new.to(pages.dtype)
 
 
 def attend(
@@ -72,18 +77,76 @@ def attend(
     `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `sinks [heads]` are
     the logits of attention sinks. Returns `[total, heads, v_dim]`.
     """
-    outs: list[torch.Tensor] = []
-    for plan in plans(step, facts.reach):
-        q = query[plan.rows].transpose(1, 2)  # [sequences, heads, queries, d]
-        k = gather(k_pages, plan, "k").transpose(1, 2)  # [sequences, kv_heads, keys, k_dim]
-        v = gather(v_pages, plan, "v").transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
-        if expand is not None:
-            k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
-        out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
-        outs.append(out.transpose(1, 2).flatten(0, 1))  # [sequences * queries, heads, v_dim]
+    if step.compiled and expand is None and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
+        return attend_compiled(query, k_pages, v_pages, step, facts, sinks)
+    outs = [
+        attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach, "all")
+    ]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
     return packed if order is None else packed[order]
+
+
+def attend_compiled(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    step: Step,
+    facts: CallFacts,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same with single tokens attended in place; a token's result does not depend on the others in the batch."""
+    out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
+    singles = single_queries(step, facts.reach)
+    if singles is not None:
+        logits = sinks.float() if sinks is not None else None
+        torch.ops.tandem.attend.default(out, query, k_pages, v_pages, *singles, facts.scaling, facts.softcap, logits)
+    for plan in plans(step, facts.reach, "chunks"):
+        out[plan.rows.flatten()] = attend_plan(query, k_pages, v_pages, plan, facts, sinks, None)
+    return out
+
+
+def single_queries(step: Step, reach: Reach) -> tuple[torch.Tensor, ...] | None:
+    """Sequences that add one token, None without any: the packed `rows` [n], the `blocks` [n, width] that hold what
+    they see, how many tokens of those to `skip` [n], and the `length` [n] of what they see."""
+    key = ("singles", reach)
+    if key not in step.plans:
+        batch, size = step.batch, step.pages.block_size
+        singles = [index for index, queries in enumerate(batch.query_lens) if queries == 1]
+        contexts = [batch.context_lens[index] for index in singles]
+        firsts = [first_visible(reach, context - 1) for context in contexts]
+        spans = list(zip(firsts, contexts, strict=True))
+        count = max((-(-context // size) - first // size for first, context in spans), default=0)
+        blocks = context_blocks([batch.block_tables[index] for index in singles], firsts, contexts, count, size)
+        rows = [step.cu_seq_q_host[index] for index in singles]
+        columns: list[list[Any]] = [
+            rows,
+            blocks,
+            [first % size for first in firsts],
+            [end - first for first, end in spans],
+        ]
+        step.plans[key] = tuple(map(step.tensor, columns)) if singles else None
+    found: tuple[torch.Tensor, ...] | None = step.plans[key]
+    return found
+
+
+def attend_plan(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: Plan,
+    facts: CallFacts,
+    sinks: torch.Tensor | None,
+    expand: Expander | None,
+) -> torch.Tensor:
+    """Gathers the plan's context and attends its rows over it: `[sequences * queries, heads, v_dim]`."""
+    q = query[plan.rows].transpose(1, 2)  # [sequences, heads, queries, d]
+    k = gather(k_pages, plan, "k").transpose(1, 2)  # [sequences, kv_heads, keys, k_dim]
+    v = gather(v_pages, plan, "v").transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
+    if expand is not None:
+        k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
+    out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -99,11 +162,13 @@ class Plan:
     scratch: dict[Any, torch.Tensor]  # gathered K and V, overwritten by each attention call: saves page faults
 
 
-def plans(step: Step, reach: Reach) -> list[Plan]:
-    """The step's plans for one reach, worked out at the first call that has it."""
-    if reach not in step.plans:
-        step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
-    found: list[Plan] = step.plans[reach]
+def plans(step: Step, reach: Reach, of: Literal["all", "chunks"]) -> list[Plan]:
+    """The step's plans for one reach, of all sequences or of the chunks only; worked out at the first call."""
+    key = (of, reach)
+    if key not in step.plans:
+        groups = [group for group in grouped(step) if of == "all" or step.batch.query_lens[group[0]] > 1]
+        step.plans[key] = [plan(step, reach, group) for group in groups]
+    found: list[Plan] = step.plans[key]
     return found
 
 

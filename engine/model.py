@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine import attention, mla, probe, selfcheck, weights
 from engine.facts import CallFacts, describe
+from engine.kernels import REFERENCE, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
@@ -45,6 +46,7 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         block_size: int = 16,
+        kernels: str = REFERENCE,
     ) -> None:
         config = module.config.get_text_config()
         parameters = list(module.parameters())
@@ -59,6 +61,7 @@ class Model:
         self.device = device
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
@@ -75,13 +78,15 @@ class Model:
         device: torch.device,
         max_model_len: int | None = None,
         block_size: int = 16,
+        kernels: Literal["auto", "reference"] = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `progress` receives a line for each stage. Raises CheckpointRefused with one sentence that says what
-        is wrong, SettingsError for a `max_model_len` beyond the config's.
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `progress` receives a line for each stage.
+        Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
+        the config's.
         """
         say = progress if progress is not None else log.info
         folder = weights.resolve(path)
@@ -104,9 +109,12 @@ class Model:
             dtype=dtype,
             device=device,
             block_size=block_size,
+            kernels=serving(device) if kernels == "auto" else REFERENCE,
         )
+        if model.kernels != REFERENCE:
+            modules.prepare(module)
         model.check = model.self_check()
-        say(f"self-check passed: {model.check}")
+        say(f"self-check passed: {model.check}; kernels: {model.kernels}")
         return model
 
     def self_check(self) -> selfcheck.Report:
@@ -136,7 +144,7 @@ class Model:
 
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
-        step = Step(batch, pages, self.facts, self.device)
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
         if self._keeps_logits:
@@ -152,6 +160,12 @@ class Model:
     def use_paged_attention(self) -> None:
         """Switches to the paged path; the state in which the model serves."""
         probe.switch(self.module, attention.NAME)
+        modules.switch(self.module, self.kernels != REFERENCE)
+
+    def use_eager_attention(self) -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
+        probe.switch(self.module, "eager")
+        modules.switch(self.module, False)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

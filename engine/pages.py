@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.facts import CallFacts
+from engine.kernels import huge_pages
 from engine.layout import VERSION, KvLayout, plan_calls
 
 
@@ -27,7 +28,7 @@ class Pages:
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.dtype = dtype_named(layout.dtype)
-        self.buffer = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self.buffer = huge_pages(torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device))
         self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         self._k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import probe
 from engine.facts import smallest_reach
 from engine.pages import Pages, dtype_name
 from engine.step import Batch
@@ -78,7 +77,7 @@ def run(model: Model) -> Report:
 def _run(model: Model) -> Report:
     prompts = _prompts(model)
     ends = [_compared(len(prompt)) for prompt in prompts]
-    probe.switch(model.module, "eager")
+    model.use_eager_attention()
     eager = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
     threshold = FP32_THRESHOLD
     if not _exact(model):

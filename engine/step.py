@@ -67,12 +67,20 @@ class Step:
     attend twice. A Step serves one forward.
     """
 
-    def __init__(self, batch: Batch, pages: Pages, facts: tuple[CallFacts, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        pages: Pages,
+        facts: tuple[CallFacts, ...],
+        device: torch.device,
+        compiled: bool = False,
+    ) -> None:
         batch.check(pages.block_size, pages.num_blocks)
         self.batch = batch
         self.pages = pages
         self.facts = facts
         self.device = device
+        self.compiled = compiled  # the compiled operators are there and wanted
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # what the attention function works out once and uses in every call
 

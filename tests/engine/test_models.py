@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from engine import attention, mla, probe
 from engine.checkpoints import TINY, WINDOW
 from engine.facts import Full, smallest_reach
+from engine.kernels import REFERENCE
 from engine.model import Model
 from engine.selfcheck import pack
 from tandem.errors import CheckpointRefused
@@ -93,9 +94,20 @@ def drive(model: Model, prompts: list[list[int]]) -> tuple[list[list[int]], list
     return [each[len(prompt) :] for each, prompt in zip(tokens, prompts, strict=True)], [torch.stack(r) for r in rows]
 
 
-def test_paged_greedy_equals_generate(family: Family) -> None:
-    """Chunked, packed and over scrambled blocks, every family gives the tokens and the logits of `generate`."""
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_paged_greedy_equals_generate(family: Family, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked, packed and over scrambled blocks, every family gives the tokens and the logits of `generate`.
+
+    With the compiled operators, where they are built, and without them.
+    """
+    if kernels == "reference":
+        if family.model.kernels == REFERENCE:
+            pytest.skip("the compiled operators are not built, the reference has run already")
+        monkeypatch.setattr(family.model, "kernels", REFERENCE)
+    family.model.use_paged_attention()
     tokens, logits = drive(family.model, family.prompts)
+    monkeypatch.undo()
+    family.model.use_paged_attention()
     assert tokens == family.tokens
     gaps = [
         ((ours - theirs).abs().amax(dim=-1) / theirs.std(dim=-1)).max().item()

@@ -1,0 +1,166 @@
+// Tiles of dot products, the one inner loop of both the linear layer and attention.
+//
+// Every dot product is summed in one fixed order, which depends on its length only: lane by lane along the vectors, the
+// rest of the last vector filled with zeros, and the lanes at the end. However many rows a tile has, and wherever a
+// row lies in it, its result has the same bits.
+#pragma once
+
+// at::vec reads these; they follow from -march.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define CPU_CAPABILITY AVX512
+#define CPU_CAPABILITY_AVX512
+#elif defined(__AVX2__) && defined(__FMA__)
+#define CPU_CAPABILITY AVX2
+#define CPU_CAPABILITY_AVX2
+#else
+#define CPU_CAPABILITY DEFAULT
+#define CPU_CAPABILITY_DEFAULT
+#endif
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#define TANDEM_BF16_DOT
+#endif
+
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace tandem {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int LANES = Vec::size();
+constexpr int COLS = 4;  // columns of a tile
+constexpr int LINE = 64;  // bytes of a cache line
+#ifdef CPU_CAPABILITY_AVX512
+constexpr int ROWS = 6;  // rows of a tile at most: 24 sums, 4 columns and a row fit into 32 registers
+#else
+constexpr int ROWS = 2;
+#endif
+
+inline Vec load(const float* from) { return Vec::loadu(from); }
+inline Vec load(const float* from, int count) { return Vec::loadu(from, count); }
+
+inline Vec load(const c10::BFloat16* from) {
+  Vec out;
+  at::vec::load_fp32_from_bf16(from, out);
+  return out;
+}
+
+inline Vec load(const c10::BFloat16* from, int count) {
+  c10::BFloat16 padded[LANES] = {};
+  std::memcpy(padded, from, count * sizeof(c10::BFloat16));
+  return load(padded);
+}
+
+inline void put(const Vec& from, float* to, int64_t count) { from.store(to, static_cast<int>(count)); }
+
+inline void put(const Vec& from, c10::BFloat16* to, int64_t count) {
+  at::vec::convert_float_bfloat16(from, Vec(0.0f)).store(to, static_cast<int>(count));
+}
+
+template <typename T>
+Vec rounded(const Vec& from) {
+  if constexpr (std::is_same_v<T, float>) return from;
+  T there[LANES];
+  put(from, there, LANES);
+  return load(there);
+}
+
+// How a row x and a column w are multiplied: STEP elements at a time, into a vector of float32 sums.
+template <typename W_>
+struct Widened {  // both in float32; a bfloat16 column is widened as it is read
+  using X = float;
+  using W = W_;
+  static constexpr int STEP = LANES;
+  template <typename T>
+  static Vec get(const T* from) { return load(from); }
+  template <typename T>
+  static Vec get(const T* from, int count) { return load(from, count); }
+  static Vec dot(Vec x, Vec w, Vec sum) { return at::vec::fmadd(x, w, sum); }
+};
+
+#ifdef TANDEM_BF16_DOT
+struct Pairs {  // pairs of bfloat16 by one instruction
+  using X = c10::BFloat16;
+  using W = c10::BFloat16;
+  static constexpr int STEP = 2 * LANES;
+  static __m512bh get(const c10::BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  static __m512bh get(const c10::BFloat16* from, int count) {
+    return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
+  }
+  static Vec dot(__m512bh x, __m512bh w, Vec sum) { return Vec(_mm512_dpbf16_ps(sum, x, w)); }
+};
+#endif
+
+// What bfloat16 columns are multiplied with here.
+#ifdef TANDEM_BF16_DOT
+using Bf16 = Pairs;
+#else
+using Bf16 = Widened<c10::BFloat16>;
+#endif
+
+// The sums of the lanes of four vectors.
+inline void sum_lanes(const Vec (&v)[COLS], float* out) {
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));  // a b c d in each quarter
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+  for (int c = 0; c < COLS; ++c) {
+    float lanes[LANES];
+    v[c].store(lanes);
+    for (int width = LANES / 2; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    out[c] = lanes[0];
+  }
+#endif
+}
+
+// What a tile reads into the cache while it computes: so many lines for each vector of a column. It need not exist.
+struct Ahead {
+  const char* from = nullptr;
+  int64_t lines = 0;
+};
+
+// out[r][c] = x[r] . w[c] for R rows and four columns of `length` elements.
+template <typename D, int R>
+void dot_tile(const typename D::X* x, int64_t x_stride, const typename D::W* const* w, int64_t length, Ahead ahead,
+              float (*out)[COLS]) {
+  Vec sums[R][COLS];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+  int64_t k = 0;
+  for (; k + D::STEP <= length; k += D::STEP) {
+    decltype(D::get(w[0])) columns[COLS];
+    for (int c = 0; c < COLS; ++c) columns[c] = D::get(w[c] + k);
+    for (int64_t line = 0; line < ahead.lines; ++line, ahead.from += LINE) __builtin_prefetch(ahead.from, 0, 2);
+    for (int r = 0; r < R; ++r) {
+      const auto row = D::get(x + r * x_stride + k);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(row, columns[c], sums[r][c]);
+    }
+  }
+  if (k < length) {
+    const int rest = static_cast<int>(length - k);
+    for (int r = 0; r < R; ++r) {
+      const auto row = D::get(x + r * x_stride + k, rest);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(row, D::get(w[c] + k, rest), sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r) sum_lanes(sums[r], out[r]);
+}
+
+// The same for any number of rows up to ROWS.
+template <typename D, int R = ROWS>
+void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename D::W* const* w, int64_t length,
+              Ahead ahead, float (*out)[COLS]) {
+  if (rows == R) return dot_tile<D, R>(x, x_stride, w, length, ahead, out);
+  if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
+}
+
+}  // namespace tandem

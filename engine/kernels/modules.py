@@ -1,0 +1,164 @@
+"""Which modules of a model the compiled operators replace, found by what a module does and never by its name.
+
+A replaced module keeps its object, weights and hooks and changes its class, to a subclass with another `forward`; so it
+can be switched back at any time, and code that asks for its type is answered as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.kernels import DTYPES, LIMIT, huge_pages
+from tandem.errors import CheckpointRefused
+
+LINE = 64  # bytes of a cache line
+PRODUCT_GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
+_NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
+
+
+def prepare(model: nn.Module) -> None:
+    """Packs the weights, tries the product of each shape, and looks for RMS norms.
+
+    Raises CheckpointRefused when a product is wrong. (The self-check may run on a copy in float32, and would not see
+    the operators for 16 bits.)
+    """
+    pack(model)
+    prove(model)
+    for module in model.modules():
+        if (found := rms_norm_of(module)) is not None:
+            module.__dict__[_NORM] = found
+
+
+def switch(model: nn.Module, on: bool) -> None:
+    """Gives the modules below `model` their compiled forward, or their own back."""
+    for module in model.modules():
+        kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
+        if not on and issubclass(kind, Compiled):
+            module.__class__ = kind.__bases__[1]
+        elif on and kind is nn.Linear:
+            module.__class__ = _compiled(kind, Linear)
+        elif on and _NORM in module.__dict__ and not issubclass(kind, Compiled):
+            module.__class__ = _compiled(kind, RmsNorm)
+
+
+def pack(model: nn.Module) -> None:
+    """Moves the parameters behind one another, in the order of the modules, into memory of large pages.
+
+    Decode reads all of them in every step, and spends a tenth of that on finding the small pages that they lie in.
+    """
+    parameters = [p for p in model.parameters() if p.is_contiguous() and p.dtype in DTYPES and p.numel() > 0]
+    owners: dict[int, list[nn.Parameter]] = {}  # tied parameters stay tied
+    for each in parameters:
+        owners.setdefault(each.data_ptr(), []).append(each)
+    if any(len({(each.dtype, each.shape) for each in tied}) > 1 for tied in owners.values()):
+        return  # one parameter is a part or another view of another
+    room = [-(-tied[0].nbytes // LINE) * LINE for tied in owners.values()]
+    arena = huge_pages(torch.empty(sum(room), dtype=torch.uint8))
+    start = 0
+    for tied, size in zip(owners.values(), room, strict=True):
+        first = tied[0]
+        there = arena[start : start + first.nbytes].view(first.dtype).view(first.shape)
+        there.copy_(first.data)
+        for each in tied:
+            each.data = there
+        start += size
+
+
+def prove(model: nn.Module) -> None:
+    """Compares the compiled product with torch's on random rows, once for each type and shape of weight."""
+    layers = {
+        (layer.weight.dtype, layer.weight.shape, layer.bias is None): layer
+        for layer in model.modules()
+        if type(layer) is nn.Linear and layer.weight.dtype in DTYPES and layer.weight.numel() > 0
+    }
+    generator = torch.Generator().manual_seed(0)
+    for (dtype, shape, _), layer in layers.items():
+        x = torch.randn(3, shape[1], generator=generator).to(dtype)
+        with torch.inference_mode():
+            ours = torch.ops.tandem.linear.default(x, layer.weight, layer.bias, LIMIT).float()
+            theirs = layer(x).float()
+        allowed = PRODUCT_GAP[dtype] * theirs.square().mean().sqrt()
+        if not (ours - theirs).abs().max() <= allowed:  # also for NaN
+            raise CheckpointRefused(
+                f"the compiled product with a weight of {tuple(shape)} in {dtype} differs from torch's; "
+                'load it with kernels="reference"'
+            )
+
+
+class Compiled:
+    """First base of every class that is made here; the second is the module's own class."""
+
+
+class Linear(Compiled):
+    """Small products read the weight once, with results that do not depend on the other rows."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tandem.linear.default(x, self.weight, self.bias, LIMIT)
+        return out
+
+
+class RmsNorm(Compiled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = _only_parameter(self)
+        if x.dtype != weight.dtype or x.dtype not in DTYPES:
+            out: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the module's own
+        else:
+            out = torch.ops.tandem.rms_norm.default(x, weight, *self.__dict__[_NORM])
+        return out
+
+
+@functools.cache
+def _compiled(own: Any, replacement: type[Compiled]) -> Any:
+    return type(own.__name__, (replacement, own), {"__module__": own.__module__})
+
+
+def _only_parameter(module: Any) -> torch.Tensor:
+    (weight,) = module._parameters.values()
+    found: torch.Tensor = weight
+    return found
+
+
+def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
+    """The (eps, offset, round_first) with which `tandem::rms_norm` gives what the module gives; None if none does.
+
+    A candidate has one vector of weights, nothing else, and its eps among its attributes. The numbers have a mean, so
+    that a layer norm differs, and one scale at which eps matters.
+    """
+    parameters = list(module._parameters.values())
+    if len(parameters) != 1 or module._modules or module._buffers or module._forward_hooks:
+        return None
+    weight = parameters[0]
+    if weight is None or weight.dim() != 1 or weight.dtype not in DTYPES:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, weight.numel(), generator=generator) + 0.5
+    x = (x * torch.logspace(-4, 2, 24).unsqueeze(1)).to(weight.dtype)
+    epsilons = {value for value in vars(module).values() if type(value) is float}
+    try:
+        with torch.inference_mode():
+            expected = module(x)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+        return None
+    for eps, offset, round_first in product(sorted(epsilons), (0.0, 1.0), (True, False)):
+        with torch.inference_mode():
+            ours = torch.ops.tandem.rms_norm.default(x, weight, eps, offset, round_first)
+        if _equal(ours, expected):
+            return eps, offset, round_first
+    return None
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Up to the order of a float32 sum: in 16 bits that turns the rounding of a few elements in a thousand."""
+    if ours.dtype == torch.float32:
+        return torch.allclose(ours, theirs, rtol=2e-6, atol=0)
+    return (ours != theirs).float().mean().item() < 5e-3 and torch.allclose(ours, theirs, rtol=2**-7, atol=0)
