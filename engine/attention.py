@@ -13,7 +13,7 @@ masked, so that neither a stranger's old KV nor a NaN in a recycled block can re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from engine import kernels
-from engine.facts import CallFacts, Full, Reach, first_visible
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.mla import Expander, expander
 from engine.step import Step, current_step
 
@@ -77,11 +77,9 @@ def attend(
     `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `sinks [heads]` are
     the logits of attention sinks. Returns `[total, heads, v_dim]`.
     """
-    if step.compiled and expand is None and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
-        return attend_compiled(query, k_pages, v_pages, step, facts, sinks)
-    outs = [
-        attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach, "all")
-    ]
+    if step.compiled and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
+        return attend_compiled(query, k_pages, v_pages, step, facts, sinks, expand)
+    outs = [attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach)]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
     return packed if order is None else packed[order]
@@ -94,40 +92,42 @@ def attend_compiled(
     step: Step,
     facts: CallFacts,
     sinks: torch.Tensor | None,
+    expand: Expander | None,
 ) -> torch.Tensor:
-    """The same with single tokens attended in place; a token's result does not depend on the others in the batch."""
-    out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
-    singles = single_queries(step, facts.reach)
-    if singles is not None:
-        logits = sinks.float() if sinks is not None else None
-        torch.ops.tandem.attend.default(out, query, k_pages, v_pages, *singles, facts.scaling, facts.softcap, logits)
-    for plan in plans(step, facts.reach, "chunks"):
-        out[plan.rows.flatten()] = attend_plan(query, k_pages, v_pages, plan, facts, sinks, None)
-    return out
+    """The same in place over the pages; a token's result depends on nothing but its own sequence up to it."""
+    reach = facts.reach
+    window = reach.window if isinstance(reach, Sliding) else 0
+    chunk = reach.size if isinstance(reach, Chunked) else 0
+    logits = sinks.float() if sinks is not None else None
+    arguments = (window, chunk, facts.scaling, facts.softcap, logits)
+    if expand is None:
+        out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
+        torch.ops.tandem.attend.default(
+            out, query, k_pages, v_pages, step.cu_seq_q, step.seqused_k, step.block_table, *arguments
+        )
+        return out
+    outs = []
+    for start, count, context, table in zip(
+        step.cu_seq_q_host, step.batch.query_lens, step.batch.context_lens, step.batch.block_tables, strict=False
+    ):
+        k, v = expand(*(latent_context(pages, table, context) for pages in (k_pages, v_pages)))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [1, context, heads, d]: pages of one block
+        out = query.new_empty(count, query.shape[1], v.shape[3])
+        here = [torch.tensor(values, dtype=torch.int32) for values in ([0, count], [context], [[0]])]
+        torch.ops.tandem.attend.default(out, query[start : start + count], unit(k), unit(v), *here, *arguments)
+        outs.append(out)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def single_queries(step: Step, reach: Reach) -> tuple[torch.Tensor, ...] | None:
-    """Sequences that add one token, None without any: the packed `rows` [n], the `blocks` [n, width] that hold what
-    they see, how many tokens of those to `skip` [n], and the `length` [n] of what they see."""
-    key = ("singles", reach)
-    if key not in step.plans:
-        batch, size = step.batch, step.pages.block_size
-        singles = [index for index, queries in enumerate(batch.query_lens) if queries == 1]
-        contexts = [batch.context_lens[index] for index in singles]
-        firsts = [first_visible(reach, context - 1) for context in contexts]
-        spans = list(zip(firsts, contexts, strict=True))
-        count = max((-(-context // size) - first // size for first, context in spans), default=0)
-        blocks = context_blocks([batch.block_tables[index] for index in singles], firsts, contexts, count, size)
-        rows = [step.cu_seq_q_host[index] for index in singles]
-        columns: list[list[Any]] = [
-            rows,
-            blocks,
-            [first % size for first in firsts],
-            [end - first for first, end in spans],
-        ]
-        step.plans[key] = tuple(map(step.tensor, columns)) if singles else None
-    found: tuple[torch.Tensor, ...] | None = step.plans[key]
-    return found
+def latent_context(pages: torch.Tensor, table: list[int], context: int) -> torch.Tensor:
+    """A sequence's whole context out of latent pages, `[1, 1, context, d]`."""
+    blocks = torch.tensor(table[: -(-context // pages.shape[1])])
+    return pages[blocks].flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+
+
+def unit(t: torch.Tensor) -> torch.Tensor:
+    """With the elements of a head side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def attend_plan(
@@ -162,13 +162,11 @@ class Plan:
     scratch: dict[Any, torch.Tensor]  # gathered K and V, overwritten by each attention call: saves page faults
 
 
-def plans(step: Step, reach: Reach, of: Literal["all", "chunks"]) -> list[Plan]:
-    """The step's plans for one reach, of all sequences or of the chunks only; worked out at the first call."""
-    key = (of, reach)
-    if key not in step.plans:
-        groups = [group for group in grouped(step) if of == "all" or step.batch.query_lens[group[0]] > 1]
-        step.plans[key] = [plan(step, reach, group) for group in groups]
-    found: list[Plan] = step.plans[key]
+def plans(step: Step, reach: Reach) -> list[Plan]:
+    """The step's plans for one reach, worked out at the first call."""
+    if reach not in step.plans:
+        step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
+    found: list[Plan] = step.plans[reach]
     return found
 
 
