@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from engine import kernels
-from engine.facts import CallFacts, Full, Reach, first_visible
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.mla import Expander, expander
 from engine.step import Step, current_step
 
@@ -77,8 +77,8 @@ def attend(
     `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `sinks [heads]` are
     the logits of attention sinks. Returns `[total, heads, v_dim]`.
     """
-    if step.compiled and expand is None and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
-        return attend_compiled(query, k_pages, v_pages, step, facts, sinks)
+    if step.compiled and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
+        return attend_compiled(query, k_pages, v_pages, step, facts, sinks, expand)
     outs = [attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach)]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -92,34 +92,42 @@ def attend_compiled(
     step: Step,
     facts: CallFacts,
     sinks: torch.Tensor | None,
+    expand: Expander | None,
 ) -> torch.Tensor:
-    """The same over the pages as they lie. A token's result has the same bits whatever else is in the step, however
-    its prompt was cut into chunks, and whether it was a chunk's or a single one."""
-    out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
+    """The same in place over the pages; a token's result depends on nothing but its own sequence up to it."""
+    reach = facts.reach
+    window = reach.window if isinstance(reach, Sliding) else 0
+    chunk = reach.size if isinstance(reach, Chunked) else 0
     logits = sinks.float() if sinks is not None else None
-    seen = what_is_seen(step, facts.reach)
-    torch.ops.tandem.attend.default(out, query, k_pages, v_pages, *seen, facts.scaling, facts.softcap, logits)
-    return out
+    arguments = (window, chunk, facts.scaling, facts.softcap, logits)
+    if expand is None:
+        out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
+        torch.ops.tandem.attend.default(
+            out, query, k_pages, v_pages, step.cu_seq_q, step.seqused_k, step.block_table, *arguments
+        )
+        return out
+    outs = []
+    for start, count, context, table in zip(
+        step.cu_seq_q_host, step.batch.query_lens, step.batch.context_lens, step.batch.block_tables, strict=False
+    ):
+        k, v = expand(*(latent_context(pages, table, context) for pages in (k_pages, v_pages)))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # [1, context, heads, d]: pages of one block
+        out = query.new_empty(count, query.shape[1], v.shape[3])
+        here = [torch.tensor(values, dtype=torch.int32) for values in ([0, count], [context], [[0]])]
+        torch.ops.tandem.attend.default(out, query[start : start + count], unit(k), unit(v), *here, *arguments)
+        outs.append(out)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def what_is_seen(step: Step, reach: Reach) -> tuple[torch.Tensor, ...]:
-    """For each sequence its first packed row, its number of rows, and the `blocks` [sequences, width] that hold what
-    they see; for each row `first` and `end` [total] of what it sees, counted from the start of those blocks."""
-    key = ("seen", reach)
-    if key not in step.plans:
-        batch, size = step.batch, step.pages.block_size
-        contexts, queries = batch.context_lens, batch.query_lens
-        positions = step.position_ids[0]  # [total]
-        firsts = [first_visible(reach, context - query) for context, query in zip(contexts, queries, strict=True)]
-        count = max(-(-context // size) - first // size for context, first in zip(contexts, firsts, strict=True))
-        blocks = context_blocks(batch.block_tables, firsts, contexts, count, size)
-        repeats = step.tensor(queries)
-        base = torch.repeat_interleave(step.tensor([first // size * size for first in firsts]), repeats)  # [total]
-        first = torch.as_tensor(first_visible(reach, positions)).expand_as(positions) - base
-        starts = step.tensor(step.cu_seq_q_host[:-1])
-        step.plans[key] = (starts, repeats, step.tensor(blocks), first.contiguous(), positions + 1 - base)
-    found: tuple[torch.Tensor, ...] = step.plans[key]
-    return found
+def latent_context(pages: torch.Tensor, table: list[int], context: int) -> torch.Tensor:
+    """A sequence's whole context out of latent pages, `[1, 1, context, d]`."""
+    blocks = torch.tensor(table[: -(-context // pages.shape[1])])
+    return pages[blocks].flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+
+
+def unit(t: torch.Tensor) -> torch.Tensor:
+    """With the elements of a head side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def attend_plan(
@@ -155,7 +163,7 @@ class Plan:
 
 
 def plans(step: Step, reach: Reach) -> list[Plan]:
-    """The step's plans for one reach; worked out at the first call."""
+    """The step's plans for one reach, worked out at the first call."""
     if reach not in step.plans:
         step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
     found: list[Plan] = step.plans[reach]

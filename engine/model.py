@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine import attention, mla, probe, selfcheck, weights
 from engine.facts import CallFacts, describe
-from engine.kernels import REFERENCE, modules, serving
+from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
@@ -149,13 +149,16 @@ class Model:
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
         if self._keeps_logits:
             extra["logits_to_keep"] = wanted
-        with torch.inference_mode(), running(step):
+        with torch.inference_mode(), running(step), self._exact():
             out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
         assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
         logits: torch.Tensor = out.logits[0]
         if not self._keeps_logits:
             logits = logits[wanted]
         return logits[: len(batch.logits_at)].float()
+
+    def _exact(self) -> AbstractContextManager[None]:
+        return exact(self.device) if self.kernels != REFERENCE else nullcontext()
 
     def use_paged_attention(self) -> None:
         """Switches to the paged path; the state in which the model serves."""

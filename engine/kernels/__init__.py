@@ -1,17 +1,19 @@
 """Compiled operators for CPU: `torch.ops.tandem.*`, loaded when `engine.kernels.build` has built them.
 
-`serving(device)` says what serves: "cpu-avx512_bf16" and the like, or "reference", plain PyTorch. What the operators do
-not cover goes to plain PyTorch call by call: types other than float32 and bfloat16, layers that are no plain product
-(the stacked experts of a mixture), latent pages.
+`serving(device)` says what serves: "cpu-avx512_bf16" and the like, or "reference", plain PyTorch. They cover
+float32 and bfloat16; other types go to plain PyTorch call by call.
 
-Each operator's result for a row has the same bits whatever else is in the batch. A whole step keeps that where
-everything in it does: with no mixture of experts and no latent pages.
+A token's result has the same bits whatever else is in the step, alone or in a chunk, and with any number of threads.
+Linear layers, RMS norms and attention are operators of ours. Whatever else a model computes goes through torch's own
+operators, and `exact()` replaces those whose results would depend on their surroundings (`invariant.cpp`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -36,6 +38,19 @@ def _load() -> str:
         return REFERENCE
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     return f"cpu-{torch.ops.tandem.isa()}"
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Inside, torch's products and elementwise functions on this thread give a row the same bits in any company."""
+    if serving(device) == REFERENCE:
+        yield
+        return
+    before = torch.ops.tandem.stepping.default(True)
+    try:
+        yield
+    finally:
+        torch.ops.tandem.stepping.default(before)
 
 
 def huge_pages(fresh: torch.Tensor) -> torch.Tensor:

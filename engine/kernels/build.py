@@ -18,7 +18,7 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-SOURCES = ("dots.h", "ops.cpp")
+HEADERS, SOURCES = ("dots.h", "ops.h"), ("ops.cpp", "invariant.cpp")
 OPTIONS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-DNDEBUG", "-Wno-psabi")
 
 _TRIAL = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.tandem.isa())"
@@ -27,7 +27,7 @@ _TRIAL = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.op
 def library() -> Path:
     """Where the library for these sources, this torch and this machine is, or would be."""
     digest = hashlib.sha256()
-    for source in SOURCES:
+    for source in (*HEADERS, *SOURCES):
         digest.update((HERE / source).read_bytes())
     digest.update(repr((torch.__version__, OPTIONS, platform.machine(), _instruction_set())).encode())
     return HERE / "_build" / f"tandem-{digest.hexdigest()[:16]}.so"
@@ -44,19 +44,24 @@ def build() -> Path:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    object_file = partial.with_suffix(f"{partial.suffix}.o")
+    objects = [partial.with_suffix(f"{partial.suffix}.{source}.o") for source in SOURCES]
     try:
-        compile_ = [*compiler, *OPTIONS, abi, *includes, "-c", str(HERE / "ops.cpp"), "-o", str(object_file)]
-        subprocess.run(compile_, check=True)
+        compilers = [
+            subprocess.Popen([*compiler, *OPTIONS, abi, *includes, "-c", str(HERE / source), "-o", str(into)])
+            for source, into in zip(SOURCES, objects, strict=True)
+        ]
+        codes = [each.wait() for each in compilers]
+        if any(codes):
+            raise subprocess.CalledProcessError(max(codes, key=abs), compiler)
         # Without -fopenmp here: the OpenMP calls then go to the one runtime that torch has loaded, not to a second one.
-        link = [*compiler, "-shared", str(object_file), *libraries, "-ltorch_cpu", "-lc10", "-o", str(partial)]
+        link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-lc10", "-o", str(partial)]
         subprocess.run(link, check=True)
         # A library that cannot be loaded, for a symbol that this torch lacks, must not be found by a worker.
         subprocess.run([sys.executable, "-c", _TRIAL, str(partial)], check=True)
         os.replace(partial, target)
     finally:
-        object_file.unlink(missing_ok=True)
-        partial.unlink(missing_ok=True)
+        for each in (*objects, partial):
+            each.unlink(missing_ok=True)
     return target
 
 

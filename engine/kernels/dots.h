@@ -111,7 +111,7 @@ using Bf16 = Widened<c10::BFloat16>;
 
 // The sums of the lanes of four vectors.
 inline void sum_lanes(const Vec (&v)[COLS], float* out) {
-#ifdef CPU_CAPABILITY_AVX512
+#if defined(CPU_CAPABILITY_AVX512)
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
   const __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -119,6 +119,13 @@ inline void sum_lanes(const Vec (&v)[COLS], float* out) {
   const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));  // a b c d in each quarter
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
+  const __m256d lo = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256d hi = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+  const __m256 abcd = _mm256_add_ps(_mm256_castpd_ps(lo), _mm256_castpd_ps(hi));  // a b c d in each half
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 #else
   for (int c = 0; c < COLS; ++c) {
     float lanes[LANES];
@@ -127,6 +134,18 @@ inline void sum_lanes(const Vec (&v)[COLS], float* out) {
       for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     out[c] = lanes[0];
   }
+#endif
+}
+
+// One row of a tile as it leaves: four sums, of which `count` are wanted.
+inline void put_row(const float* sums, int count, float* to) { std::memcpy(to, sums, count * sizeof(float)); }
+
+inline void put_row(const float* sums, int count, c10::BFloat16* to) {
+#ifdef TANDEM_BF16_DOT
+  const __m128bh four = _mm_cvtneps_pbh(_mm_loadu_ps(sums));
+  std::memcpy(to, &four, count * sizeof(c10::BFloat16));
+#else
+  for (int c = 0; c < count; ++c) to[c] = sums[c];
 #endif
 }
 

@@ -1,7 +1,9 @@
-// The operators `torch.ops.tandem.*`: what a decode step spends its time in, for float32 and bfloat16 on CPU.
+// The operators `torch.ops.tandem.*`: what a step spends its time in, for float32 and bfloat16 on CPU.
 //
-// All sums are in float32 and in an order that depends on nothing but the row itself, so that a sequence's result does
-// not depend on what else is in the batch.
+// All sums are in float32 and in an order that depends on nothing but the token itself, so that a token's result does
+// not depend on what else is in the step, nor on whether it comes there alone or in a chunk.
+#include "ops.h"
+
 #include "dots.h"
 
 #include <ATen/Parallel.h>
@@ -28,13 +30,143 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t TASK_BYTES = 1 << 16;  // what one thread reads at least
-
-bool served(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16; }
+constexpr int64_t TASK_BYTES = 1 << 16;   // what one thread reads at least
+constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the second cache while all columns pass
 
 Tensor rows_of(const Tensor& t) { return t.dim() > 0 && t.stride(-1) != 1 && t.size(-1) != 1 ? t.contiguous() : t; }
 
-// ---- linear
+// ---- products
+
+constexpr int64_t DISTANCE = 4;  // blocks of columns between the one in work and the one on its way from memory
+
+// y [m, n] = x [m, k] times w [n, k] transposed, plus bias. The weight is read block by block of four columns, in the
+// order in which it lies in memory, once for each panel of rows. The processor's own prefetching loses the thread at the
+// end of every short column, so while there are few rows each tile fetches its share of a later block: this is worth a
+// factor of two with one row.
+template <typename D, typename T>
+void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, int64_t w_row, const T* bias, T* y,
+                int64_t y_row, int64_t m, int64_t k, int64_t n) {
+  const int64_t row_bytes = std::max<int64_t>(1, k) * sizeof(typename D::X), block_bytes = COLS * w_row * sizeof(*w);
+  const int64_t panel = std::max<int64_t>(1, PANEL_BYTES / row_bytes / ROWS) * ROWS;
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / std::max<int64_t>(1, block_bytes * ((m + ROWS - 1) / ROWS)));
+  at::parallel_for(0, (n + COLS - 1) / COLS, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t top = 0; top < m; top += panel) {
+      const int64_t bottom = std::min(m, top + panel), tiles = (bottom - top + ROWS - 1) / ROWS;
+      const int64_t height = (bottom - top + tiles - 1) / tiles;
+      const int64_t lines = tiles > COLS ? 0 : (COLS + tiles - 1) / tiles;
+      const int64_t share = (block_bytes / tiles + LINE - 1) / LINE * LINE;
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * COLS;
+        const int count = static_cast<int>(std::min<int64_t>(COLS, n - first));
+        const typename D::W* columns[COLS];
+        float add[COLS] = {};
+        for (int c = 0; c < COLS; ++c) {
+          columns[c] = w + (first + std::min(c, count - 1)) * w_row;
+          if (bias != nullptr) add[c] = static_cast<float>(bias[first + std::min(c, count - 1)]);
+        }
+        const char* later = reinterpret_cast<const char*>(w) + (block + DISTANCE) * block_bytes;
+        for (int64_t row = top; row < bottom; row += height, later += share) {
+          const int rows = static_cast<int>(std::min(height, bottom - row));
+          float sums[ROWS][COLS];
+          dot_rows<D>(rows, x + row * x_row, x_row, columns, k, {later, lines}, sums);
+          for (int r = 0; r < rows; ++r) {
+            for (int c = 0; c < COLS; ++c) sums[r][c] += add[c];
+            put_row(sums[r], count, y + (row + r) * y_row + first);
+          }
+        }
+      }
+    }
+  });
+}
+
+// out[r] = (sum over t of p[r][t] * v(t)) / total[r], for R rows and `dim` elements of v(t).
+template <typename T, int R, typename V>
+void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,
+                  const float* total, T* out, int64_t out_stride) {
+  constexpr int WIDE = 4;
+  int64_t d = 0;
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) {
+    Vec sums[R][WIDE];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < WIDE; ++c) sums[r][c] = Vec(0.0f);
+    for (int64_t t = from; t < to; ++t) {
+      Vec values[WIDE];
+      const T* value = v(t) + d;
+      for (int c = 0; c < WIDE; ++c) values[c] = load(value + c * LANES);
+      for (int r = 0; r < R; ++r) {
+        const Vec weight(p[r * p_stride + t]);
+        for (int c = 0; c < WIDE; ++c) sums[r][c] = at::vec::fmadd(weight, values[c], sums[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < WIDE; ++c) put(sums[r][c] / Vec(total[r]), out + r * out_stride + d + c * LANES, LANES);
+  }
+  for (; d < dim; d += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, dim - d));
+    Vec sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
+    for (int64_t t = from; t < to; ++t) {
+      const Vec value = count == LANES ? load(v(t) + d) : load(v(t) + d, count);
+      for (int r = 0; r < R; ++r) sums[r] = at::vec::fmadd(Vec(p[r * p_stride + t]), value, sums[r]);
+    }
+    for (int r = 0; r < R; ++r) put(sums[r] / Vec(total[r]), out + r * out_stride + d, count);
+  }
+}
+
+template <typename T, int R = ROWS, typename V>
+void weighted_sums(int64_t rows, const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,
+                   const float* total, T* out, int64_t out_stride) {
+  if (rows == R) return weighted_sum<T, R>(p, p_stride, v, from, to, dim, total, out, out_stride);
+  if constexpr (R > 1) weighted_sums<T, R - 1>(rows, p, p_stride, v, from, to, dim, total, out, out_stride);
+}
+
+// y [m, n] = x [m, k] times w [k, n].
+template <typename T>
+void by_rows(const float* x, int64_t x_row, const T* w, int64_t w_row, T* y, int64_t y_row, int64_t m, int64_t k,
+             int64_t n) {
+  constexpr int64_t WIDTH = 4 * LANES;
+  const std::vector<float> one(ROWS, 1.0f);
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / std::max<int64_t>(1, WIDTH * k * sizeof(T)));
+  at::parallel_for(0, (n + WIDTH - 1) / WIDTH, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t row = 0; row < m; row += ROWS) {
+        const int64_t first = block * WIDTH;
+        const auto line = [&](int64_t t) { return w + t * w_row + first; };
+        weighted_sums<T>(std::min<int64_t>(ROWS, m - row), x + row * x_row, x_row, line, 0, k,
+                         std::min(WIDTH, n - first), one.data(), y + row * y_row + first, y_row);
+      }
+  });
+}
+
+}  // namespace
+
+bool served(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16; }
+
+void product(const Tensor& x, const Tensor& w, const Tensor& bias, Tensor& y) {
+  const int64_t m = x.size(0), k = x.size(1), n = w.size(1);
+  if (m == 0 || n == 0) return;
+  const bool columns = w.stride(0) == 1 || k == 1, lines = !columns && w.stride(1) == 1;
+  const Tensor fit = columns || lines ? w : w.contiguous();
+  const auto run = [&](auto* into) {
+    using T = std::remove_pointer_t<decltype(into)>;
+    using D = std::conditional_t<std::is_same_v<T, float>, Widened<float>, Bf16>;
+    using X = typename D::X;
+    if (columns) {
+      const Tensor rows = rows_of(x).to(c10::CppTypeToScalarType<X>::value);
+      by_columns<D>(rows.const_data_ptr<X>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(1),
+                    bias.defined() ? bias.const_data_ptr<T>() : nullptr, into, y.stride(0), m, k, n);
+    } else {
+      const Tensor rows = rows_of(x).to(at::kFloat);
+      by_rows(rows.const_data_ptr<float>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(0), into, y.stride(0), m,
+              k, n);
+    }
+  };
+  y.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+}
+
+namespace {
+
+// ---- linear layers
 
 // Weights are packed once, into panels of PANEL columns: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up
 // with zeros. A panel is read from front to back, so a decode step streams through memory in one direction. Every sum
@@ -166,7 +298,9 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 
 // ---- attention
 
-constexpr int64_t AHEAD = 16;  // tokens between the one in work and the one on its way from memory
+constexpr int64_t AHEAD = 16;            // tokens between the one in work and the one on its way from memory
+constexpr int64_t QUERIES = 4 * ROWS;    // of a tile at most
+constexpr int64_t LOGIT_BYTES = 1 << 18;  // of a tile, while that leaves ROWS queries
 
 template <typename T>
 void prefetch(const T* from, int64_t count) {
@@ -174,70 +308,47 @@ void prefetch(const T* from, int64_t count) {
   for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += LINE) __builtin_prefetch(line + at, 0, 2);
 }
 
-// out[r] = sum over tokens of p[r][token] * v[token], for R heads and `dim` elements.
-template <typename T, int R>
-void weighted_sum(const float* p, int64_t p_stride, const std::vector<const T*>& v, int64_t dim, T* out,
-                  int64_t out_stride) {
-  const int64_t tokens = static_cast<int64_t>(v.size());
-  constexpr int WIDE = 4;
-  int64_t d = 0;
-  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) {
-    Vec sums[R][WIDE];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < WIDE; ++c) sums[r][c] = Vec(0.0f);
-    for (int64_t t = 0; t < tokens; ++t) {
-      Vec values[WIDE];
-      for (int c = 0; c < WIDE; ++c) values[c] = load(v[t] + d + c * LANES);
-      for (int r = 0; r < R; ++r) {
-        const Vec weight(p[r * p_stride + t]);
-        for (int c = 0; c < WIDE; ++c) sums[r][c] = at::vec::fmadd(weight, values[c], sums[r][c]);
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < WIDE; ++c) put(sums[r][c], out + r * out_stride + d + c * LANES, LANES);
+// What a token sees: everything before it, the last `window` tokens, or its own part of `chunk` tokens.
+struct Reach {
+  int64_t window, chunk;  // 0 for none
+  int64_t first(int64_t position) const {
+    if (window > 0) return std::max<int64_t>(0, position - window + 1);
+    return chunk > 0 ? position / chunk * chunk : 0;
   }
-  for (; d < dim; d += LANES) {
-    const int count = static_cast<int>(std::min<int64_t>(LANES, dim - d));
-    Vec sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const Vec value = count == LANES ? load(v[t] + d) : load(v[t] + d, count);
-      for (int r = 0; r < R; ++r) sums[r] = at::vec::fmadd(Vec(p[r * p_stride + t]), value, sums[r]);
-    }
-    for (int r = 0; r < R; ++r) put(sums[r], out + r * out_stride + d, count);
+  int64_t last(int64_t key) const {  // the last position that sees it
+    if (window > 0) return key + window - 1;
+    return chunk > 0 ? key / chunk * chunk + chunk - 1 : std::numeric_limits<int64_t>::max();
   }
-}
+};
 
-template <typename T, int R = ROWS>
-void weighted_sums(int64_t rows, const float* p, int64_t p_stride, const std::vector<const T*>& v, int64_t dim, T* out,
-                   int64_t out_stride) {
-  for (; rows >= R; rows -= R, p += R * p_stride, out += R * out_stride)
-    weighted_sum<T, R>(p, p_stride, v, dim, out, out_stride);
-  if constexpr (R > 1)
-    if (rows > 0) weighted_sums<T, R - 1>(rows, p, p_stride, v, dim, out, out_stride);
-}
+int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
-// Turns the logits of one head, padded with room to a multiple of LANES, into weights that sum to one (less the sink).
-void softmax(float* logits, int64_t count, float scaling, std::optional<double> softcap, const float* sink) {
-  const int64_t padded = (count + LANES - 1) / LANES * LANES;
-  const float cap = softcap.has_value() ? static_cast<float>(*softcap) : 0.0f;
-  Vec highest(-std::numeric_limits<float>::infinity());
-  std::fill(logits + count, logits + padded, 0.0f);
-  for (int64_t t = 0; t < padded; t += LANES) {
-    Vec scaled = load(logits + t) * Vec(scaling);
-    if (softcap.has_value()) scaled = (scaled / Vec(cap)).tanh() * Vec(cap);
+// Turns logits[from..to) into weights, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
+// the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
+// position, so that the order of the sum does not depend on what else the tile holds.
+float softmax(float* logits, int64_t from, int64_t to, float scaling, std::optional<double> softcap,
+              const float* sink) {
+  constexpr float NONE = -std::numeric_limits<float>::infinity();
+  const int64_t begin = aligned(from), end = aligned(to + LANES - 1);
+  if (softcap.has_value()) {
+    const Vec cap(static_cast<float>(*softcap));
+    for (int64_t t = begin; t < end; t += LANES) ((load(logits + t) * Vec(scaling) / cap).tanh() * cap).store(logits + t);
+    scaling = 1.0f;
+  }
+  std::fill(logits + begin, logits + from, NONE);
+  std::fill(logits + to, logits + end, NONE);
+  Vec highest(NONE);
+  for (int64_t t = begin; t < end; t += LANES) {
+    const Vec scaled = load(logits + t) * Vec(scaling);
     scaled.store(logits + t);
-    if (t + LANES > count) break;
     highest = at::vec::maximum(highest, scaled);
   }
-  std::fill(logits + count, logits + padded, -std::numeric_limits<float>::infinity());
-  if (count % LANES != 0) highest = at::vec::maximum(highest, load(logits + padded - LANES));
   float lanes[LANES];
   highest.store(lanes);
-  float top = sink == nullptr ? -std::numeric_limits<float>::infinity() : *sink;
+  float top = sink == nullptr ? NONE : *sink;
   for (int i = 0; i < LANES; ++i) top = std::isnan(lanes[i]) ? lanes[i] : std::max(top, lanes[i]);
   Vec sums(0.0f);
-  for (int64_t t = 0; t < padded; t += LANES) {
+  for (int64_t t = begin; t < end; t += LANES) {
     const Vec weight = (load(logits + t) - Vec(top)).exp();
     weight.store(logits + t);
     sums = sums + weight;
@@ -245,123 +356,140 @@ void softmax(float* logits, int64_t count, float scaling, std::optional<double> 
   sums.store(lanes);
   float total = sink == nullptr ? 0.0f : std::exp(*sink - top);
   for (int i = 0; i < LANES; ++i) total += lanes[i];
-  for (int64_t t = 0; t < padded; t += LANES) (load(logits + t) / Vec(total)).store(logits + t);
+  return total;
 }
 
-constexpr int64_t TILE = 4 * ROWS;  // queries of a chunk that share one pass over their keys
-
-// What one thread does at a time: queries [from, to) of one sequence, for the heads of one KV head.
-struct Task {
-  int64_t sequence, from, to;  // packed rows
+struct Tile {  // consecutive queries of one sequence
+  int64_t sequence, row, position, queries;
 };
 
+// The tiles of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
+std::vector<Tile> tiles_of(const Tensor& starts, const Tensor& lengths, int64_t groups) {
+  const auto *start = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
+  std::vector<Tile> tiles;
+  for (int64_t i = 0; i < lengths.size(0); ++i) {
+    const int64_t queries = start[i + 1] - start[i], position = length[i] - queries;
+    const int64_t fit = LOGIT_BYTES / (groups * (length[i] + LANES) * sizeof(float)) / ROWS * ROWS;
+    const int64_t height = std::clamp<int64_t>(fit, ROWS, QUERIES), count = (queries + height - 1) / height;
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t at = (n % 2 == 0 ? n / 2 : count - 1 - n / 2) * height;
+      tiles.push_back({i, start[i] + at, position + at, std::min(height, queries - at)});
+    }
+  }
+  return tiles;
+}
+
 template <typename D>
-void attend_rows(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
-                 const Tensor& counts, const Tensor& blocks, const Tensor& first, const Tensor& end, double scaling,
-                 std::optional<double> softcap, const float* sinks) {
+void attend_tiles(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
+                  const Tensor& lengths, const Tensor& blocks, Reach reach, double scaling,
+                  std::optional<double> softcap, const float* sinks) {
   using T = typename D::W;
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads;
   const int64_t size = k_pages.size(1), k_dim = k_pages.size(3), v_dim = v_pages.size(3);
   const auto* q = query.const_data_ptr<typename D::X>();
   const auto* k = k_pages.const_data_ptr<T>();
   const auto* v = v_pages.const_data_ptr<T>();
-  const auto *start_of = starts.const_data_ptr<int64_t>(), *count_of = counts.const_data_ptr<int64_t>();
-  const auto *first_of = first.const_data_ptr<int64_t>(), *end_of = end.const_data_ptr<int64_t>();
-  const auto* table = blocks.const_data_ptr<int64_t>();
+  const auto* table = blocks.const_data_ptr<int32_t>();
   T* result = out.data_ptr<T>();
   const int64_t q_row = query.stride(0), q_head = query.stride(1), width = blocks.size(1);
   const int64_t o_row = out.stride(0), o_head = out.stride(1);
   const int64_t k_block = k_pages.stride(0), k_token = k_pages.stride(1), k_head = k_pages.stride(2);
   const int64_t v_block = v_pages.stride(0), v_token = v_pages.stride(1), v_head = v_pages.stride(2);
+  const std::vector<Tile> tiles = tiles_of(starts, lengths, groups);
 
-  std::vector<Task> tasks;
-  for (int64_t s = 0; s < starts.size(0); ++s)
-    for (int64_t at = start_of[s], last = at + count_of[s]; at < last; at += TILE)
-      tasks.push_back({s, at, std::min(at + TILE, last)});
-
-  at::parallel_for(0, static_cast<int64_t>(tasks.size()) * kv_heads, 1, [&](int64_t begin, int64_t stop) {
+  at::parallel_for(0, static_cast<int64_t>(tiles.size()) * kv_heads, 1, [&](int64_t begin, int64_t end) {
     std::vector<const T*> keys, values;
-    std::vector<float> logits;
-    for (int64_t index = begin; index < stop; ++index) {
-      const Task& task = tasks[index / kv_heads];
-      const int64_t head = index % kv_heads, queries = task.to - task.from;
-      const int64_t low = *std::min_element(first_of + task.from, first_of + task.to);
-      const int64_t high = *std::max_element(end_of + task.from, end_of + task.to), tokens = high - low;
-      keys.clear();
-      values.clear();
-      for (int64_t at = low, in = at / size; at < high; ++in) {
-        const int64_t block = table[task.sequence * width + in], last = std::min((in + 1) * size, high);
-        for (int64_t slot = at - in * size; at < last; ++at, ++slot) {
-          keys.push_back(k + block * k_block + slot * k_token + head * k_head);
-          values.push_back(v + block * v_block + slot * v_token + head * v_head);
+    std::vector<float> logits, totals;
+    for (int64_t task = begin; task < end; ++task) {
+      const Tile& tile = tiles[task / kv_heads];
+      const int64_t head = task % kv_heads, first = reach.first(tile.position), base = aligned(first);
+      const int64_t last = tile.position + tile.queries;  // one past the last key
+      const int64_t room = aligned(last - base + LANES - 1);
+      // Keys and logits are counted from `base`, a multiple of LANES tokens into the sequence.
+      keys.assign(last - base, nullptr);
+      values.assign(last - base, nullptr);
+      for (int64_t at = first, in = at / size; at < last; ++in) {
+        const int64_t block = table[tile.sequence * width + in], stop = std::min((in + 1) * size, last);
+        for (int64_t slot = at - in * size; at < stop; ++at, ++slot) {
+          keys[at - base] = k + block * k_block + slot * k_token + head * k_head;
+          values[at - base] = v + block * v_block + slot * v_token + head * v_head;
         }
       }
-      for (int64_t t = 0; t < std::min(AHEAD, tokens); ++t) prefetch(keys[t], k_dim);
-      // One row for each pair of query and head. Rows that one tile takes together: the heads of a single query, or
-      // the queries of one head; a row's bits do not depend on which.
-      const bool single = queries == 1;
-      const int64_t lines = single ? 1 : groups, together = single ? groups : queries;
-      const int64_t x_stride = single ? q_head : q_row, o_stride = single ? o_head : o_row;
-      const int64_t room = (tokens + LANES - 1) / LANES * LANES + LANES;
-      logits.resize(groups * queries * room);
-      const auto* own = q + task.from * q_row + head * groups * q_head;
-      T* into = result + task.from * o_row + head * groups * o_head;
-      for (int64_t t = 0; t < tokens; t += COLS) {
-        const int count = static_cast<int>(std::min<int64_t>(COLS, tokens - t));
+      for (int64_t t = first; t < std::min(first + AHEAD, last); ++t) prefetch(keys[t - base], k_dim);
+      logits.resize(groups * tile.queries * room);
+      totals.resize(groups * tile.queries);
+      const auto* own = q + tile.row * q_row + head * groups * q_head;
+      // One query has its heads as the rows of a tile of dots; several have one head after the other.
+      const bool single = tile.queries == 1;
+      const int64_t outer = single ? 1 : groups, inner = single ? groups : tile.queries;
+      for (int64_t t = first; t < last; t += COLS) {
+        const int count = static_cast<int>(std::min<int64_t>(COLS, last - t));
         const T* columns[COLS];
         for (int c = 0; c < COLS; ++c) {
-          columns[c] = keys[t + std::min(c, count - 1)];
-          if (t + c + AHEAD < tokens) prefetch(keys[t + c + AHEAD], k_dim);
-          if (t + c < tokens) prefetch(values[t + c], v_dim);  // wanted once the logits are complete
+          columns[c] = keys[t - base + std::min(c, count - 1)];
+          if (t + c + AHEAD < last) prefetch(keys[t - base + c + AHEAD], k_dim);
+          if (t + c < last) prefetch(values[t - base + c], v_dim);  // wanted once the logits are complete
         }
-        for (int64_t line = 0; line < lines; ++line)
-          for (int64_t at = 0; at < together; at += ROWS) {
-            const int height = static_cast<int>(std::min<int64_t>(ROWS, together - at));
+        const int64_t skip = single ? 0 : std::max<int64_t>(0, t - tile.position) / ROWS * ROWS;
+        const int64_t stop = single ? inner : std::min(inner - 1, reach.last(t + count - 1) - tile.position) + 1;
+        for (int64_t o = 0; o < outer; ++o)
+          for (int64_t i = skip; i < stop; i += ROWS) {
+            const int height = static_cast<int>(std::min<int64_t>(ROWS, inner - i));
             float sums[ROWS][COLS];
-            dot_rows<D>(height, own + line * q_head + at * x_stride, x_stride, columns, k_dim, {}, sums);
-            for (int r = 0; r < height; ++r)
-              std::copy(sums[r], sums[r] + count, &logits[(line * together + at + r) * room + t]);
+            dot_rows<D>(height, own + o * q_head + i * (single ? q_head : q_row), single ? q_head : q_row, columns,
+                        k_dim, {}, sums);
+            for (int r = 0; r < height; ++r) std::copy(sums[r], sums[r] + count, &logits[(o * inner + i + r) * room + t - base]);
           }
       }
-      for (int64_t line = 0; line < lines; ++line)
-        for (int64_t at = 0; at < together; ++at) {
-          const int64_t row = task.from + (single ? 0 : at), group = single ? at : line;
-          const int64_t skip = first_of[row] - low, count = end_of[row] - first_of[row];
-          float* weights = &logits[(line * together + at) * room];
-          softmax(weights + skip, count, static_cast<float>(scaling), softcap,
-                  sinks == nullptr ? nullptr : sinks + head * groups + group);
-          std::fill(weights, weights + skip, 0.0f);  // seen by other queries of the tile only
-          std::fill(weights + skip + count, weights + room, 0.0f);
+      for (int64_t o = 0; o < outer; ++o)
+        for (int64_t i = 0; i < inner; ++i) {
+          const int64_t row = o * inner + i, position = tile.position + (single ? 0 : i), seen = reach.first(position);
+          const float* sink = sinks == nullptr ? nullptr : sinks + head * groups + (single ? i : o);
+          float* there = &logits[row * room];
+          totals[row] = softmax(there, seen - base, position + 1 - base, static_cast<float>(scaling), softcap, sink);
+          std::fill(there, there + aligned(seen - base), 0.0f);
+          std::fill(there + aligned(position - base) + LANES, there + room, 0.0f);
         }
-      for (int64_t line = 0; line < lines; ++line)
-        weighted_sums<T>(together, &logits[line * together * room], room, values, v_dim, into + line * o_head, o_stride);
+      const auto value = [&](int64_t t) { return values[t]; };
+      for (int64_t o = 0; o < outer; ++o)
+        for (int64_t i = 0; i < inner; i += ROWS) {
+          const int64_t height = std::min<int64_t>(ROWS, inner - i), row = o * inner + i;
+          const int64_t from = reach.first(tile.position + (single ? 0 : i)) - base;
+          const int64_t to = tile.position + (single ? 0 : i + height - 1) + 1 - base;
+          T* into = result + (tile.row + (single ? 0 : i)) * o_row + (head * groups + (single ? i : o)) * o_head;
+          weighted_sums<T>(height, &logits[row * room], room, value, from, to, v_dim, &totals[row], into,
+                           single ? o_head : o_row);
+        }
     }
   });
 }
 
-// Attends over pages. Sequence s has the packed rows starts[s] to starts[s] + counts[s] of query [total, heads, k_dim];
-// row r sees the tokens first[r] to end[r] of those that lie in blocks[s], counted from the start of its first block.
-// k_pages and v_pages are [blocks, block_size, kv_heads, dim]; sinks is [heads] in float32. Writes the same rows of out
-// [total, heads, v_dim]. What a row sees must be written and finite; what it does not see may be anything but a token
-// that another query of its chunk sees, which must be too.
+// Attends packed queries over pages. Sequence i adds the rows starts[i] to starts[i + 1] of query [total, heads, k_dim];
+// they are the last of its lengths[i] tokens, which lie in blocks[i]. k_pages and v_pages are [blocks, block_size,
+// kv_heads, dim]; sinks is [heads] in float32. A token sees those before it, no more than `window`, or those of its
+// `chunk`, where these are not 0. Writes out [total, heads, v_dim].
 void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
-            const Tensor& counts, const Tensor& blocks, const Tensor& first, const Tensor& end, double scaling,
+            const Tensor& lengths, const Tensor& blocks, int64_t window, int64_t chunk, double scaling,
             std::optional<double> softcap, const std::optional<Tensor>& sinks) {
   TORCH_CHECK(served(k_pages.scalar_type()) && k_pages.scalar_type() == v_pages.scalar_type() &&
                   out.scalar_type() == k_pages.scalar_type() && query.scalar_type() == k_pages.scalar_type(),
               "tandem::attend wants one type, float32 or bfloat16");
   TORCH_CHECK(k_pages.stride(3) == 1 && v_pages.stride(3) == 1 && out.stride(2) == 1,
               "tandem::attend wants whole heads in a row");
-  TORCH_CHECK(query.size(1) % k_pages.size(2) == 0 && query.size(2) == k_pages.size(3), "tandem::attend: query shape");
+  TORCH_CHECK(query.size(1) % k_pages.size(2) == 0 && query.size(2) == k_pages.size(3) && scaling > 0,
+              "tandem::attend: shape of the query, or scaling");
   TORCH_CHECK(!sinks.has_value() || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
               "tandem::attend wants sinks in float32");
+  TORCH_CHECK(blocks.is_contiguous() && starts.size(0) == lengths.size(0) + 1 && blocks.size(0) == lengths.size(0),
+              "tandem::attend: starts, lengths and blocks");
   const float* sink = sinks.has_value() ? sinks->const_data_ptr<float>() : nullptr;
   const Tensor q = rows_of(query);
+  const Reach reach{window, chunk};
   if (k_pages.scalar_type() == at::kFloat)
-    attend_rows<Widened<float>>(out, q, k_pages, v_pages, starts, counts, blocks, first, end, scaling, softcap, sink);
+    attend_tiles<Widened<float>>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
   else
-    attend_rows<Bf16>(out, q.to(c10::CppTypeToScalarType<Bf16::X>::value), k_pages, v_pages, starts, counts, blocks,
-                      first, end, scaling, softcap, sink);
+    attend_tiles<Bf16>(out, q.to(c10::CppTypeToScalarType<Bf16::X>::value), k_pages, v_pages, starts, lengths, blocks,
+                       reach, scaling, softcap, sink);
 }
 
 // Copies new [total, kv_heads, dim] into the slots of pages [blocks, block_size, kv_heads, dim], of the same type.
@@ -457,8 +585,8 @@ TORCH_LIBRARY(tandem, m) {
   m.def("pack(Tensor weight) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
   m.def(
-      "attend(Tensor(a!) out, Tensor query, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor counts, Tensor blocks,"
-      " Tensor first, Tensor end, float scaling, float? softcap, Tensor? sinks) -> ()");
+      "attend(Tensor(a!) out, Tensor query, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor lengths, Tensor"
+      " blocks, int window, int chunk, float scaling, float? softcap, Tensor? sinks) -> ()");
   m.def("huge_pages(Tensor t) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor");
   m.def("write(Tensor(a!) pages, Tensor fresh, Tensor slot_block, Tensor slot_offset) -> ()");

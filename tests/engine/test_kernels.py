@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engine import kernels
-from engine.checkpoints import TINY
-from engine.facts import CallFacts, Full
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.kernels import modules
 from engine.model import Model
 from engine.pages import Pages, layout_of
-from engine.selfcheck import pack
 from tandem.errors import CheckpointRefused
 
 CPU = torch.device("cpu")
+FULL = Full()
 DTYPES = [torch.float32, torch.bfloat16]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # rounding of float32 sums; half a unit of the result
 
@@ -113,58 +112,66 @@ def test_linear_refuses_what_it_does_not_serve() -> None:
 
 
 class Case:
-    """Pages full of NaN but for the tokens that are seen, and queries over them."""
+    """Pages full of NaN but for the tokens of some sequences, and queries for the last of these."""
 
     def __init__(
-        self, dtype: torch.dtype, *, size: int, kv_heads: int, groups: int, k_dim: int, v_dim: int, lengths: list[int]
+        self,
+        dtype: torch.dtype,
+        *,
+        size: int,
+        kv_heads: int,
+        groups: int,
+        k_dim: int,
+        v_dim: int,
+        lengths: list[int],
+        queries: list[int] | None = None,
     ) -> None:
         facts = CallFacts(kv_heads, kv_heads * groups, k_dim, v_dim, Full(), None, False, 1.0)
-        self.skip = [random.randrange(size) for _ in lengths]
-        counts = [-(-(skip + length) // size) for skip, length in zip(self.skip, lengths, strict=True)]
+        counts = [-(-length // size) for length in lengths]
         pages = Pages(layout_of([facts] * 2, size, dtype, ""), sum(counts) + 2, CPU)
         pages.buffer.fill_(255)
         self.k, self.v = pages.k(1), pages.v(1)
         ids = random.sample(range(sum(counts) + 2), sum(counts))
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         self.lengths = lengths
-        self.query = torch.randn(len(lengths), kv_heads * groups, k_dim).to(dtype)
-        for index, (table, skip, length) in enumerate(zip(self.tables, self.skip, lengths, strict=True)):
-            for at in range(skip, skip + length):
+        self.queries = queries or [1] * len(lengths)
+        self.query = [torch.randn(count, kv_heads * groups, k_dim).to(dtype) for count in self.queries]
+        for index, (table, length) in enumerate(zip(self.tables, lengths, strict=True)):
+            for at in range(length):
                 self.k[table[at // size], at % size] = torch.randn(kv_heads, k_dim).to(dtype) + index
                 self.v[table[at // size], at % size] = torch.randn(kv_heads, v_dim).to(dtype)
 
-    def run(self, which: list[int], **options: object) -> torch.Tensor:
-        """The result of these sequences as one batch."""
+    def run(self, which: list[int], reach: Reach = FULL, **options: object) -> list[torch.Tensor]:
+        """The results of these sequences as one batch, `[queries, heads, v_dim]` each."""
         width = max(len(self.tables[index]) for index in which)
         tables = [self.tables[index] + [10**9] * (width - len(self.tables[index])) for index in which]
-        ends = [self.skip[i] + self.lengths[i] for i in which]
-        columns = (range(len(which)), [1] * len(which), tables, [self.skip[i] for i in which], ends)
-        return self.attend(self.query[which], columns, options)
-
-    def chunk(self, index: int, spans: list[tuple[int, int]], **options: object) -> torch.Tensor:
-        """The sequence's query once for each (first, end) of what it shall see, as one chunk."""
-        first, end = zip(*((self.skip[index] + low, self.skip[index] + high) for low, high in spans), strict=True)
-        query = self.query[index].expand(len(spans), -1, -1)
-        return self.attend(query, ([0], [len(spans)], [self.tables[index]], first, end), options)
-
-    def attend(self, query: torch.Tensor, columns: Any, options: dict[str, object]) -> torch.Tensor:
-        out = query.new_full((query.shape[0], query.shape[1], self.v.shape[3]), float("nan"))
+        counts = [self.queries[index] for index in which]
+        columns = ([0, *accumulate(counts)], [self.lengths[i] for i in which], tables)
+        query = torch.cat([self.query[index] for index in which])
+        out = query.new_full((len(query), query.shape[1], self.v.shape[3]), float("nan"))
         arguments = {"scaling": 0.3, "softcap": None, "sinks": None, **options}
-        ops().attend(out, query, self.k, self.v, *(torch.tensor(list(each)) for each in columns), **arguments)
-        return out
+        window = reach.window if isinstance(reach, Sliding) else 0
+        chunk = reach.size if isinstance(reach, Chunked) else 0
+        tensors = (torch.tensor(list(each), dtype=torch.int32) for each in columns)
+        ops().attend(out, query, self.k, self.v, *tensors, window=window, chunk=chunk, **arguments)
+        return list(out.split(counts))
 
-    def exact(self, index: int, scaling: float, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-        first, end = self.skip[index], self.skip[index] + self.lengths[index]
-        groups = self.query.shape[1] // self.k.shape[2]
-        k = self.k[self.tables[index]].flatten(0, 1)[first:end].double().repeat_interleave(groups, dim=1)
-        v = self.v[self.tables[index]].flatten(0, 1)[first:end].double().repeat_interleave(groups, dim=1)
-        logits = torch.einsum("hd,thd->ht", self.query[index].double(), k) * scaling
+    def exact(
+        self, index: int, scaling: float, softcap: float | None, sinks: torch.Tensor | None, reach: Reach = FULL
+    ) -> torch.Tensor:
+        length, count = self.lengths[index], self.queries[index]
+        groups = self.query[index].shape[1] // self.k.shape[2]
+        k = self.k[self.tables[index]].flatten(0, 1)[:length].double().repeat_interleave(groups, dim=1)
+        v = self.v[self.tables[index]].flatten(0, 1)[:length].double().repeat_interleave(groups, dim=1)
+        logits = torch.einsum("qhd,thd->qht", self.query[index].double(), k) * scaling
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
+        key, position = torch.arange(length), torch.arange(length - count, length).view(-1, 1, 1)
+        logits = logits.masked_fill((key > position) | (key < first_visible(reach, position)), float("-inf"))
         if sinks is not None:
-            logits = torch.cat([logits, sinks.double().unsqueeze(1)], dim=1)
-        weights = logits.softmax(dim=1)[:, : v.shape[0]]
-        return torch.einsum("ht,thd->hd", weights, v)
+            logits = torch.cat([logits, sinks.double().view(1, -1, 1).expand(count, -1, 1)], dim=2)
+        weights = logits.softmax(dim=2)[..., :length]
+        return torch.einsum("qht,thd->qhd", weights, v)
 
 
 SHAPES = [
@@ -174,6 +181,8 @@ SHAPES = [
     {"size": 16, "kv_heads": 2, "groups": 5, "k_dim": 80, "v_dim": 96},
     {"size": 1, "kv_heads": 1, "groups": 16, "k_dim": 33, "v_dim": 1},
 ]
+LENGTHS = [1, 2, 3, 4, 15, 16, 17, 33, 64, 70]
+QUERIES = [1, 2, 1, 3, 15, 1, 5, 33, 1, 41]
 
 
 @built
@@ -181,45 +190,35 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sink", [False, True])
-def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None, sink: bool) -> None:
+@pytest.mark.parametrize("reach", [FULL, Sliding(19), Chunked(12)], ids=str)
+def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None, sink: bool, reach: Reach) -> None:
     """Any heads, dims, block size, start and length; what lies outside of a context is NaN here and never seen."""
-    case = Case(dtype, **shape, lengths=[1, 2, 3, 4, 15, 16, 17, 33, 64, 70])  # type: ignore[arg-type]
-    sinks = torch.randn(case.query.shape[1]) * 3 if sink else None
-    got = case.run(list(range(10)), softcap=softcap, sinks=sinks)
-    exact = torch.stack([case.exact(index, 0.3, softcap, sinks) for index in range(10)])
-    close(got, exact, scale=10.0)
+    case = Case(dtype, **shape, lengths=LENGTHS, queries=QUERIES)  # type: ignore[arg-type]
+    sinks = torch.randn(case.query[0].shape[1]) * 3 if sink else None
+    got = case.run(list(range(10)), reach, softcap=softcap, sinks=sinks)
+    for index in range(10):
+        close(got[index], case.exact(index, 0.3, softcap, sinks, reach), scale=10.0)
 
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    """A sequence has the same bits alone and in any company, and over other block ids and another start."""
-    case = Case(dtype, size=4, kv_heads=2, groups=3, k_dim=40, v_dim=40, lengths=[9, 30, 1, 57, 16])
-    together = case.run([0, 1, 2, 3, 4])
+@pytest.mark.parametrize("reach", [FULL, Sliding(19), Chunked(12)], ids=str)
+def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype, reach: Reach) -> None:
+    """A token has the same bits alone and in any company, over other block ids, and as the last of any chunk."""
+    lengths = [9, 30, 1, 157, 16]
+    case = Case(dtype, size=4, kv_heads=2, groups=3, k_dim=40, v_dim=40, lengths=lengths, queries=[9, 4, 1, 157, 1])
+    together = case.run([0, 1, 2, 3, 4], reach)
     for which in ([0], [1], [4, 2], [3, 0, 1]):
-        assert torch.equal(case.run(which), together[which])
+        assert all(map(torch.equal, case.run(which, reach), [together[index] for index in which]))
     order = torch.randperm(case.k.shape[0])
     case.k, case.v = case.k[order], case.v[order]
     where = {int(old): new for new, old in enumerate(order)}
     case.tables = [[where[block] for block in table] for table in case.tables]
-    assert torch.equal(case.run([0, 1, 2, 3, 4]), together)
-
-
-@built
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}])
-def test_a_query_of_a_chunk_is_a_single_query(dtype: torch.dtype, shape: dict[str, int], options: Any) -> None:
-    """Each query of a chunk has the bits that it has alone, over any span: causal, windows, chunks of positions."""
-    case = Case(dtype, **shape, lengths=[150])  # type: ignore[arg-type]
-    given = {**options, "sinks": torch.randn(case.query.shape[1])} if "sinks" in options else options
-    causal = [(0, end) for end in range(1, 151)]
-    sliding = [(max(0, end - 37), end) for end in range(1, 151)]
-    chunked = [((end - 1) // 16 * 16, end) for end in range(1, 151)]
-    for spans in (causal, causal[29:], sliding, chunked):
-        together = case.chunk(0, spans, **given)
-        for place in range(0, len(spans), 7):
-            assert torch.equal(case.chunk(0, spans[place : place + 1], **given)[0], together[place])
+    assert all(map(torch.equal, case.run([0, 1, 2, 3, 4], reach), together))
+    query = case.query[3]
+    for length, count in [(157, 1), (157, 2), (100, 7), (70, 1), (21, 21), (1, 1), (64, 40)]:
+        case.lengths[3], case.queries[3], case.query[3] = length, count, query[length - count : length]
+        assert torch.equal(case.run([3], reach)[0], together[3][length - count : length])
 
 
 @built
@@ -227,8 +226,7 @@ def test_a_query_of_a_chunk_is_a_single_query(dtype: torch.dtype, shape: dict[st
 def test_extreme_logits(dtype: torch.dtype) -> None:
     """Logits of thousands neither overflow nor vanish: the highest takes all."""
     case = Case(dtype, size=4, kv_heads=1, groups=2, k_dim=16, v_dim=16, lengths=[37])
-    got = case.run([0], scaling=1000.0)
-    close(got, case.exact(0, 1000.0, None, None).unsqueeze(0), scale=100.0)
+    close(case.run([0], scaling=1000.0)[0], case.exact(0, 1000.0, None, None), scale=100.0)
 
 
 @built
@@ -246,6 +244,65 @@ def test_write(dtype: torch.dtype) -> None:
         assert torch.equal(pages.k(1), expected)
         assert not pages.v(1).any()
         assert not pages.k(0).any()
+
+
+# ---- torch's own operators in a step
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{name: getattr(torch, name) for name in ("cos", "erf", "exp", "sigmoid", "sin", "tanh")},
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x.clone(), inplace=True),
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+}
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_elementwise_functions_in_a_step(dtype: torch.dtype, name: str) -> None:
+    """Right, also if strided; an element has the same bits wherever it lies. Outside of a step torch's own serve."""
+    f, x = FUNCTIONS[name], torch.cat([torch.randn(333) * 3, torch.tensor([300.0, -300.0, 0.0])]).to(dtype)
+    if name in ("exp", "softplus"):
+        x = x.clamp(-20, 20)
+    own = f(x)
+    with kernels.exact(CPU):
+        got, strided = f(x), f(x.view(2, -1).T).T.reshape(-1)
+        pieces = torch.cat([f(piece) for piece in x.split([1, 2, 30, 5, 64, 17, 200, 17])])
+    assert torch.equal(got, strided)
+    assert torch.equal(got, pieces)
+    exact = f(x.double())
+    assert ((got.double() - exact).abs() <= (ERROR[dtype] * exact.abs()).clamp(min=1e-6)).all()
+    assert torch.equal(f(x), own)
+
+
+@built
+def test_torchs_own_elementwise_functions_do_depend() -> None:
+    """The comparison above catches torch's own in some of them."""
+    x = torch.randn(4111) * 50
+    assert any(not torch.equal(torch.cat([f(each) for each in x.split(7)]), f(x)) for f in FUNCTIONS.values())
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [1, 7, 100])
+def test_products_in_a_step(dtype: torch.dtype, inner: int) -> None:
+    """mm, addmm and bmm are right with weights of any strides, and their rows do not depend on each other."""
+    x, w, bias = torch.randn(77, inner).to(dtype), torch.randn(inner, 39).to(dtype), torch.randn(39).to(dtype)
+    for weight in (w, w.T.contiguous().T, torch.stack([w, w], 2)[..., 0]):
+        stacked = weight.unsqueeze(0).expand(3, -1, -1)
+        with kernels.exact(CPU):
+            got = x @ weight
+            assert torch.equal(got, torch.cat([row @ weight for row in x.split(1)]))
+            added = torch.addmm(bias, x, weight)
+            batched = torch.bmm(torch.stack([x, -x, x]), stacked)
+            into = torch.mm(x, weight, out=x.new_empty(0))
+        exact = x.double() @ w.double()
+        close(got, exact, inner**0.5)
+        close(added, exact.to(dtype).double() + bias.double(), inner**0.5 * (1 if dtype == torch.float32 else 2000))
+        assert torch.equal(batched, torch.stack([got, -got, got]))
+        assert torch.equal(into, got)
 
 
 # ---- norms
@@ -362,81 +419,6 @@ def test_a_wrong_product_is_refused(
     with pytest.raises(CheckpointRefused, match="compiled product"):
         Model.load(folder, dtype=dtype, device=CPU)
     assert Model.load(folder, dtype=dtype, device=CPU, kernels="reference").kernels == kernels.REFERENCE
-
-
-# ---- a step
-
-# Parts of these are not ours yet: a mixture's experts multiply by torch, for as many rows as an expert gets; latent
-# pages are expanded and attended by torch.
-DEPENDENT = {
-    "qwen3-moe",
-    "mixtral",
-    "qwen2-moe",
-    "qwen2-moe-sliding",
-    "gpt-oss",
-    "deepseek-v2",
-    "deepseek-v3",
-    "llama4-text",
-}
-
-
-def logits_of(model: Model, pages: Pages, sequences: list[list[int]], cuts: list[list[int]]) -> list[torch.Tensor]:
-    """Logits after every token, [tokens, vocab] each. All sequences run in the same steps; `cuts` are where each ends
-    its chunks."""
-    size = model.block_size
-    tables, rows = [], [torch.empty(0, model.vocab_size) for _ in sequences]
-    ids = random.sample(range(pages.num_blocks), pages.num_blocks)
-    for tokens in sequences:
-        tables.append([ids.pop() for _ in range(-(-len(tokens) // size))])
-    for turn in range(max(map(len, cuts))):
-        active = [index for index, ends in enumerate(cuts) if turn < len(ends)]
-        spans = [(cuts[index][turn - 1] if turn else 0, cuts[index][turn]) for index in active]
-        batch = pack([(sequences[i][:end], start, tables[i]) for i, (start, end) in zip(active, spans, strict=True)])
-        every = dataclasses.replace(batch, logits_at=list(range(len(batch.token_ids))))
-        out = list(model.forward(pages, every).split([end - start for start, end in spans]))
-        for index, new in zip(active, out, strict=True):
-            rows[index] = torch.cat([rows[index], new])
-    return rows
-
-
-def random_cuts(length: int) -> list[int]:
-    """Chunks of any size, ones among them."""
-    ends = [0]
-    while ends[-1] < length:
-        ends.append(min(length, ends[-1] + random.choice([1, 1, 2, 5, 13, 40, 90])))
-    return ends[1:]
-
-
-def depends(model: Model) -> bool:
-    """Whether any of three sequences has other logits in a crowd, in other chunks and in other steps, than alone."""
-    pages = model.allocate(64, model.block_size)
-    sequences = [[random.randrange(model.vocab_size) for _ in range(length)] for length in (97, 33, 130)]
-    alone = [logits_of(model, pages, [tokens], [[len(tokens)]])[0] for tokens in sequences]
-    for _ in range(4):
-        crowd = logits_of(model, pages, sequences, [random_cuts(len(tokens)) for tokens in sequences])
-        if not all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True)):
-            return True
-    return False
-
-
-@built
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(set(TINY) - DEPENDENT))
-def test_logits_depend_on_nothing_but_the_tokens(
-    family: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
-) -> None:
-    """Bit for bit: alone or in a crowd, prefilled or decoded, in whatever chunks, over whatever blocks. So a stream
-    that goes on elsewhere, with its past computed again, goes on with the same tokens."""
-    model = Model.load(str(checkpoint(f"tiny-{family}")), dtype=dtype, device=CPU)
-    assert model.kernels == kernels.serving(CPU)
-    assert not depends(model)
-
-
-@built
-def test_plain_pytorch_depends_on_the_batch(checkpoint: Callable[[str], Path]) -> None:
-    """The control: without the operators the same comparison fails."""
-    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, kernels="reference")
-    assert depends(model)
 
 
 @built

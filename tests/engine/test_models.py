@@ -7,6 +7,7 @@ own cache and eager attention.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from engine import attention, mla, probe
 from engine.checkpoints import TINY, WINDOW
-from engine.facts import Full, smallest_reach
+from engine.facts import Full, Reach, Sliding, smallest_reach
 from engine.kernels import REFERENCE
 from engine.model import Model
 from engine.selfcheck import pack
+from engine.step import Step
 from tandem.errors import CheckpointRefused
 
 BLOCK_SIZE, BUDGET, NEW = 4, 13, 24
@@ -139,29 +141,37 @@ def test_references_vary(family: Family) -> None:
     assert max(distinct) >= (4 if family.name in REPETITIVE else 10), distinct
 
 
-def reversed_blocks(tables: list[list[int]], *rest: Any) -> list[list[int]]:
-    return [row[::-1] for row in context_blocks(tables, *rest)]
+def read_through(step: Step, change: Callable[[list[int]], list[int]]) -> None:
+    """Lets attention read through changed block tables; the writes go where they belong."""
+    size = step.pages.block_size
+    tables = [
+        change(table[: -(-context // size)])
+        for table, context in zip(step.batch.block_tables, step.batch.context_lens, strict=True)
+    ]
+    step.batch = dataclasses.replace(step.batch, block_tables=tables)
+    width = max(map(len, tables))
+    step.block_table = step._int([table + [0] * (width - len(table)) for table in tables])
 
 
-def skipped_block(tables: list[list[int]], *rest: Any) -> list[list[int]]:
-    return [row[1:] + row[-1:] for row in context_blocks(tables, *rest)]
+def see(step: Step, reach: Reach) -> None:
+    step.facts = tuple(dataclasses.replace(fact, reach=reach) for fact in step.facts)
 
 
-def only_itself(_reach: Any, position: Any) -> Any:
-    return position
-
-
-def everything(_reach: Any, position: Any) -> Any:
-    return position * 0
-
-
-context_blocks = attention.context_blocks
-CONTROLS = {
-    "wrong block order": ("context_blocks", reversed_blocks),
-    "a skipped block": ("context_blocks", skipped_block),
-    "a forgotten past": ("first_visible", only_itself),
-    "an ignored window": ("first_visible", everything),
+CONTROLS: dict[str, Callable[[Step], None]] = {
+    "wrong block order": lambda step: read_through(step, lambda table: table[::-1]),
+    "a skipped block": lambda step: read_through(step, lambda table: table[1:] + table[-1:]),
+    "a forgotten past": lambda step: see(step, Sliding(1)),
+    "an ignored window": lambda step: see(step, Full()),
 }
+
+
+def broken(control: str) -> type[Step]:
+    class Broken(Step):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            CONTROLS[control](self)
+
+    return Broken
 
 
 @pytest.mark.parametrize("control", CONTROLS)
@@ -169,7 +179,7 @@ def test_broken_paths_are_noticed(family: Family, control: str, monkeypatch: pyt
     """Each way of breaking the paged path changes the tokens, and the self-check refuses the model for it."""
     if control == "an ignored window" and smallest_reach(family.model.facts) is None:
         pytest.skip("the family has no window")
-    monkeypatch.setattr(attention, *CONTROLS[control])
+    monkeypatch.setattr("engine.model.Step", broken(control))
     tokens, _ = drive(family.model, family.prompts)
     assert tokens != family.tokens
     with pytest.raises(CheckpointRefused, match=r"self-check .* failed"):
@@ -231,7 +241,7 @@ def test_16_bit_models_pass_without_a_float32_copy(
     model = Model.load(str(checkpoint(shape)), dtype=torch.bfloat16, device=CPU)
     assert model.check is not None
     assert model.check.dtype == "bfloat16"
-    monkeypatch.setattr(attention, "first_visible", only_itself)
+    monkeypatch.setattr("engine.model.Step", broken("a forgotten past"))
     with pytest.raises(CheckpointRefused, match="self-check"):
         model.self_check()
 

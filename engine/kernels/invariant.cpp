@@ -1,0 +1,190 @@
+// Torch's own operators, replaced while a step runs (`torch.ops.tandem.stepping`), where their result for an element
+// depends on what lies beside it.
+//
+// A matrix product is summed in another order when it has other rows beside it. An elementwise function is computed by a
+// vector function in the body of a tensor and by another, scalar one in its tail; where the tail is depends on the shape
+// and on the number of threads. The replacements do neither. They serve float32 and bfloat16, for modules that call
+// these operators themselves (experts of a mixture, Conv1D, activations); what they do not serve, and everything outside
+// of a step, goes to torch's kernel.
+#include "ops.h"
+
+#include "dots.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/bmm_cpu_dispatch.h>
+#include <ATen/ops/cos_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/erf_cpu_dispatch.h>
+#include <ATen/ops/exp_cpu_dispatch.h>
+#include <ATen/ops/gelu_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/sigmoid_cpu_dispatch.h>
+#include <ATen/ops/silu_cpu_dispatch.h>
+#include <ATen/ops/sin_cpu_dispatch.h>
+#include <ATen/ops/softplus_cpu_dispatch.h>
+#include <ATen/ops/tanh_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <memory>
+#include <string_view>
+
+namespace tandem {
+namespace {
+
+using at::BFloat16;
+using at::Scalar;
+using at::Tensor;
+
+thread_local bool in_step = false;
+
+// ---- products
+
+bool ours(const Tensor& a, const Tensor& b) {
+  return in_step && served(a.scalar_type()) && a.scalar_type() == b.scalar_type() && a.size(-1) > 0 &&
+         a.size(-1) == b.size(-2);
+}
+
+Tensor mm(const Tensor& a, const Tensor& b) {
+  if (!ours(a, b)) return at::cpu::mm(a, b);
+  Tensor y = at::empty({a.size(0), b.size(1)}, a.options());
+  product(a, b, {}, y);
+  return y;
+}
+
+Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  if (!ours(a, b)) return at::cpu::mm_out(out, a, b);
+  const Tensor y = mm(a, b);
+  out.resize_(y.sizes());
+  return out.copy_(y);
+}
+
+Tensor addmm(const Tensor& add, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  if (!ours(a, b) || add.scalar_type() != a.scalar_type() || beta.toDouble() != 1.0 || alpha.toDouble() != 1.0)
+    return at::cpu::addmm(add, a, b, beta, alpha);
+  return mm(a, b).add_(add);
+}
+
+Tensor bmm(const Tensor& a, const Tensor& b) {
+  if (!ours(a, b)) return at::cpu::bmm(a, b);
+  Tensor y = at::empty({a.size(0), a.size(1), b.size(2)}, a.options());
+  for (int64_t i = 0; i < a.size(0); ++i) {
+    Tensor into = y[i];
+    product(a[i], b[i], {}, into);
+  }
+  return y;
+}
+
+// ---- elementwise: every element goes through the vector function, the last ones beside zeros
+
+template <typename T, typename F>
+void each(const Tensor& from, Tensor& to, const F& f) {
+  const T* x = from.const_data_ptr<T>();
+  T* y = to.data_ptr<T>();
+  at::parallel_for(0, from.numel(), 1 << 14, [&](int64_t at, int64_t end) {
+    for (; at + LANES <= end; at += LANES) put(f(load(x + at)), y + at, LANES);
+    if (at < end) put(f(load(x + at, static_cast<int>(end - at))), y + at, end - at);
+  });
+}
+
+bool ours(const Tensor& x) { return in_step && served(x.scalar_type()); }
+
+template <typename F>
+Tensor elementwise(const Tensor& x, const F& f) {
+  const Tensor from = x.contiguous();
+  Tensor to = at::empty(x.sizes(), x.options());
+  x.scalar_type() == at::kFloat ? each<float>(from, to, f) : each<BFloat16>(from, to, f);
+  return to;
+}
+
+// Not Vec's own sine and cosine: for one large angle in a vector these reduce all the others in another way.
+template <typename F>
+Vec one_by_one(Vec x, const F& f) {
+  float lanes[LANES];
+  x.store(lanes);
+  for (float& lane : lanes) lane = f(lane);
+  return Vec::loadu(lanes);
+}
+
+Vec sigmoid_of(Vec x) { return Vec(1.0f) / (Vec(1.0f) + x.neg().exp()); }
+Vec silu_of(Vec x) { return x / (Vec(1.0f) + x.neg().exp()); }
+Vec gelu_of(Vec x) { return Vec(0.5f) * x * (Vec(1.0f) + (x * Vec(0.70710678118654752f)).erf()); }
+Vec tanh_gelu_of(Vec x) {
+  const Vec inner = Vec(0.79788456080286536f) * (x + Vec(0.044715f) * x * x * x);
+  return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
+}
+
+#define TANDEM_ELEMENTWISE(NAME, F)                                             \
+  Tensor NAME(const Tensor& x) {                                                \
+    return ours(x) ? elementwise(x, [](Vec v) { return F; }) : at::cpu::NAME(x); \
+  }                                                                             \
+  Tensor& NAME##_(Tensor& x) { return ours(x) ? x.copy_(NAME(x)) : at::cpu::NAME##_(x); }
+
+TANDEM_ELEMENTWISE(cos, one_by_one(v, [](float a) { return std::cos(a); }))
+TANDEM_ELEMENTWISE(erf, v.erf())
+TANDEM_ELEMENTWISE(exp, v.exp())
+TANDEM_ELEMENTWISE(sigmoid, sigmoid_of(v))
+TANDEM_ELEMENTWISE(silu, silu_of(v))
+TANDEM_ELEMENTWISE(sin, one_by_one(v, [](float a) { return std::sin(a); }))
+TANDEM_ELEMENTWISE(tanh, v.tanh())
+#undef TANDEM_ELEMENTWISE
+
+Tensor gelu(const Tensor& x, c10::string_view approximate) {
+  if (!ours(x)) return at::cpu::gelu(x, approximate);
+  return approximate == "tanh" ? elementwise(x, tanh_gelu_of) : elementwise(x, gelu_of);
+}
+
+Tensor softplus(const Tensor& x, const Scalar& beta, const Scalar& threshold) {
+  if (!ours(x)) return at::cpu::softplus(x, beta, threshold);
+  const Vec factor(beta.toFloat()), limit(threshold.toFloat());
+  return elementwise(x, [=](Vec v) {
+    const Vec scaled = v * factor;
+    return Vec::blendv(scaled.exp().log1p() / factor, v, scaled > limit);
+  });
+}
+
+// ---- the switch
+
+class Silent : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Puts the functions above into torch's dispatcher, where they stay; without torch's warning that they do.
+void install() {
+  static std::unique_ptr<torch::Library> library;
+  if (library) return;
+  Silent silent;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  library->impl("mm", &mm);
+  library->impl("mm.out", &mm_out);
+  library->impl("addmm", &addmm);
+  library->impl("bmm", &bmm);
+  library->impl("cos", &cos);
+  library->impl("erf", &erf);
+  library->impl("exp", &exp);
+  library->impl("exp_", &exp_);
+  library->impl("gelu", &gelu);
+  library->impl("sigmoid", &sigmoid);
+  library->impl("sigmoid_", &sigmoid_);
+  library->impl("silu", &silu);
+  library->impl("silu_", &silu_);
+  library->impl("sin", &sin);
+  library->impl("softplus", &softplus);
+  library->impl("tanh", &tanh);
+  library->impl("tanh_", &tanh_);
+}
+
+// Says whether a step runs on this thread from now on; returns what held before.
+bool stepping(bool now) {
+  install();
+  const bool before = in_step;
+  in_step = now;
+  return before;
+}
+
+}  // namespace
+}  // namespace tandem
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) { m.def("stepping(bool now) -> bool", &tandem::stepping); }

@@ -1,0 +1,147 @@
+"""A token's logits have the same bits whatever else is in the step, however its prompt was cut, prefilled or decoded.
+
+This is what makes a resumed stream, a cached prefix and a full batch invisible in the answer. It holds on CPU with the
+compiled operators, in float32 and in bfloat16, for every family.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import kernels
+from engine.checkpoints import TINY
+from engine.kernels import modules
+from engine.model import Model
+from engine.selfcheck import pack
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTHS = (5, 33, 1, 75, 131)  # past the angle of 125, where vector sines take another way
+BLOCK_SIZE = 4
+
+built = pytest.mark.skipif(
+    kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
+)
+
+Cut = Callable[[random.Random, int], int]  # how many of so many missing tokens the next step takes
+
+
+def one(_rng: random.Random, _left: int) -> int:
+    return 1
+
+
+def whole(_rng: random.Random, left: int) -> int:
+    return left
+
+
+def ragged(rng: random.Random, left: int) -> int:
+    return min(left, rng.choice([1, 1, 1, 2, 3, 7, 16, 40]))
+
+
+def all_logits(model: Model, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int) -> list[torch.Tensor]:
+    """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks."""
+    rng = random.Random(seed)
+    counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
+    ids = rng.sample(range(sum(counts) + 5), sum(counts))
+    tables = [[ids.pop() for _ in range(count)] for count in counts]
+    pages = model.allocate(sum(counts) + 5, BLOCK_SIZE)
+    pages.buffer.fill_(255)  # NaN
+    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    while active := [index for index, tokens in enumerate(sequences) if done[index] < len(tokens)]:
+        active = rng.sample(active, len(active) if together else 1)
+        ends = {index: done[index] + cut(rng, len(sequences[index]) - done[index]) for index in active}
+        batch = pack([(sequences[index][: ends[index]], done[index], tables[index]) for index in active])
+        batch.logits_at = list(range(len(batch.token_ids)))
+        for index, part in zip(active, model.forward(pages, batch).split(batch.query_lens), strict=True):
+            rows[index].append(part)
+            done[index] = ends[index]
+    return [torch.cat(parts) for parts in rows]
+
+
+def prompts(model: Model) -> list[list[int]]:
+    rng = random.Random(4)
+    return [[rng.randrange(model.vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def differing(model: Model) -> list[str]:
+    """Which ways of running the same tokens give other bits than each token alone in its step."""
+    sequences = prompts(model)
+    alone = all_logits(model, sequences, one, together=False, seed=0)
+    ways = {
+        "prefilled alone": (whole, False),
+        "prefilled together": (whole, True),
+        "decoded together": (one, True),
+        "cut anyhow, alone": (ragged, False),
+        "cut anyhow, together": (ragged, True),
+    }
+    return [
+        name
+        for seed, (name, (cut, together)) in enumerate(ways.items(), 1)
+        if not all(map(torch.equal, all_logits(model, sequences, cut, together=together, seed=seed), alone))
+    ]
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["demo", *sorted(TINY)])
+def test_logits_do_not_depend_on_the_step(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
+    """Alone or together, prefilled, decoded or cut anyhow, over any blocks: the same bits, in every family."""
+    folder = ROOT / "demo/model" if name == "demo" else checkpoint(f"tiny-{name}")
+    model = Model.load(str(folder), dtype=dtype, device=CPU)
+    assert differing(model) == []
+
+
+@built
+def test_logits_do_not_depend_on_the_threads(checkpoint: Callable[[str], Path]) -> None:
+    """One thread and three give the same bits."""
+    model = Model.load(str(checkpoint("tiny-qwen2")), dtype=torch.bfloat16, device=CPU)
+    sequences, before = prompts(model), torch.get_num_threads()
+    alone = all_logits(model, sequences, whole, together=True, seed=1)
+    torch.set_num_threads(3)
+    try:
+        parallel = all_logits(model, sequences, whole, together=True, seed=1)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, parallel, alone))
+
+
+@contextmanager
+def torchs_own(_device: torch.device) -> Iterator[None]:
+    yield
+
+
+@built
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt-oss"])
+def test_the_reference_depends_on_the_step(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Plain PyTorch, which does not promise it, is caught by the same comparison."""
+    model = Model.load(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU, kernels="reference")
+    assert differing(model)
+
+
+@built
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_torchs_own_operators_do(name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's operators back in their places, what is left of them in a model is caught."""
+    model = Model.load(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU)
+    assert differing(model) == []
+    monkeypatch.setattr("engine.model.exact", torchs_own)
+    assert differing(model)
+
+
+@built
+def test_torchs_linear_layer_does(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's product in the linear layers the bits depend on the step again."""
+    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU)
+    monkeypatch.setattr("engine.model.exact", torchs_own)
+    monkeypatch.setattr(modules.Linear, "forward", torch.nn.Linear.forward)
+    assert differing(model)
