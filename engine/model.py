@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, mla, probe, selfcheck, weights
+from engine import attention, flat, mla, probe, selfcheck, weights
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
@@ -64,6 +64,7 @@ class Model:
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
@@ -115,6 +116,7 @@ class Model:
             modules.prepare(module)
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
+        say(f"step: {model.record()}")
         return model
 
     def self_check(self) -> selfcheck.Report:
@@ -122,7 +124,11 @@ class Model:
 
         Raises CheckpointRefused with the gap and the facts if they differ (engine.selfcheck says how it is measured).
         """
-        report = selfcheck.run(self)
+        recorded, self.recorded = self.recorded, None  # it holds the weights fast that the check may put away
+        try:
+            report = selfcheck.run(self)
+        finally:
+            self.recorded = recorded
         if not report.passed:
             raise CheckpointRefused(
                 f"the self-check of {type(self.module).__name__} failed: paged logits differ from eager ones "
@@ -146,18 +152,35 @@ class Model:
         """
         step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
+        if self.recorded is not None and step.compiled and step.facts is self.facts:
+            logits = flat.run(self.recorded, step, wanted, self)
+        else:
+            with torch.inference_mode(), self.exact():
+                logits = self.by_modules(step, wanted)
+        return logits[: len(batch.logits_at)].float()
+
+    def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
         if self._keeps_logits:
             extra["logits_to_keep"] = wanted
-        with torch.inference_mode(), running(step), self._exact():
+        with running(step):
             out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
         assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
         logits: torch.Tensor = out.logits[0]
-        if not self._keeps_logits:
-            logits = logits[wanted]
-        return logits[: len(batch.logits_at)].float()
+        return logits if self._keeps_logits else logits[wanted]
 
-    def _exact(self) -> AbstractContextManager[None]:
+    def record(self) -> str:
+        """Replaces the modules' Python in `forward` where that can be proven right; says what serves."""
+        if self.kernels == REFERENCE:
+            return "by modules"
+        try:
+            self.recorded = flat.record(self)
+        except flat.Unrecordable as error:
+            return f"by modules, because it cannot be recorded: {error}"
+        return "recorded"
+
+    def exact(self) -> AbstractContextManager[None]:
         return exact(self.device) if self.kernels != REFERENCE else nullcontext()
 
     def use_paged_attention(self) -> None:

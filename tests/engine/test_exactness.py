@@ -144,4 +144,5 @@ def test_torchs_linear_layer_does(checkpoint: Callable[[str], Path], monkeypatch
     model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU)
     monkeypatch.setattr("engine.model.exact", torchs_own)
     monkeypatch.setattr(modules.Linear, "forward", torch.nn.Linear.forward)
+    model.recorded = None
     assert differing(model)

@@ -1,0 +1,149 @@
+"""A model's forward as one recorded list of operators, replayed without the modules' Python between them.
+
+Recording runs the forward once over a small batch (torch.jit.trace) with everything that a step brings as an input:
+sizes stay symbolic, so one recording serves every batch. What could differ in another batch and is no tensor operation
+is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could hold fast. Then the
+replay is compared with the modules, bit for bit, over batches of other shapes. A model that cannot be recorded runs by
+its modules as before, a few milliseconds slower, and says so.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.jit import TracerWarning, optimized_execution, trace  # type: ignore[attr-defined]
+
+from engine.facts import CallFacts, smallest_reach
+from engine.step import Batch, Step
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+BLOCK_SIZE = 4
+CHECKS = str(Path(torch.nn.__file__).parent)  # the arguments' checks of torch's own layers: they look at sizes only
+Replay = Callable[..., torch.Tensor]
+
+
+class _Pages:
+    """The pages as inputs of the recording: another worker's, or of another size, may come next."""
+
+    def __init__(self, views: Sequence[torch.Tensor], block_size: int) -> None:
+        self._views, self.block_size = views, block_size
+
+    def k(self, call: int) -> torch.Tensor:
+        return self._views[2 * call]
+
+    def v(self, call: int) -> torch.Tensor:
+        return self._views[2 * call + 1]
+
+
+class _Recorded:
+    """A Step with its tensors and nothing else."""
+
+    compiled = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int) -> None:
+        self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
+        self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
+        self.pages = _Pages(tensors[7:], block_size)
+        self.facts = facts
+        self.calls = 0
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+
+class Unrecordable(Exception):
+    """Why."""
+
+
+def inputs(step: Step) -> tuple[torch.Tensor, ...]:
+    """What `_Recorded` is made of."""
+    pages = [view for call in range(len(step.facts)) for view in (step.pages.k(call), step.pages.v(call))]
+    own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
+    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *pages)
+
+
+def record(model: Model) -> Replay:
+    """Records and proves. Raises Unrecordable."""
+    for parameter in model.module.parameters():
+        parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
+
+    def forward(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE)
+        return model.by_modules(step, wanted)
+
+    batches = _batches(model)
+    pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
+    first = Step(batches[0], pages, model.facts, model.device, compiled=True)
+    with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
+        warnings.simplefilter("always")
+        wanted = first.tensor(batches[0].logits_at)
+        try:
+            replay: Replay = trace(forward, (wanted, *inputs(first)), check_trace=False)  # type: ignore[no-untyped-call]
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise Unrecordable(str(error).strip().partition("\n")[0]) from error
+    for each in told:
+        if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
+            where = f"{Path(each.filename).name}:{each.lineno}"
+            raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
+    for batch in batches[1:]:
+        step = Step(batch, pages, model.facts, model.device, compiled=True)
+        wanted = step.tensor(batch.logits_at)
+        pages.buffer.zero_()
+        with torch.inference_mode(), model.exact():
+            expected = model.by_modules(step, wanted)
+        left = pages.buffer.clone()
+        pages.buffer.zero_()
+        found = run(replay, step, wanted, model)
+        if not (torch.equal(found, expected) and torch.equal(pages.buffer, left)):
+            raise Unrecordable(f"the recording differs for {batch.query_lens} new tokens")
+    return replay
+
+
+def run(replay: Replay, step: Step, wanted: torch.Tensor, model: Model) -> torch.Tensor:
+    """Logits [len(wanted), vocab]; writes the pages."""
+    with torch.inference_mode(), model.exact(), optimized_execution(False):
+        return replay(wanted, *inputs(step))
+
+
+def _batches(model: Model) -> list[Batch]:
+    """The one to record, which is none of the shapes that code likes to treat apart, and others to compare."""
+    longest = model.max_model_len
+    reach = smallest_reach(model.facts)
+    beyond = min(longest, 40 if reach is None else min(reach, 256) + 9)
+    shapes: list[list[tuple[int, int]]] = [  # (done, new) for each sequence
+        [(7, 3), (0, 5), (2, 2)],
+        [(9, 1)],
+        [(0, 1)],
+        [(5, 1), (13, 1), (0, 1), (beyond - 1, 1)],
+        [(0, beyond)],
+        [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
+    ]
+    rng = random.Random(0)
+    batches = []
+    for shape in shapes:
+        shape = [(min(done, longest - new), new) for done, new in shape if new <= longest]
+        tables, used = [], 0
+        for done, new in shape:
+            count = -(-(done + new) // BLOCK_SIZE)
+            tables.append(list(range(used, used + count)))
+            used += count
+        lens = [new for _, new in shape]
+        batches.append(
+            Batch(
+                token_ids=[rng.randrange(model.vocab_size) for _ in range(sum(lens))],
+                positions=[position for done, new in shape for position in range(done, done + new)],
+                query_lens=lens,
+                context_lens=[done + new for done, new in shape],
+                block_tables=tables,
+                logits_at=[sum(lens[: index + 1]) - 1 for index in range(len(lens))],
+            )
+        )
+    return batches
