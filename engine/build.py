@@ -9,7 +9,9 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from engine import weights
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.model import Model
 from engine.step import Batch
 from tandem.errors import SettingsError, TooLarge
@@ -41,6 +43,7 @@ def build_engine(settings: Settings, say: Callable[[str], None]) -> Engine:
         block_size=settings.block_size,
         token_budget=settings.max_num_batched_tokens,
         max_running=settings.max_num_seqs,
+        grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
     )
 
 

@@ -4,7 +4,7 @@
                         │
                         ├── scheduler.plan()      which sequences, how many tokens each, blocks for all of them
                         ├── model.forward()       one packed forward
-                        └── choose()              a token for every sequence that caught up
+                        └── choose()              a token for every sequence that caught up; masks were filled meanwhile
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
@@ -18,13 +18,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.blocks import BlockPool
+from engine.grammar import Grammars, Masks
 from engine.model import Model
 from engine.pages import Pages
 from engine.sampling import Logprob, choose
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.step import Batch
-from tandem.errors import Busy, TooLarge
+from tandem.errors import Busy, TandemError, TooLarge
 
 
 class Progress(NamedTuple):
@@ -35,16 +36,28 @@ class Progress(NamedTuple):
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
+    error: TandemError | None = None  # it caught up and no token was possible: it is over
 
 
 class Engine:
-    def __init__(self, model: Model, *, num_blocks: int, block_size: int, token_budget: int, max_running: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        token_budget: int,
+        max_running: int,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.model = model
         self.pool = BlockPool(num_blocks, block_size)
         self.pages: Pages = model.allocate(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = 0
+        self.grammars = grammars
+        self.masks = Masks(grammars.left_behind if grammars else None)
 
     # ---- life of a sequence
 
@@ -101,20 +114,22 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan:
             return []
-        logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
         ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
-        choices = iter(choose(logits, ready))
+        filling = self.masks.begin(ready, self.model.vocab_size)
+        logits = self.model.forward(self.pages, self._pack(plan))  # [sequences that caught up, vocab]
+        choices = iter(choose(logits, ready, filling))
         self.steps += 1
         progress: list[Progress] = []
         for sequence, count in plan:
             before, sequence.done = sequence.done, sequence.done + count
             self._publish(sequence, before)
-            token, logprob = next(choices) if sequence.todo == 0 else (None, None)
+            token, logprob, error = next(choices) if sequence.todo == 0 else (None, None, None)
             finish = sequence.append(token) if token is not None else None
-            progress.append(Progress(sequence, sequence.done, token, finish, logprob))
-            if finish is not None and sequence.handoff:
+            progress.append(Progress(sequence, sequence.done, token, finish, logprob, error))
+            over = finish is not None or error is not None
+            if over and sequence.handoff:
                 self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
-            elif finish is not None:
+            elif over:
                 self.drop(sequence.id)
         return progress
 

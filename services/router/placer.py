@@ -43,14 +43,16 @@ class Placer:
         self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first placed
 
     @asynccontextmanager
-    async def placed(self, tokens: int, limit: int, remaining_s: float) -> AsyncIterator[Placement]:
+    async def placed(self, tokens: int, limit: int, remaining_s: float, near: str = "") -> AsyncIterator[Placement]:
         """Waits for room, and accounts for the request there until the block ends.
 
         Raises Busy when there is no room within the queue timeout or `remaining_s`, NoWorker when nobody is there.
         """
         ahead = min(AHEAD_TOKENS, limit - tokens)
-        placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s))
-        blocks = -(-(tokens + ahead) // placement.decode.block_size)
+        placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s), near)
+        size = placement.decode.block_size
+        shares = placement.prefill is None and placement.decode.worker_id == near
+        blocks = -(-((size if shares else tokens) + ahead) // size)
         self._count(placement.decode, +1, blocks)
         if placement.prefill:
             self._count(placement.prefill, +1, blocks)
@@ -70,12 +72,12 @@ class Placer:
         """This life of it failed a request: leave it alone for a while."""
         self._of(worker).suspect_until = monotonic() + SUSPECT_S
 
-    async def _wait(self, tokens: int, ahead: int, timeout_s: float) -> Placement:
+    async def _wait(self, tokens: int, ahead: int, timeout_s: float, near: str) -> Placement:
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 while True:
                     version = self._view.version
-                    found = place(self._candidates("decode"), self._candidates("prefill"), tokens, ahead)
+                    found = place(self._candidates("decode"), self._candidates("prefill"), tokens, ahead, near)
                     if found:
                         return found
                     await self._view.newer_than(version)
