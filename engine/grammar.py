@@ -40,9 +40,11 @@ REPLAY_CPU_S = 0.005  # for each token that is matched again, on top
 MAX_GRAMMAR_BYTES = 64 * 2**20
 CACHE_BYTES = 256 * 2**20
 CACHE_REFUSED = 256
+MAX_WHITESPACE = 32  # between two parts of JSON; a small model may never end otherwise
 MAX_LEFT_BEHIND = 2  # threads in calls that may never end; with more, grammars are refused here
 POLL_S = 0.05
 
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
 
 
@@ -69,6 +71,9 @@ class _Thread:
     def lives(self) -> bool:
         return self._thread.is_alive()
 
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
@@ -78,15 +83,15 @@ class _LeftBehind:
     """The threads of a process that were left in a call."""
 
     def __init__(self) -> None:
-        self._threads: list[_Thread] = []
+        self.threads: list[_Thread] = []
 
     def add(self, thread: _Thread) -> None:
         thread.leave()
-        self._threads.append(thread)
+        self.threads.append(thread)
 
     def count(self) -> int:
-        self._threads = [thread for thread in self._threads if thread.lives()]
-        return len(self._threads)
+        self.threads = [thread for thread in self.threads if thread.lives()]
+        return len(self.threads)
 
 
 class Grammars:
@@ -96,7 +101,7 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._vocabulary: xgrammar.TokenizerInfo | None = None  # loaded by the first who needs it
+        self._vocabulary: Vocabulary | None = None  # loaded by the first who needs it
         self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
@@ -143,7 +148,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _bounded(self, spec: GrammarSpec, vocabulary: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+    def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
         thread = self._thread = self._thread or _Thread("grammar-compile")
         done: Future[xgrammar.CompiledGrammar] = Future()
         ended = threading.Event()
@@ -179,7 +184,24 @@ class Grammars:
         return compiled
 
 
-def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> xgrammar.TokenizerInfo:
+class Vocabulary:
+    """The text of each token: for grammars in general, and for JSON."""
+
+    def __init__(self, plain: xgrammar.TokenizerInfo) -> None:
+        self.plain = plain
+        # xgrammar would let raw control characters into strings of limited length, which are not JSON. It keeps line
+        # ends out of them; without the other control characters no token can do it.
+        texts = [b"" if _CONTROL.search(text) else text for text in plain.decoded_vocab]
+        self.json = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=plain.vocab_size,
+            stop_token_ids=plain.stop_token_ids,
+            add_prefix_space=plain.add_prefix_space,
+        )
+
+
+def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocabulary:
     """The text of each token, as the detokeniser shows it: special tokens have none, so no grammar ever allows them.
     Raises PreconditionFailed."""
     from transformers import PreTrainedTokenizerFast
@@ -196,22 +218,24 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> xgram
     for text, place in tokenizer.get_vocab().items():
         if place < vocab_size and place not in special:
             texts[place] = text
-    return xgrammar.TokenizerInfo(
+    plain = xgrammar.TokenizerInfo(
         texts,
         found.vocab_type,
         vocab_size=vocab_size,
         stop_token_ids=eos_token_ids or [0],
         add_prefix_space=found.add_prefix_space,
     )
+    return Vocabulary(plain)
 
 
-def _compiled(spec: GrammarSpec, vocabulary: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
+    tokens = vocabulary.json if spec.kind in ("json_schema", "json") else vocabulary.plain
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
     match spec.kind:
         case "json_schema":
-            return compiler.compile_json_schema(spec.text)
+            return compiler.compile_json_schema(spec.text, max_whitespace_cnt=MAX_WHITESPACE)
         case "json":
-            return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+            return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_WHITESPACE)
         case "regex":
             return compiler.compile_regex(spec.text)
         case "ebnf":
@@ -306,7 +330,7 @@ class Masks:
     """The thread that fills them."""
 
     def __init__(self, left_behind: _LeftBehind | None = None) -> None:
-        self._left_behind = left_behind or _LeftBehind()
+        self.left_behind = left_behind or _LeftBehind()
         self._thread: _Thread | None = None
 
     def begin(self, sequences: list[Sequence], vocab_size: int) -> Filling | None:
@@ -319,8 +343,13 @@ class Masks:
         return self._thread
 
     def leave(self) -> None:
-        self._left_behind.add(self.thread())
+        self.left_behind.add(self.thread())
         self._thread = None
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.leave()
+            self._thread = None
 
 
 def apply(logits: torch.Tensor, filling: Filling) -> None:
