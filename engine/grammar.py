@@ -1,7 +1,7 @@
 """Text that fits a grammar: xgrammar says which tokens may come next, as one bit for each of the vocabulary.
 
-    GrammarSpec ──Grammars.compile──▶ CompiledGrammar ──▶ Matcher of a sequence ──Masks.begin──▶ Filling ──▶ logits
-                  a thread, once                           a memo of its tokens    a thread, while the forward runs
+    GrammarSpec ──Grammars.compile──▶ Compiled ──▶ Matcher of a sequence ──Masks.begin──▶ Filling ──▶ logits
+                  a thread, once                 a memo of its tokens     a thread, while the forward runs
 
 Nothing here is state of its own: whoever has the request and its tokens matches them again and gets the same bits. So
 preemption, handoff and resume need nothing from here.
@@ -33,6 +33,8 @@ from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFaile
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence
+
+Compiled = xgrammar.CompiledGrammar
 
 COMPILE_CPU_S = 5.0
 TOKEN_CPU_S = 1.0  # for one mask; typical are 0.2 ms
@@ -102,25 +104,25 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._vocabulary: Vocabulary | None = None  # loaded by the first who needs it
-        self._compiled: OrderedDict[GrammarSpec, xgrammar.CompiledGrammar] = OrderedDict()  # least recently used first
+        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "grammar")  # who waits for the thread below
         self._thread: _Thread | None = None
         self.left_behind = _LeftBehind()
 
-    def compile(self, spec: GrammarSpec) -> Future[xgrammar.CompiledGrammar]:
+    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
         """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
         with self._lock:
             known = self._compiled.get(spec)
             if known is not None:
                 self._compiled.move_to_end(spec)
-                done: Future[xgrammar.CompiledGrammar] = Future()
+                done: Future[Compiled] = Future()
                 done.set_result(known)
                 return done
         return self._executor.submit(self._compile, spec)
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+    def _compile(self, spec: GrammarSpec) -> Compiled:
         with self._lock:
             if spec in self._compiled:
                 return self._compiled[spec]
@@ -148,9 +150,9 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
+    def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
         thread = self._thread = self._thread or _Thread("grammar-compile")
-        done: Future[xgrammar.CompiledGrammar] = Future()
+        done: Future[Compiled] = Future()
         ended = threading.Event()
 
         def work() -> None:
@@ -186,6 +188,11 @@ class Grammars:
 
 class Vocabulary:
     """The text of each token: for grammars in general, and for JSON."""
+
+    @classmethod
+    def of(cls, texts: list[bytes], vocab_size: int, end: int) -> Vocabulary:
+        """Of tokens whose bytes are known. Places without one are never allowed."""
+        return cls(xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[end]))
 
     def __init__(self, plain: xgrammar.TokenizerInfo) -> None:
         self.plain = plain
@@ -228,7 +235,7 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
     return Vocabulary(plain)
 
 
-def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
+def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
     tokens = vocabulary.json if spec.kind in ("json_schema", "json") else vocabulary.plain
     compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
     match spec.kind:
@@ -258,7 +265,7 @@ class Matcher:
 
     __slots__ = ("_matcher", "matched")
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, stop_ids: Iterable[int]) -> None:
+    def __init__(self, compiled: Compiled, stop_ids: Iterable[int]) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
         self.matched = 0  # leading tokens of the sequence, its prompt included
 

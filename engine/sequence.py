@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine import hashing
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
-
-    from engine.grammar import Matcher
+    from engine.grammar import Compiled, Matcher
 
 
 class Finish(StrEnum):
@@ -98,7 +96,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = Sampling()
     salt: bytes = b""
-    grammar: CompiledGrammar | None = None  # of sampling.grammar; compiled before anything is reserved
+    grammar: Compiled | None = None  # of sampling.grammar; compiled before anything is reserved
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
     done: int = 0
     cached: int = 0  # of `done` at admission: tokens found in the prefix cache

@@ -14,7 +14,6 @@ import string
 import tempfile
 
 import torch
-import xgrammar
 
 from engine.checkpoints import make_checkpoint
 from engine.engine import Engine
@@ -62,7 +61,7 @@ class Watched(Masks):
         return filling
 
 
-def vocabulary(size: int) -> tuple[Vocabulary, list[bytes]]:
+def vocabulary(size: int) -> Vocabulary:
     generator = random.Random(0)
     letters = string.ascii_lowercase * 4 + " " * 20 + string.ascii_uppercase + string.digits + "{}[]:,-_"
     texts = [bytes([byte]) for byte in range(256)]
@@ -72,8 +71,7 @@ def vocabulary(size: int) -> tuple[Vocabulary, list[bytes]]:
         if word not in known:
             known.add(word)
             texts.append(word)
-    info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[size - 1])
-    return Vocabulary(info), texts
+    return Vocabulary.of(texts, size, size - 1)
 
 
 def engine_of(model: Model, batch: int, repeats: int, masks: Masks, grammar: tuple[GrammarSpec, bytes] | None,
@@ -111,7 +109,7 @@ def main() -> None:
     parser.add_argument("--shape", default="SmolLM2-135M")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    words, _ = vocabulary(given.vocab)
+    words = vocabulary(given.vocab)
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, given.shape, vocab_size=given.vocab)
         model = Model.load(folder, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=512)

@@ -28,8 +28,7 @@ from tandem.v1 import common_pb2
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 EOS, VOCAB = 256, 290  # every byte, the end, and places that no token has
-TEXTS = [bytes([byte]) for byte in range(256)]
-BYTES = Vocabulary(xgrammar.TokenizerInfo(TEXTS, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=[EOS]))
+BYTES = Vocabulary.of([bytes([byte]) for byte in range(256)], VOCAB, EOS)
 
 
 def schema_of(schema: Any) -> GrammarSpec:
