@@ -310,7 +310,8 @@ def _from_below(error: TandemError, source: str) -> TandemError:
     again, which it reads from the class and the reason."""
     if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded):
         return type(error)(f"{source}: {error.message}", reason=error.reason)
-    if isinstance(error, Unavailable | PreconditionFailed):  # dead, restarted, draining, or it revoked the transfer
+    # Dead, restarted, draining, it revoked the transfer, or it cannot take this one.
+    if isinstance(error, Unavailable | PreconditionFailed | Busy):
         return Unavailable(f"{source}: {error.message}", reason="PREFILL_LOST")
     return error
 

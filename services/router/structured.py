@@ -17,7 +17,7 @@ from tandem.v1 import common_pb2
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_DEPTH = 32
-MAX_COUNT = 10_000  # of a repetition
+MAX_COUNT = 10_000  # of repetitions, multiplied
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 AT_ROOT = {"$schema", "$id", "$defs", "definitions"}
@@ -102,13 +102,60 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _regex(text: str, field: str) -> None:
-    """Anchors inside are passed over by xgrammar, so they are refused; the whole text is matched anyway."""
-    bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "_", text, flags=re.DOTALL)  # without escapes and classes
+    """Anchors inside are passed over by xgrammar, so they are refused; the whole text is matched anyway. Repetitions of
+    repetitions are multiplied out by it, so their product is bounded."""
+    bare = _bare(text)
     if "^" in bare[1:] or "$" in bare[:-1]:
         raise _bad(field, "it has ^ or $ inside", "anchors at its ends only; the whole text is matched")
-    for low, high in re.findall(r"\{(\d+)(?:,(\d*))?\}", bare):
-        if max(int(low[:9]), int(high[:9] or 0)) > MAX_COUNT:
-            raise _bad(field, "it repeats something too often", f"at most {MAX_COUNT} times")
+    if _weight(bare) > MAX_COUNT:
+        raise _bad(field, "its repetitions multiply to too much", f"at most {MAX_COUNT} characters written out")
+
+
+def _bare(text: str) -> str:
+    """Without escapes and classes: each of them is one underscore."""
+    bare, escaped, inside = [], False, False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+            if not inside:
+                bare.append("_")
+        elif inside:
+            inside = character != "]"
+        elif character == "[":
+            inside = True
+            bare.append("_")
+        else:
+            bare.append(character)
+    return "".join(bare)
+
+
+def _weight(bare: str) -> int:
+    """How many characters and classes it has when counted repetitions are written out."""
+    groups, last, place = [0], 0, 0
+    while place < len(bare):
+        repeated = _REPEAT.match(bare, place)
+        character = bare[place]
+        place = repeated.end() if repeated else place + 1
+        if repeated:
+            count = max(int(repeated[1]), int(repeated[2] or 0), 1)
+            groups[-1] += last * (count - 1)
+            last *= count
+        elif character == "(":
+            groups.append(0)
+        elif character == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif character not in "*+?|":
+            last = 1
+            groups[-1] += 1
+        if groups[-1] > MAX_COUNT:
+            break
+    return max(groups)
+
+
+_REPEAT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
 
 
 class _Schema:
