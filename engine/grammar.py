@@ -24,7 +24,6 @@ from queue import SimpleQueue
 from time import clock_gettime, pthread_getcpuclockid, thread_time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import xgrammar
 
@@ -277,11 +276,6 @@ class Matcher:
                 raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar that it was made by")
             self.matched = place + 1
         self._matcher.fill_next_token_bitmask(bits, row)
-        words = bits.numpy().view(np.uint32)[row]
-        complete = self._matcher.is_completed()
-        for token in sequence.stop_ids:
-            bit = np.uint32(1 << token % 32)
-            words[token // 32] = words[token // 32] | bit if complete else words[token // 32] & ~bit
 
 
 class Filling:

@@ -266,6 +266,10 @@ def test_a_stop_token_comes_only_where_the_text_is_complete() -> None:
     own = (EOS, 98, 200)
     assert possible(sequence(spec, "a", stop_ids=own)) == {97}
     assert possible(sequence(spec, "aa", stop_ids=own)) == {97, *own}
+    for inner in ("a[ab]c", "a(.|\n)c", "a(b|aa)c"):
+        here = possible(sequence(GrammarSpec("regex", inner), "a", stop_ids=own))
+        assert 97 in here
+        assert not here & set(own), "a client's stop token may not end it in the middle, whatever it is elsewhere"
 
 
 def test_neighbours_change_nothing() -> None:
