@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from time import clock_gettime, pthread_getcpuclockid, thread_time
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 import xgrammar
 
@@ -33,6 +34,7 @@ from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFaile
 if TYPE_CHECKING:
     from engine.sequence import Sequence
 
+log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
 
 COMPILE_CPU_S = 5.0
@@ -159,6 +161,8 @@ class Grammars:
                 done.set_result(_compiled(spec, vocabulary))
             except (RuntimeError, ValueError) as error:  # what xgrammar raises for whatever it does not like
                 done.set_exception(_refusal(spec, error))
+            except Exception as error:  # a bug: the caller's answer, not this thread's end
+                done.set_exception(error)
             finally:
                 ended.set()
 
@@ -282,7 +286,8 @@ class Filling:
     """The masks of one step. Made by Masks.begin; the sequences must not change until `wait` has returned."""
 
     def __init__(self, masks: Masks, rows: dict[int, Sequence], count: int, vocab_size: int) -> None:
-        self.bits = torch.full((count, -(-vocab_size // 32)), -1, dtype=torch.int32)  # a row for each sequence
+        # A row for each sequence. Nothing is allowed where nothing was filled in.
+        self.bits = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32)
         self.rows = list(rows)  # those that have a grammar
         self.failed: dict[int, TandemError] = {}
         self._masks = masks
@@ -320,8 +325,9 @@ class Filling:
                 sequence.matcher().fill(sequence, self.bits, row)
             except InternalError as error:
                 self.failed[row] = error
-            except RuntimeError as error:  # xgrammar's own
-                self.failed[row] = InternalError(f"the grammar could not be matched: {error}")
+            except Exception as error:  # a bug, ours or the library's, fails its row; the thread goes on
+                log.exception("grammar.broken", sequence=sequence.id)
+                self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
             if turn is not self._turn:
                 return  # left behind meanwhile; somebody else does the rest
         self._ended.set()
@@ -354,6 +360,7 @@ class Masks:
 
 
 def apply(logits: torch.Tensor, filling: Filling) -> None:
-    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32."""
+    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32. Not yet run on a
+    GPU."""
     bits = filling.bits.to(logits.device, non_blocking=True)
     xgrammar.apply_token_bitmask_inplace(logits, bits, vocab_size=logits.shape[-1], indices=filling.rows)

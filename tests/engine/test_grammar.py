@@ -357,10 +357,10 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
     masks = Masks()
     filling = masks.begin([one], VOCAB)
     assert filling is not None
-    assert int(filling.bits[0, 97 // 32]) == -1, "untouched"
+    assert int(filling.bits[0, 97 // 32]) == 0, "nothing is allowed before it is filled"
     go.set()
     filling.wait()
-    assert int(filling.bits[0, 97 // 32]) != -1
+    assert int(filling.bits[0, 97 // 32]) != 0
     masks.end()
     assert masks.begin([sequence(None)], VOCAB) is None
 
@@ -400,6 +400,26 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     assert masks.left_behind.count() == 0
 
 
+def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
+    """Its row fails, and nobody else's; the next step is whole."""
+
+    class Broken(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            raise TypeError("a bug")
+
+    spec = GrammarSpec("regex", "[ab]")
+    good, bad, after = sequence(spec), sequence(spec), sequence(spec)
+    bad._matcher = Broken(bad.grammar, bad.stop_ids)
+    masks = Masks()
+    first, second, third = choose(torch.zeros(3, VOCAB), [good, bad, after], masks.begin([good, bad, after], VOCAB))
+    assert first.token in b"ab"
+    assert third.token in b"ab"
+    assert second.token is None
+    assert isinstance(second.error, InternalError)
+    assert choose(torch.zeros(1, VOCAB), [after], masks.begin([after], VOCAB))[0].token in b"ab"
+    masks.end()
+
+
 def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that takes too long is refused, at once when it comes again; the next one is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
@@ -417,6 +437,16 @@ def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert grammars.compile(GrammarSpec("regex", "b+")).result(60) is not first
     for thread in grammars.left_behind.threads:
         thread.join(60)
+
+
+def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked hears of it, and the next grammar is compiled."""
+    grammars = Grammars(DEMO, 2048, [0])
+    monkeypatch.setattr(engine.grammar, "_compiled", lambda *_: [][1])
+    with pytest.raises(IndexError):
+        grammars.compile(GrammarSpec("regex", "a")).result(20)
+    monkeypatch.undo()
+    assert grammars.compile(GrammarSpec("regex", "a")).result(20)
 
 
 def test_bad_grammars_name_their_field() -> None:
