@@ -12,6 +12,7 @@ import torch
 
 from engine import weights
 from engine.engine import Engine
+from engine.grammar import Grammars
 from engine.model import Model
 from engine.pace import Pace
 from engine.scheduler import EXTRA_LOGITS
@@ -61,6 +62,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         stretch=settings.stream_stretch,
         pace=pace,
         speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
+        grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
     )
 
 

@@ -6,7 +6,7 @@
                         ├── speculation           drafts behind a sequence's last token, where that pays
                         ├── model.forward()       one packed forward
                         └── choose()              a token for every sequence that caught up, and one more for each
-                                                  draft that was right
+                                                  draft that was right; masks were filled meanwhile
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from engine.blocks import BlockPool
+from engine.grammar import Filling, Grammars, Masks
 from engine.model import Model
 from engine.pace import Pace
 from engine.pages import Pages
@@ -31,7 +32,7 @@ from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.speculation import Ask, Speculation
 from engine.step import Batch
-from tandem.errors import Busy, TooLarge
+from tandem.errors import Busy, TandemError, TooLarge
 
 
 class Progress(NamedTuple):
@@ -42,6 +43,7 @@ class Progress(NamedTuple):
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
+    error: TandemError | None = None  # it caught up and no token was possible: it is over
 
 
 class _Run(NamedTuple):
@@ -64,6 +66,7 @@ class Engine:
         stretch: float | None = None,
         pace: Pace | None = None,
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound."""
         self.model = model
@@ -76,6 +79,8 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = 0
         self.streams = self.prompt_tokens = 0  # in the last step
+        self.grammars = grammars
+        self.masks = Masks(grammars.left_behind if grammars else None)
 
     # ---- life of a sequence
 
@@ -137,9 +142,11 @@ class Engine:
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         started = self.speculation.clock() if self.speculation else 0.0
         drafts = self._draft(plan)
+        ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
+        filling = self.masks.begin(ready, self.model.vocab_size)
         logits = self.model.forward(self.pages, self._pack(plan, drafts))  # [rows wanted, vocab]
         self.steps += 1
-        progress = self._advance(plan, drafts, logits)
+        progress = self._advance(plan, drafts, logits, filling)
         if self.speculation:
             self.speculation.took(plan, sum(map(len, drafts)), self.speculation.clock() - started)
         return progress
@@ -159,10 +166,13 @@ class Engine:
         self.sequences[sequence.id] = sequence
 
     def _draft(self, plan: list[Chunk]) -> list[list[int]]:
-        """Guesses about the tokens that follow each chunk; mostly none."""
+        """Guesses about the tokens that follow each chunk; mostly none. None under a grammar, whose mask for a place
+        needs the token before it."""
         if self.speculation is None:
             return [[] for _ in plan]
-        lent = self.scheduler.lend(plan, self.speculation.wanted(plan))
+        wanted = self.speculation.wanted(plan)
+        free = [0 if sequence.sampling.grammar else most for (sequence, _), most in zip(plan, wanted, strict=True)]
+        lent = self.scheduler.lend(plan, free)
         return self.speculation.propose(
             [
                 Ask(chunk.sequence, most, self.pool.table(chunk.sequence.id))
@@ -186,7 +196,9 @@ class Engine:
                 batch.logits_at += range(start + count - 1, start + count + len(draft))
         return batch
 
-    def _advance(self, plan: list[Chunk], drafts: list[list[int]], logits: torch.Tensor) -> list[Progress]:
+    def _advance(
+        self, plan: list[Chunk], drafts: list[list[int]], logits: torch.Tensor, filling: Filling | None
+    ) -> list[Progress]:
         """Takes what the forward has computed. `logits` is [rows wanted, vocab], in the order of `_pack`."""
         progress: list[Progress] = []
         runs: list[_Run] = []
@@ -203,17 +215,18 @@ class Engine:
                 row += 1 + len(draft)
             else:
                 progress.append(Progress(sequence, sequence.done, None, None))
-        progress += self._sample(runs, logits)
+        progress += self._sample(runs, logits, filling)
         for (sequence, _), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
-        for sequence, _, _, finish, _ in progress:
-            if finish is not None and sequence.handoff:
+        for sequence, _, _, finish, _, error in progress:
+            over = finish is not None or error is not None
+            if over and sequence.handoff:
                 self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
-            elif finish is not None:
+            elif over:
                 self.drop(sequence.id)
         return progress
 
-    def _sample(self, runs: list[_Run], logits: torch.Tensor) -> list[Progress]:
+    def _sample(self, runs: list[_Run], logits: torch.Tensor, filling: Filling | None) -> list[Progress]:
         """The target's own token at each place, place after place, each chosen with all tokens before it known. A run
         goes on while its draft was that token: only then are the next logits about the tokens that there are. The KV of
         wrong drafts stays in slots beyond `done`, which are written again before anybody reads them."""
@@ -222,13 +235,15 @@ class Engine:
         while going:
             rows = [run.row + place for run in going]
             some = logits if len(rows) == len(logits) else logits[rows]
-            chosen = choose(some, [run.sequence for run in going])
+            chosen = choose(some, [run.sequence for run in going], filling if place == 0 else None)
             still: list[_Run] = []
-            for run, (token, logprob) in zip(going, chosen, strict=True):
+            for run, (token, logprob, error) in zip(going, chosen, strict=True):
                 sequence = run.sequence
-                finish = sequence.append(token)
-                progress.append(Progress(sequence, sequence.done, token, finish, logprob))
-                if finish is None and place < len(run.draft) and agrees(run.draft[place], token):
+                finish = sequence.append(token) if token is not None else None
+                progress.append(Progress(sequence, sequence.done, token, finish, logprob, error))
+                if token is None or finish is not None:
+                    continue
+                if place < len(run.draft) and agrees(run.draft[place], token):
                     sequence.done += 1
                     still.append(run)
             place, going = place + 1, still

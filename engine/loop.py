@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import structlog
 
 from engine.engine import Engine, Progress
-from engine.sequence import Sequence
-from tandem.errors import InternalError, TandemError
+from engine.sequence import Sampling, Sequence
+from tandem.errors import InternalError, PreconditionFailed, TandemError
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -105,6 +105,17 @@ class EngineLoop:
             self._wake.notify()
         return future
 
+    async def compiled(self, sampling: Sampling) -> Any:
+        """What a Sequence with this sampling needs as its `grammar`; None without one. Not on the engine's thread.
+
+        Raises InvalidRequest for a grammar that is none or too complex, PreconditionFailed, Busy.
+        """
+        if sampling.grammar is None:
+            return None
+        if self.engine.grammars is None:
+            raise PreconditionFailed("this engine was built without grammars")
+        return await asyncio.wrap_future(self.engine.grammars.compile(sampling.grammar))
+
     async def add(self, sequence: Sequence) -> Watch:
         """Start a sequence and watch it."""
         watch = Watch()
@@ -185,6 +196,10 @@ class EngineLoop:
         for item in progress:
             watch = self._watches.get(item.sequence.id)
             if watch is None:
+                continue
+            if item.error is not None:
+                del self._watches[item.sequence.id]
+                watch._loop.call_soon_threadsafe(watch._fail, item.error)  # after what was pushed in earlier steps
                 continue
             by_loop.setdefault(watch._loop, []).append((watch, Timed(item, started, ended)))
             if item.finish is not None:

@@ -2,9 +2,14 @@
 time: whoever has the tokens goes on exactly where another one stopped.
 
     logits ─┬─▶ logprobs      the model's own, before everything below
-            └─▶ adjust ─▶ sample
-                  │         └── greedy: argmax; else / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
+            └─▶ adjust ─▶ grammar ─▶ sample
+                  │         │         └── greedy: argmax
+                  │         │             else / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
+                  │         └── only tokens that the grammar allows; a stop token only where the text is complete
                   └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
+
+The grammar has the last word: no bias makes a token possible that it forbids. Where nothing is left (a grammar that is
+complete before min_tokens, or one that needs a character which no token has), there is no token, and the request fails.
 
 The uniform number for a position picks from the cumulative distribution in the order of token ids. Any order would
 do for the distribution; this one makes the choice robust: a rounding difference in the logits moves the borders by as
@@ -23,7 +28,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine import grammar
 from engine.sequence import Sampling, Sequence
+from tandem.errors import InvalidRequest, TandemError
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
 # three times slower), and what keeps a GPU busy without taking memory from the pages.
@@ -40,22 +47,58 @@ class Logprob(NamedTuple):
 
 
 class Choice(NamedTuple):
-    token: int
+    token: int | None  # None: no token is possible, see `error`
     logprob: Logprob | None  # if the sequence asks for it
+    error: TandemError | None = None
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Choice]:
-    """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten."""
+def choose(logits: torch.Tensor, sequences: Seq[Sequence], filling: grammar.Filling | None = None) -> list[Choice]:
+    """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten. `filling`: the masks
+    of those with a grammar."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
     adjust(logits, sequences)
+    failed = _mask(logits, sequences, filling) if filling else {}
     tokens = sample(logits, [s.sampling for s in sequences], [len(s.tokens) for s in sequences])
-    if not asked:
-        return [Choice(token, None) for token in tokens]
-    tops = [sequences[row].sampling.logprobs or 0 for row in asked]
-    known = dict(zip(asked, logprobs(raw, [tokens[row] for row in asked], tops), strict=True))
-    return [Choice(token, known.get(row)) for row, token in enumerate(tokens)]
+    known: dict[int, Logprob] = {}
+    if asked:
+        tops = [sequences[row].sampling.logprobs or 0 for row in asked]
+        known = dict(zip(asked, logprobs(raw, [tokens[row] for row in asked], tops), strict=True))
+    return [
+        Choice(None, None, failed[row]) if row in failed else Choice(token, known.get(row))
+        for row, token in enumerate(tokens)
+    ]
+
+
+def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: grammar.Filling) -> dict[int, TandemError]:
+    """Grammars, in place. Returns the rows for which no token is left, and why; what their logits say means nothing."""
+    filling.wait()
+    grammar.apply(logits, filling)
+    failed = dict(filling.failed)
+    best = logits[filling.rows].amax(dim=-1).tolist()
+    for row, highest in zip(filling.rows, best, strict=True):
+        if row not in failed and highest == -torch.inf:
+            failed[row] = _dead_end(sequences[row])
+    if failed:
+        logits[list(failed)] = 0.0  # whatever is drawn there is thrown away; infinities must not reach the draw
+    return failed
+
+
+def _dead_end(sequence: Sequence) -> InvalidRequest:
+    if sequence.generated < sequence.sampling.min_tokens:
+        return InvalidRequest(
+            f"the grammar leaves nothing but the end after {sequence.generated} tokens",
+            reason="GRAMMAR_DEAD_END",
+            field="sampling.min_tokens",
+            bound=f"at most {sequence.generated} with this grammar and seed",
+        )
+    return InvalidRequest(
+        f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
+        reason="GRAMMAR_DEAD_END",
+        field="sampling.grammar",
+        bound="a grammar whose every beginning can be ended",
+    )
 
 
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:

@@ -12,17 +12,29 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine import hashing
 
 if TYPE_CHECKING:
+    from engine.grammar import Compiled, Matcher
     from engine.sampling import Logprob
 
 
 class Finish(StrEnum):
     STOP = "stop"  # a stop token; it is the last of `tokens` and is not shown to the client
     LENGTH = "length"
+
+
+class GrammarSpec(NamedTuple):
+    """What a text must fit, as the client said it: `kind` is a field of tandem.v1.Grammar."""
+
+    kind: str  # json_schema, json, regex, ebnf, or choice with a JSON list as its text
+    text: str
+
+    @property
+    def field(self) -> str:
+        return f"sampling.grammar.{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,7 @@ class Sampling:
     min_tokens: int = 0  # no stop token before so many generated ones
     logprobs: int | None = None  # None: none; else how many alternatives for each token
     prompt_logprobs: int | None = None  # likewise, for each token of the prompt but the first
+    grammar: GrammarSpec | None = None
 
     @property
     def penalises(self) -> bool:
@@ -85,6 +98,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = Sampling()
     salt: bytes = b""
+    grammar: Compiled | None = None  # of sampling.grammar; compiled before anything is reserved
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
     done: int = 0
     cached: int = 0  # of `done` at admission: tokens found in the prefix cache
@@ -94,6 +108,7 @@ class Sequence:
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1, 2, ..., as far as computed
     _hashes: list[bytes] = field(default_factory=list)
     _tally: Tally | None = None
+    _matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_len <= len(self.tokens) < self.limit:
@@ -101,6 +116,8 @@ class Sequence:
                 f"sequence {self.id}: need 0 < prompt_len ({self.prompt_len}) <= tokens ({len(self.tokens)})"
                 f" < limit ({self.limit})"
             )
+        if (self.grammar is None) != (self.sampling.grammar is None):
+            raise ValueError(f"sequence {self.id}: its grammar was not compiled")
 
     @property
     def todo(self) -> int:
@@ -116,6 +133,20 @@ class Sequence:
             self._tally = Tally()
         self._tally.catch_up(self.tokens, self.prompt_len)
         return self._tally
+
+    @property
+    def matched(self) -> int:
+        """Leading tokens that its matcher has matched."""
+        return self._matcher.matched if self._matcher else 0
+
+    def matcher(self) -> Matcher:
+        """Of its grammar, which it must have."""
+        if self._matcher is None:
+            from engine.grammar import Matcher
+
+            assert self.grammar is not None
+            self._matcher = Matcher(self.grammar, self.stop_ids)
+        return self._matcher
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Chained hashes of the full blocks of `tokens`, extended as it grows; never more than that many."""

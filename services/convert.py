@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 
 from engine.sampling import Logprob
-from engine.sequence import Finish, Sampling, Sequence
+from engine.sequence import Finish, GrammarSpec, Sampling, Sequence
 from kvtransfer.blocks import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, prefill_pb2
@@ -39,7 +40,20 @@ def sampling_from(message: common_pb2.Sampling, vocab_size: int) -> Sampling:
         min_tokens=message.min_tokens,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=_grammar_from(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec | None:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    try:
+        if kind == "choice":
+            return GrammarSpec(kind, json.dumps([text.decode() for text in message.choice.texts]))
+        return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error
 
 
 def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:

@@ -82,6 +82,9 @@ class Receipt(_Dict):
     """Tokens that were guessed and verified in the attempts that ended; 0 without speculative decoding."""
     accepted: int
     """Of them, those that were right: so many tokens needed no step of their own."""
+    choice: int
+    """Which of the `choices` answers to the same prompt this is."""
+    choices: int
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
 
@@ -101,7 +104,7 @@ class Piece(_Dict):
     """What one message of a stream adds. The last one has the finish reason and the receipt."""
 
     text: str
-    """Whole code points only, so it may lag behind the ids."""
+    """Whole code points only, and nothing that may become a stop string, so it may lag behind the ids."""
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
@@ -109,6 +112,8 @@ class Piece(_Dict):
     """One for each of `token_ids`, if they were asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """One for each token of the prompt but the first, in the first piece with tokens, if they were asked for."""
+    choice: int = 0
+    """Which of the n answers it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,49 +149,64 @@ class StreamReader:
 
     def __init__(self) -> None:
         self._sent = perf_counter()
-        self._first_token: float | None = None  # seconds after sending
-        self._tokens = 0
-        self._finished = False
+        self._first_token: dict[int, float] = {}  # by choice: seconds after sending
+        self._tokens: list[int] = [0]  # of each choice so far
+        self._finished: set[int] = set()
 
     @property
     def tokens(self) -> int:
         """How many have come so far."""
-        return self._tokens
+        return sum(self._tokens)
 
     def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
         """The piece in this event, or None if it has none. Raises InternalError on a gap."""
         kind = event.WhichOneof("event")
-        if kind == "delta" and not self._finished:
-            return self._delta(event.delta)
-        if kind == "finished" and not self._finished:
-            self._finished = True
-            receipt = _receipt(event.finished.receipt, self._first_token)
-            return Piece(event.finished.text, [], _reason(event.finished.reason), receipt)
-        if self._finished:
+        if kind == "started" and event.started.choices > 1:
+            self._tokens = [0] * event.started.choices
+        if kind not in ("delta", "finished"):
+            if len(self._finished) == len(self._tokens):
+                raise InternalError("the server sent more after the end of the stream")
+            return None  # started, or an event of a newer server
+        choice = event.delta.choice if kind == "delta" else event.finished.choice
+        if choice in self._finished:
             raise InternalError("the server sent more after the end of the stream")
-        return None  # started, or an event of a newer server
+        if choice >= len(self._tokens):
+            raise InternalError(f"the server sent something of answer {choice}, of {len(self._tokens)}")
+        if kind == "delta":
+            return self._delta(event.delta)
+        self._finished.add(choice)
+        receipt = _receipt(event.finished.receipt, self._first_token.get(choice))
+        return Piece(event.finished.text, [], _reason(event.finished.reason), receipt, choice=choice)
 
     def _delta(self, delta: generation_pb2.Delta) -> Piece:
-        if delta.index != self._tokens:
-            raise InternalError(f"the stream has a gap: token {self._tokens} was due and token {delta.index} came")
-        if delta.token_ids and self._first_token is None:
-            self._first_token = perf_counter() - self._sent
-        self._tokens += len(delta.token_ids)
+        choice, due = delta.choice, self._tokens[delta.choice]
+        if delta.index != due:
+            raise InternalError(f"the stream has a gap: token {due} was due and token {delta.index} came")
+        if delta.token_ids and choice not in self._first_token:
+            self._first_token[choice] = perf_counter() - self._sent
+        self._tokens[choice] += len(delta.token_ids)
         return Piece(
             delta.text,
             list(delta.token_ids),
             logprobs=_logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else None,
             prompt_logprobs=_prompt_logprobs(delta.prompt_logprobs) if delta.HasField("prompt_logprobs") else None,
+            choice=choice,
         )
 
     def end(self) -> None:
         """The stream is over. Raises InternalError if it never said how it ended."""
-        if not self._finished:
+        if len(self._finished) < len(self._tokens):
             raise InternalError("the stream ended without a receipt, so the text may be cut")
 
 
+def completions(pieces: list[Piece]) -> list[Completion]:
+    """A whole stream as its answers, in their order."""
+    count = max(piece.choice for piece in pieces) + 1
+    return [completion([piece for piece in pieces if piece.choice == choice]) for choice in range(count)]
+
+
 def completion(pieces: list[Piece]) -> Completion:
-    """A whole stream as one value. The last piece is the one with the receipt (StreamReader saw to it)."""
+    """The pieces of one answer as one value. The last one has the receipt (StreamReader saw to it)."""
     reason, receipt = pieces[-1].finish_reason, pieces[-1].receipt
     assert reason is not None
     assert receipt is not None
@@ -254,6 +274,8 @@ def _receipt(receipt: generation_pb2.Receipt, client_ttft: float | None) -> Rece
         preemptions=receipt.preemptions,
         drafted=receipt.drafted,
         accepted=receipt.accepted,
+        choice=receipt.choice,
+        choices=max(1, receipt.choices),
         client_ttft=client_ttft,
     )
 

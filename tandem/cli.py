@@ -156,6 +156,20 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(metavar="N", help="With --json: the same for the tokens of the prompt.")
     ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
+    ] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="End after it instead.")] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="SCHEMA|@FILE", help="The text is JSON that fits this schema.")
+    ] = None,
+    json_mode: Annotated[bool, typer.Option("--json-mode", help="The text is a JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(metavar="REGEX", help="The whole text matches this.")] = None,
+    ebnf: Annotated[str | None, typer.Option(metavar="RULES|@FILE", help="The text fits this grammar.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="With --json: a list of so many answers.")] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -166,6 +180,18 @@ def generate(
         raise typer.BadParameter("--system needs --chat")
     if (logprobs is not None or prompt_logprobs is not None) and not as_json:
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
+    if n is not None and not as_json:
+        raise typer.BadParameter("--n needs --json")
+    grammars: dict[str, Any] = {
+        "json_schema": _text_or_file(json_schema),
+        "json": json_mode or None,
+        "regex": regex,
+        "ebnf": _text_or_file(ebnf),
+        "choice": choice or None,
+    }
+    grammar = {kind: value for kind, value in grammars.items() if value is not None}
+    if len(grammar) > 1:
+        raise typer.BadParameter("--json-schema, --json-mode, --regex, --ebnf and --choice exclude each other")
     # As bytes, so that the server is who judges what is not UTF-8.
     source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     ids = _parse_ids(source) if token_ids else None
@@ -184,22 +210,28 @@ def generate(
         "logit_bias": dict(_parse_bias(text) for text in logit_bias) if logit_bias else None,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "grammar": grammar or None,
+        "stop": stop,
+        "include_stop": include_stop,
         "request_id": request_id,
     }
     if chat:
         options["messages"] = _messages(system, source)
     with _reported(target):
-        from tandem.answers import completion
+        from tandem.answers import completion, completions
         from tandem.client import Client
 
         pieces = []
         with Client(target) as client:
             given = None if chat else source if ids is None else ids
-            with closing(client.stream(given, timeout=timeout, **options)) as stream:
+            with closing(client.stream(given, n=n, timeout=timeout, **options)) as stream:
                 for piece in stream:
                     pieces.append(piece)
                     if not as_json:
                         _write(piece.text if ids is None else "".join(f"{token} " for token in piece.token_ids))
+        if n is not None:
+            _print_json([answer.to_dict() for answer in completions(pieces)])
+            return
         answer = completion(pieces)
         if as_json:
             _print_json(answer.to_dict())
@@ -224,6 +256,15 @@ def _parse_ids(source: bytes) -> list[int]:
         return [int(word) for word in source.decode().replace(",", " ").split()]
     except ValueError as error:
         raise typer.BadParameter(f"with --token-ids the prompt is integers; {error}") from error
+
+
+def _text_or_file(given: str | None) -> str | bytes | None:
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{given[1:]}: {error.strerror}") from error
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

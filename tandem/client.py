@@ -16,7 +16,7 @@ import reprlib
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from tandem import answers
 from tandem.answers import Audit, Completion, Diagnosis, Drained, ModelInfo, Piece, Pools
 from tandem.errors import InvalidRequest, TooLarge
 from tandem.status import from_rpc
-from tandem.v1 import admin_pb2, generation_pb2
+from tandem.v1 import admin_pb2, common_pb2, generation_pb2
 
 DEFAULT_TARGET = "localhost:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -97,6 +97,13 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int | None
     """The same for the tokens of the prompt but the first, which nothing precedes. The prompt is computed whole then,
     whatever is cached."""
+    grammar: Mapping[str, Any] | None
+    """What the text must fit, exactly one of {"json_schema": a schema as dict or JSON}, {"json": True},
+    {"regex": ...}, {"ebnf": ...} and {"choice": [...]}."""
+    stop: str | Sequence[str] | None
+    """The text ends before the first of these strings."""
+    include_stop: bool
+    """The text ends with the stop string instead."""
     cache_salt: str | bytes | None
     """Requests with different salts never share cached KV."""
     request_id: str | None
@@ -122,6 +129,10 @@ def build_request(
     min_tokens: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: Mapping[str, Any] | None = None,
+    stop: str | Sequence[str] | None = None,
+    include_stop: bool = False,
+    n: int | None = None,
     cache_salt: str | bytes | None = None,
     request_id: str | None = None,
 ) -> generation_pb2.GenerateRequest:
@@ -160,6 +171,16 @@ def build_request(
     _set(sampling, "min_tokens", min_tokens, "an integer of 64 bits")
     _set(sampling, "logprobs", logprobs, "an integer of 64 bits")
     _set(sampling, "prompt_logprobs", prompt_logprobs, "an integer of 64 bits")
+    if grammar is not None:
+        _add_grammar(grammar, sampling.grammar)
+    if stop is not None:
+        given = [stop] if isinstance(stop, str | bytes) else stop
+        try:
+            sampling.stop.extend([_bytes("stop", one) for one in given])
+        except TypeError as error:
+            raise _unencodable("stop", stop, "a string or a list of strings") from error
+    _set(sampling, "include_stop", include_stop, "true or false")
+    _set(sampling, "n", n, "an integer of 64 bits")
     if cache_salt is not None:
         request.cache_salt = _bytes("cache_salt", cache_salt)
     _set(request, "request_id", request_id, "Unicode text")
@@ -196,6 +217,31 @@ def _add_ids(field: str, ids: Any, into: Any) -> None:
         into.extend(values)
     except (TypeError, ValueError) as error:
         raise _unencodable(field, ids, "a list of integers of 64 bits") from error
+
+
+def _add_grammar(grammar: Mapping[str, Any], into: common_pb2.Grammar) -> None:
+    kinds = "exactly one of json_schema, json, regex, ebnf and choice"
+    if (
+        not isinstance(grammar, Mapping)
+        or len(grammar) != 1
+        or not {*grammar} <= set(common_pb2.Grammar().DESCRIPTOR.fields_by_name)
+    ):
+        raise _unencodable("grammar", grammar, kinds)
+    [(kind, value)] = grammar.items()
+    if kind == "json":
+        _set(into, kind, value, "true")
+    elif kind == "choice":
+        try:
+            into.choice.texts.extend([_bytes("grammar.choice", text) for text in value])
+        except TypeError as error:
+            raise _unencodable("grammar.choice", value, "a list of strings") from error
+    else:
+        if kind == "json_schema" and not isinstance(value, str | bytes):
+            try:
+                value = json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise _unencodable("grammar.json_schema", value, "a JSON schema") from error
+        _set(into, kind, _bytes(f"grammar.{kind}", value), "text")
 
 
 def _add_message(field: str, message: Mapping[str, str | bytes], chat: generation_pb2.Chat) -> None:
@@ -318,24 +364,46 @@ class AsyncClient:
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
 
+    @overload
     async def generate(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Completion:
-        """The whole completion of a prompt, which is text or token ids; see Options.
+        self, prompt: Prompt | None = None, *, n: None = None, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, n: int, timeout: float | None = None, **options: Unpack[Options]
+    ) -> list[Completion]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion | list[Completion]:
+        """The whole completion of a prompt, which is text or token ids; see Options. With `n` so many, as a list.
 
         `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
         """
-        return answers.completion([piece async for piece in self.stream(prompt, timeout=timeout, **options)])
+        pieces = [piece async for piece in self.stream(prompt, n=n, timeout=timeout, **options)]
+        return answers.completion(pieces) if n is None else answers.completions(pieces)
 
     def stream(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Piece, None]:
-        """The completion piece by piece, each as soon as it arrives. The last one has the receipt.
+        """The completion piece by piece, each as soon as it arrives. The last one has the receipt; with `n` the pieces
+        of the answers are mixed, and the last one of each has its receipt.
 
         The request is sent when the first piece is asked for; `aclose()`, or leaving the task, cancels it.
         Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
         """
-        return self._pieces(build_request(prompt, **options), _seconds(timeout))
+        return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
 
     async def _pieces(
         self, request: generation_pb2.GenerateRequest, timeout: float | None
@@ -413,24 +481,46 @@ class Client:
             response_deserializer=generation_pb2.GenerateResponse.FromString,
         )
 
+    @overload
     def generate(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Completion:
-        """The whole completion of a prompt, which is text or token ids; see Options.
+        self, prompt: Prompt | None = None, *, n: None = None, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, n: int, timeout: float | None = None, **options: Unpack[Options]
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion | list[Completion]:
+        """The whole completion of a prompt, which is text or token ids; see Options. With `n` so many, as a list.
 
         `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
         """
-        return answers.completion(list(self.stream(prompt, timeout=timeout, **options)))
+        pieces = list(self.stream(prompt, n=n, timeout=timeout, **options))
+        return answers.completion(pieces) if n is None else answers.completions(pieces)
 
     def stream(
-        self, prompt: Prompt | None = None, *, timeout: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
     ) -> Generator[Piece, None, None]:
-        """The completion piece by piece, each as soon as it arrives. The last one has the receipt.
+        """The completion piece by piece, each as soon as it arrives. The last one has the receipt; with `n` the pieces
+        of the answers are mixed, and the last one of each has its receipt.
 
         The request is sent when the first piece is asked for; `close()`, or dropping the iterator, cancels it.
         Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
         """
-        return self._pieces(build_request(prompt, **options), _seconds(timeout))
+        return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
 
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
         reader = answers.StreamReader()

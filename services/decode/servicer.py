@@ -14,12 +14,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Any
 
 import grpc
 
 from engine import hashing
 from engine.loop import Watch
-from engine.sequence import Finish, Sequence
+from engine.sequence import Finish, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
@@ -68,7 +69,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         started = monotonic()
-        sequence = _sequence(request, self._worker.engine.model.vocab_size)
+        vocab_size = self._worker.engine.model.vocab_size
+        sampling = sampling_from(request.sampling, vocab_size)
+        sequence = _sequence(request, sampling, await self._worker.loop.compiled(sampling), vocab_size)
         async with self._worker.in_progress(sequence.id):
             try:
                 await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
@@ -164,7 +167,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """Stream what the engine samples; the tokens of several steps in one message when the reader is behind."""
         assert handover.watch is not None
         first_step: float | None = None
-        is_first = handover.report is None  # prefilled here: the first token is still to come
+        report = handover.report
+        is_first = report is None  # prefilled here: the first token is still to come
         while handover.finish is None:
             news = await handover.watch.next()
             if first_step is None:
@@ -179,7 +183,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 position=position,
                 token_ids=[progress.token for progress in sampled if progress.token is not None],
                 logprobs=logprobs_to(progress.logprob for progress in sampled),
+                transfer=report,
+                preemptions=sequence.preemptions,
             )
+            report = None
             if is_first:
                 is_first = False
                 at = next(item.ended for item in news if item.progress.token is not None)
@@ -258,8 +265,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-def _sequence(request: decode_pb2.DecodeRequest, vocab_size: int) -> Sequence:
-    sampling = sampling_from(request.sampling, vocab_size)
+def _sequence(request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, vocab_size: int) -> Sequence:
     if request.HasField("prefill"):
         sampling = replace(sampling, prompt_logprobs=None)  # who computes the prompt computes them
     return Sequence(
@@ -269,6 +275,7 @@ def _sequence(request: decode_pb2.DecodeRequest, vocab_size: int) -> Sequence:
         limit=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),
         sampling=sampling,
+        grammar=grammar,
         salt=request.cache_salt,
     )
 
@@ -314,7 +321,8 @@ def _from_below(error: TandemError, source: str) -> TandemError:
     again, which it reads from the class and the reason."""
     if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded):
         return type(error)(f"{source}: {error.message}", reason=error.reason)
-    if isinstance(error, Unavailable | PreconditionFailed):  # dead, restarted, draining, or it revoked the transfer
+    # Dead, restarted, draining, it revoked the transfer, or it cannot take this one.
+    if isinstance(error, Unavailable | PreconditionFailed | Busy):
         return Unavailable(f"{source}: {error.message}", reason="PREFILL_LOST")
     return error
 

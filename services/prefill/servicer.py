@@ -14,12 +14,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, nullcontext
 from time import monotonic
+from typing import Any
 
 import grpc
 
 from engine import hashing
 from engine.loop import Timed
-from engine.sequence import Sequence
+from engine.sequence import Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
 from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
@@ -40,6 +41,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         worker = self._worker
         self._check(request)
+        sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
+        grammar = await worker.loop.compiled(sampling)
         ticket = self._source.open(request.request_id)
         owner = f"transfer:{ticket.transfer_id}#{ticket.generation}"
         released = self._released[ticket] = asyncio.Event()
@@ -54,7 +57,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                                 incarnation=ticket.incarnation,
                             )
                         )
-                        async with aclosing(self._compute(request, ticket, owner)) as events:
+                        async with aclosing(self._compute(request, sampling, grammar, ticket, owner)) as events:
                             async for event in events:
                                 yield event
                         await released.wait()  # bounded by the call's deadline; a dead peer cancels it
@@ -66,12 +69,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             del self._released[ticket]
 
     async def _compute(
-        self, request: prefill_pb2.PrefillRequest, ticket: Ticket, owner: str
+        self, request: prefill_pb2.PrefillRequest, sampling: Sampling, grammar: Any, ticket: Ticket, owner: str
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
         pool = self._worker.engine.pool
-        vocab_size = self._worker.engine.model.vocab_size
-        tokens = sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size)
+        tokens = sequence_tokens(request.token_ids, request.prompt_tokens, self._worker.engine.model.vocab_size)
         contexts = hashing.chain(tokens, pool.block_size, request.cache_salt, partial=True)
         sequence = Sequence(
             id=owner,
@@ -79,7 +81,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             prompt_len=request.prompt_tokens,
             limit=len(tokens) + 1,
             stop_ids=frozenset(request.stop_token_ids),
-            sampling=sampling_from(request.sampling, vocab_size),
+            sampling=sampling,
+            grammar=grammar,
             salt=request.cache_salt,
             handoff=True,
         )

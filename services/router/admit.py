@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
+import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from services.router import structured
 from services.router.text import Text
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
@@ -23,6 +26,9 @@ MAX_BIAS = 100.0
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, one message that any gRPC client takes
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_N = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,12 @@ class Job:
     sampling: common_pb2.Sampling
     stop_ids: list[int]
     salt: bytes
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    choice: int = 0  # of `choices` completions of this prompt
+    choices: int = 1
+    stopped: bool = False  # by a stop string: the journal is complete
+    near: str = ""  # the decode worker that has the prompt's KV already
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -55,9 +67,35 @@ class Job:
 
     def finish(self) -> common_pb2.FinishReason | None:
         """Why the journal is complete; None while it is not."""
-        if self.generated and self.tokens[-1] in self.stop_ids:
+        if self.stopped or (self.generated and self.tokens[-1] in self.stop_ids):
             return common_pb2.FINISH_REASON_STOP
         return common_pb2.FINISH_REASON_LENGTH if self.generated >= self.max_tokens else None
+
+    def stop_after(self, generated: int) -> None:
+        """A stop string is complete with that many tokens; what came after them never was."""
+        del self.tokens[self.prompt_len + generated :]
+        self.stopped = True
+
+    def fan_out(self) -> list[Job]:
+        """A job for each completion. Each is what its own seed alone gives, whatever becomes of the others."""
+        return [self, *(self._sibling(choice) for choice in range(1, self.choices))]
+
+    def _sibling(self, choice: int) -> Job:
+        sampling = common_pb2.Sampling()
+        sampling.CopyFrom(self.sampling)
+        sampling.seed = seed_of(self.sampling.seed, choice)
+        internal_id = f"{self.internal_id}-{choice}"
+        return replace(
+            self, internal_id=internal_id, tokens=list(self.tokens), sampling=sampling, choice=choice, notes=[]
+        )
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of a completion: the request's own for the first, 64 bits of blake2b(seed, choice) for the others."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice), digest_size=8, person=b"tandem.choice")
+    return int.from_bytes(digest.digest(), "little")
 
 
 def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts) -> Job:
@@ -77,6 +115,10 @@ def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts
         raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
     if not request.sampling.ignore_eos:
         stop_ids += model.eos_token_ids
+    _structured(request.sampling, text, stop_ids)
+    n = request.sampling.n if request.sampling.HasField("n") else 1
+    if not 1 <= n <= MAX_N:
+        raise _out_of_bounds("sampling.n", str(n), f"1 to {MAX_N}")
     return Job(
         request_id=request_id,
         internal_id=f"{request_id}.{secrets.token_hex(4)}",
@@ -86,7 +128,47 @@ def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts
         sampling=sampling,
         stop_ids=stop_ids,
         salt=request.cache_salt,
+        stops=_stops(request.sampling, text),
+        include_stop=request.sampling.include_stop,
+        choices=n,
     )
+
+
+def _structured(given: generation_pb2.SamplingParams, text: Text, stop_ids: list[int]) -> None:
+    if not given.HasField("grammar"):
+        return
+    if text.tokenizer is None:
+        raise InvalidRequest(
+            "this checkpoint has no tokenizer.json, so no text can fit a grammar",
+            field="sampling.grammar",
+            bound="no grammar with this model",
+        )
+    if given.ignore_eos or not stop_ids:
+        raise InvalidRequest(
+            "with a grammar the text must be able to end where the grammar does",
+            field="sampling.ignore_eos",
+            bound="false with a grammar, and a model with an end-of-sequence token or a stop token id",
+        )
+    structured.check(given.grammar)
+
+
+def _stops(given: generation_pb2.SamplingParams, text: Text) -> tuple[str, ...]:
+    if given.stop and text.tokenizer is None:
+        raise InvalidRequest(
+            "this checkpoint has no tokenizer.json, so there is no text to find a stop string in",
+            field="sampling.stop",
+            bound="stop_token_ids instead",
+        )
+    if len(given.stop) > MAX_STOPS:
+        raise _out_of_bounds("sampling.stop", f"{len(given.stop)} strings", f"at most {MAX_STOPS} strings")
+    stops = [
+        _utf8(value, f"sampling.stop[{index}]", "at least one character") for index, value in enumerate(given.stop)
+    ]
+    for index, stop in enumerate(stops):
+        if len(stop) > MAX_STOP_CHARACTERS:
+            bound = f"at most {MAX_STOP_CHARACTERS} characters"
+            raise _out_of_bounds(f"sampling.stop[{index}]", f"{len(stop)} characters long", bound)
+    return tuple(stops)
 
 
 def _request_id(given: str) -> str:
@@ -187,6 +269,7 @@ def _sampling(given: generation_pb2.SamplingParams, vocab_size: int) -> common_p
         min_tokens=min(max(0, given.min_tokens), 2**32 - 1),  # judged once max_tokens is known
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
+        grammar=given.grammar if given.HasField("grammar") else None,
     )
 
 

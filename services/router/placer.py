@@ -49,19 +49,22 @@ class Placer:
         self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first placed
 
     @asynccontextmanager
-    async def placed(self, tokens: int, limit: int, remaining_s: float) -> AsyncIterator[Placement]:
+    async def placed(self, tokens: int, limit: int, remaining_s: float, near: str = "") -> AsyncIterator[Placement]:
         """Waits for room, and accounts for the request there until the block ends.
 
         Raises Busy when there is no room within the queue timeout or `remaining_s`, NoWorker when nobody is there.
         """
         ahead = min(AHEAD_TOKENS, limit - tokens)
-        placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s))
-        blocks = -(-(tokens + ahead) // placement.decode.block_size)
+        placement = await self._wait(tokens, ahead, min(self._queue_timeout_s, remaining_s), near)
+        size = placement.decode.block_size
+        shares = placement.prefill is None and placement.decode.worker_id == near
+        new = size if shares else tokens
+        blocks = -(-(new + ahead) // size)
         self._placements += 1
         for worker in filter(None, (placement.decode, placement.prefill)):
             self._count(worker, +1, blocks)
             self._of(worker).last_used = self._placements
-        self._of(placement.prefill or placement.decode).prompts[id(placement)] = tokens
+        self._of(placement.prefill or placement.decode).prompts[id(placement)] = new
         self._of(placement.decode).awaited.add(id(placement))
         try:
             yield placement
@@ -85,12 +88,14 @@ class Placer:
         """This life of it failed a request: leave it alone for a while."""
         self._of(worker).suspect_until = monotonic() + SUSPECT_S
 
-    async def _wait(self, tokens: int, ahead: int, timeout_s: float) -> Placement:
+    async def _wait(self, tokens: int, ahead: int, timeout_s: float, near: str) -> Placement:
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 while True:
                     version = self._view.version
-                    found = place(self._candidates("decode"), self._candidates("prefill"), tokens, ahead, self._rules)
+                    found = place(
+                        self._candidates("decode"), self._candidates("prefill"), tokens, ahead, self._rules, near
+                    )
                     if found:
                         return found
                     await self._view.newer_than(version)

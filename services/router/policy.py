@@ -55,21 +55,27 @@ CLEARLY = 0.8
 
 
 def place(
-    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int, rules: Rules
+    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int, rules: Rules, near: str = ""
 ) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
     The least loaded decode worker with room, by share of its places, then by free blocks. Among the prefill workers
     whose blocks mean the same, the one that would begin soonest. Equals take turns.
+
+    `near` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room for
+    what is new, nothing moves.
     """
     roomy = [
         one
         for one in decodes
         if one.usable
         and one.running < one.max_running
-        and one.free_blocks * one.block_size >= tokens + ahead
+        and one.free_blocks * one.block_size >= (one.block_size if one.worker_id == near else tokens) + ahead
         and one.max_model_len > tokens
     ]
+    for one in roomy:
+        if one.worker_id == near:
+            return Placement(one, None, "the KV of the prompt is there already")
     if not roomy:
         return None
     decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))

@@ -34,11 +34,14 @@ class Account:
         self._before_dispatch = 0.0
         self._sent = 0
         self._ended: decode_pb2.Ended | None = None
+        self._transferred: common_pb2.TransferReport | None = None
         self._preemptions = 0
         self._drafted = self._accepted = 0
+        self._preempted = 0  # of these, in the attempt that runs
 
-    def admitted(self) -> None:
-        self._admitted = monotonic()
+    def admitted(self, like: Account | None = None) -> None:
+        """Now, or when another completion of the same prompt was."""
+        self._admitted = like._admitted if like else monotonic()
 
     def placed(self, placement: Placement, waited: float) -> None:
         self._placement = placement
@@ -47,7 +50,8 @@ class Account:
 
     def dispatched(self) -> None:
         self.attempts += 1
-        self._attempt_first = None
+        self._attempt_first = self._ended = self._transferred = None
+        self._preemptions, self._preempted = self._preemptions + self._preempted, 0
         self._dispatched = monotonic()
 
     def refused(self) -> None:
@@ -66,6 +70,16 @@ class Account:
             self._first_at = monotonic()
             self._before_dispatch = self._dispatched - self.arrived
 
+    def told(self, tokens: decode_pb2.Tokens) -> None:
+        """What a decode worker says on the way, for a stream that the router ends."""
+        if tokens.HasField("transfer"):
+            self._transferred = tokens.transfer
+        self._preempted = tokens.preemptions
+
+    @property
+    def decode_worker(self) -> str:
+        return self._placement.decode.worker_id if self._placement else ""
+
     def sent(self, tokens: int) -> None:
         self._last_at = monotonic()
         if self._sent == 0:
@@ -74,7 +88,7 @@ class Account:
 
     def ended(self, ended: decode_pb2.Ended) -> None:
         self._ended = ended
-        self._preemptions += ended.preemptions
+        self._preempted = ended.preemptions
         self._drafted += ended.drafted
         self._accepted += ended.accepted
 
@@ -103,9 +117,11 @@ class Account:
             transfer=self._transfer(),
             attempts=self.attempts,
             notes=notes,
-            preemptions=self._preemptions,
+            preemptions=self._preemptions + self._preempted,
             drafted=self._drafted,
             accepted=self._accepted,
+            choice=job.choice,
+            choices=job.choices,
         )
 
     def _phases(self) -> list[tuple[str, float]]:
@@ -128,7 +144,7 @@ class Account:
         ]
 
     def _transfer(self) -> common_pb2.TransferReport | None:
-        return self._ended.transfer if self._ended and self._ended.HasField("transfer") else None
+        return self._ended.transfer if self._ended and self._ended.HasField("transfer") else self._transferred
 
     def _count_lost(self) -> None:
         if self._first is None:

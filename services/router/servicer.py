@@ -1,6 +1,6 @@
 """The router: text in, text out. Knows no torch.
 
-Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise ─▶ client
+Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise, find stop strings ─▶ client
                       ▲            │ it, or the prefill worker behind it, died
                       └────────────┘ placed again with the tokens sent so far: same seed and positions, same tokens
 """
@@ -24,6 +24,7 @@ from services.router.admit import Job, ModelFacts, admit
 from services.router.checkpoint import local_folder
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
+from services.router.reader import Reader
 from services.router.receipt import Account
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -42,7 +43,7 @@ from tandem.errors import (
 )
 from tandem.settings import Settings
 from tandem.status import calling
-from tandem.tasks import end
+from tandem.tasks import end, merged
 from tandem.v1 import (
     admin_pb2_grpc,
     decode_pb2,
@@ -78,26 +79,71 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         job = await self._admit(request)
         account.admitted()
         started = generation_pb2.Started(
-            request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len
+            request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
         )
         yield generation_pb2.GenerateResponse(started=started)
-        text = self._text.stream()
+        answer = self._answer(job, account, deadline) if job.choices == 1 else self._answers(job, account, deadline)
+        async with aclosing(answer) as events:
+            async for event in events:
+                yield event
+
+    async def _answers(
+        self, job: Job, account: Account, deadline: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Several completions at once. The first one gets the prompt's KV; when its decode worker has it, the others
+        start there, share its full blocks and compute the rest of the last one."""
+        first, *others = job.fan_out()
+        begun = asyncio.Event()
+
+        async def lead() -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+            async with aclosing(self._answer(first, account, deadline)) as events:
+                async for event in events:
+                    if first.generated > 1 and not begun.is_set():  # a second token is computed from KV that is there
+                        for other in others:
+                            other.near = account.decode_worker
+                        begun.set()
+                    yield event
+            begun.set()
+
+        async def follow(other: Job) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+            await begun.wait()
+            own = Account(account.arrived)
+            own.admitted(account)
+            async with aclosing(self._answer(other, own, deadline)) as events:
+                async for event in events:
+                    yield event
+
+        async with aclosing(merged([lead(), *(follow(other) for other in others)])) as events:
+            async for event in events:
+                yield event
+
+    async def _answer(
+        self, job: Job, account: Account, deadline: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """One completion: deltas, then `finished`."""
+        text = Reader(self._text.stream(), job)
         async with aclosing(self._tokens(job, account, deadline)) as stretches:
             async for stretch in stretches:
-                tokens = stretch.token_ids
-                # A stop token is among the ids and not in the text.
-                visible = tokens[:-1] if tokens[-1] in job.stop_ids else tokens
+                first = job.generated - len(stretch.token_ids)
+                shown = text.read(stretch)
                 delta = generation_pb2.Delta(
-                    index=job.generated - len(tokens),
-                    token_ids=tokens,
-                    text=text.push(visible),
+                    index=first,
+                    token_ids=stretch.token_ids,
+                    text=shown,
                     logprobs=stretch.logprobs if stretch.HasField("logprobs") else None,
                     prompt_logprobs=_prompt_logprobs(job, stretch),
+                    choice=job.choice,
                 )
-                account.sent(len(tokens))
+                account.sent(len(stretch.token_ids))
                 yield generation_pb2.GenerateResponse(delta=delta)
+                if job.stopped:
+                    break  # leaving ends the stream below, and with it everything that is held for it
+        tail = text.finish()
         finished = generation_pb2.Finished(
-            reason=job.finish(), text=text.finish(), receipt=account.receipt(job, self._settings.model)
+            reason=job.finish(),
+            text=tail,
+            receipt=account.receipt(job, self._settings.model),
+            choice=job.choice,
         )
         yield generation_pb2.GenerateResponse(finished=finished)
 
@@ -112,7 +158,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if remaining <= 0:
                 raise DeadlineExceeded(f"the deadline passed after {job.generated} tokens", field="deadline")
             limit = job.prompt_len + job.max_tokens
-            async with self._placer.placed(len(job.tokens), limit, remaining) as placement:
+            near = job.near if account.attempts == 0 else ""
+            async with self._placer.placed(len(job.tokens), limit, remaining, near) as placement:
                 account.placed(placement, waited=monotonic() - waiting_since)
                 try:
                     async with aclosing(self._attempt(job, placement, account, deadline)) as stretches:
@@ -152,6 +199,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         if event.tokens.HasField("first"):
                             account.first_token(event.tokens.first)
                             self._placer.prefilled(placement)
+                        account.told(event.tokens)
                         yield event.tokens
                     elif event.HasField("ended"):
                         account.ended(event.ended)

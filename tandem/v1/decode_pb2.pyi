@@ -48,18 +48,22 @@ class Admitted(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("position", "token_ids", "first", "logprobs", "prompt_logprobs")
+    __slots__ = ("position", "token_ids", "first", "logprobs", "prompt_logprobs", "transfer", "preemptions")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     first: FirstTokenTiming
     logprobs: _common_pb2.Logprobs
     prompt_logprobs: _common_pb2.Logprobs
-    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first: _Optional[_Union[FirstTokenTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    transfer: _common_pb2.TransferReport
+    preemptions: int
+    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first: _Optional[_Union[FirstTokenTiming, _Mapping]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class FirstTokenTiming(_message.Message):
     __slots__ = ("total_seconds", "admit_seconds", "prefill", "path")

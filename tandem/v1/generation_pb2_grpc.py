@@ -50,7 +50,8 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the tokens of one completion: started, then deltas, then finished with the receipt.
+        """Streams the tokens of a completion: started, then deltas, then finished with the receipt. With n > 1 those of the
+        completions are mixed, and each has its own `finished`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

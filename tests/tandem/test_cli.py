@@ -157,6 +157,42 @@ async def test_generate_penalties_bias_and_logprobs(fake: Any) -> None:
     assert (await run("generate", "Hi", "--prompt-logprobs", "2", "--target", fake.target)).code == 2
 
 
+async def test_generate_grammars_stops_and_several_answers(fake: Any, events: Any, tmp_path: Path) -> None:
+    """They reach the request; several answers are a JSON list; what excludes another is a wrong command line."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    given: list[tuple[list[str], tuple[str, Any]]] = [
+        (["--json-schema", '{"type": "null"}'], ("json_schema", b'{"type": "null"}')),
+        (["--json-schema", f"@{schema}"], ("json_schema", b'{"type": "object"}')),
+        (["--json-mode"], ("json", True)),
+        (["--regex", "a+"], ("regex", b"a+")),
+        (["--ebnf", 'root ::= "a"'], ("ebnf", b'root ::= "a"')),
+    ]
+    for flags, (kind, value) in given:
+        assert (await tandem("generate", "Hi", *flags, "--target", fake.target)).code == 0
+        assert getattr(fake.requests[-1].sampling.grammar, kind) == value
+        assert fake.requests[-1].sampling.grammar.WhichOneof("kind") == kind
+    flags = ["--choice", "yes", "--choice", "no", "--stop", "\n\n", "--stop", "x", "--include-stop"]
+    assert (await tandem("generate", "Hi", *flags, "--target", fake.target)).code == 0
+    sampling = fake.requests[-1].sampling
+    assert list(sampling.grammar.choice.texts) == [b"yes", b"no"]
+    assert (list(sampling.stop), sampling.include_stop) == ([b"\n\n", b"x"], True)
+    assert not sampling.HasField("n")
+
+    async def script(_: Any) -> Any:
+        for event in (events.started(choices=2), events.delta(0, [7], "b", 1), events.delta(0, [5], "a", 0)):
+            yield event
+        for choice in (1, 0):
+            yield events.finished(1, "", choice)
+
+    fake.script = script
+    several = await tandem("generate", "Hi", "--n", "2", "--json", "--target", fake.target)
+    assert [(one["text"], one["token_ids"]) for one in json.loads(several.out)] == [("a", [5]), ("b", [7])]
+    assert fake.requests[-1].sampling.n == 2
+    for wrong in (["--n", "2"], ["--regex", "a", "--json-mode"], ["--json-schema", "@/does/not/exist"]):
+        assert (await run("generate", "Hi", *wrong, "--target", fake.target)).code == 2
+
+
 async def test_receipt_shows_every_phase(fake: Any) -> None:
     """--receipt names the workers, the transfer and each phase with its time and share."""
     result = await run("generate", "Hi", "--receipt", "--target", fake.target)

@@ -303,6 +303,47 @@ async def test_logprobs_that_do_not_fit_their_tokens_are_an_error(
         await client.generate("Hi", logprobs=1)
 
 
+async def test_several_answers_come_mixed_and_are_told_apart(client: Any, fake: Any, events: Any) -> None:
+    """Each has its own text, ids, end and receipt, in the order of their numbers."""
+
+    async def script(_: Any) -> Any:
+        yield events.started(choices=3)
+        for event in (
+            events.delta(0, [5], "a", 0),
+            events.delta(0, [7, 8], "b", 2),
+            events.delta(1, [6], "A", 0),
+            events.finished(2, "!", 0),
+            events.delta(0, [9], "c", 1),
+            events.finished(2, "", 2),
+            events.finished(1, "?", 1),
+        ):
+            yield event
+
+    fake.script = script
+    done = await client.generate("Hi", n=3)
+    assert [(one.text, one.token_ids) for one in done] == [("aA!", [5, 6]), ("c?", [9]), ("b", [7, 8])]
+    assert [one.receipt.choice for one in done] == [0, 1, 2]
+    assert fake.requests[0].sampling.n == 3
+    assert [piece.choice async for piece in client.stream("Hi", n=3)] == [0, 2, 0, 0, 1, 2, 1]
+
+
+@pytest.mark.parametrize("fault", ["gap", "unknown", "missing", "twice"])
+async def test_a_fault_in_one_of_several_answers_is_an_error(client: Any, fake: Any, events: Any, fault: str) -> None:
+    """A lost or foreign message is never a shorter answer."""
+
+    async def script(_: Any) -> Any:
+        yield events.started(choices=2)
+        yield events.delta(0, [5], "a", 0)
+        yield events.delta(1 if fault == "gap" else 0, [6], "b", 2 if fault == "unknown" else 1)
+        yield events.finished(1, "", 0)
+        if fault != "missing":
+            yield events.finished(1, "", 0 if fault == "twice" else 1)
+
+    fake.script = script
+    with pytest.raises(InternalError):
+        await client.generate("Hi", n=2)
+
+
 async def test_a_stream_without_an_end_is_an_error(client: Any, fake: Any, events: Any) -> None:
     """OK without `finished` could be a cut text, so it is not an answer."""
 
@@ -343,6 +384,10 @@ def test_options_reach_the_wire() -> None:
         min_tokens=6,
         logprobs=0,
         prompt_logprobs=3,
+        grammar={"json_schema": {"type": "null"}},
+        stop=["\n", "é"],
+        include_stop=True,
+        n=3,
         cache_salt="salt",
         request_id="mine",
     )
@@ -356,6 +401,11 @@ def test_options_reach_the_wire() -> None:
     assert dict(sampling.logit_bias) == {4: -100.0, 5: 2.5}
     assert (sampling.min_tokens, sampling.logprobs, sampling.HasField("logprobs")) == (6, 0, True)
     assert sampling.prompt_logprobs == 3
+    assert sampling.grammar.json_schema == b'{"type": "null"}'
+    assert (list(sampling.stop), sampling.include_stop, sampling.n) == ([b"\n", "é".encode()], True, 3)
+    assert list(build_request("Hi", stop="one").sampling.stop) == [b"one"]
+    assert list(build_request("Hi", grammar={"choice": ["a", "b"]}).sampling.grammar.choice.texts) == [b"a", b"b"]
+    assert build_request("Hi", grammar={"json": True}).sampling.grammar.json
     assert not build_request("Hi").sampling.ListFields()
 
 
@@ -386,6 +436,16 @@ def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
         ("x", {"logit_bias": [5]}, "logit_bias"),
         ("x", {"repetition_penalty": "a"}, "repetition_penalty"),
         ("x", {"logprobs": 1.5}, "logprobs"),
+        ("x", {"grammar": {}}, "grammar"),
+        ("x", {"grammar": "regex"}, "grammar"),
+        ("x", {"grammar": {"regex": "a", "json": True}}, "grammar"),
+        ("x", {"grammar": {"frob": "a"}}, "grammar"),
+        ("x", {"grammar": {"regex": 5}}, "grammar.regex"),
+        ("x", {"grammar": {"choice": 5}}, "grammar.choice"),
+        ("x", {"grammar": {"json_schema": {"a": {1}}}}, "grammar.json_schema"),
+        ("x", {"stop": 5}, "stop"),
+        ("x", {"stop": [5]}, "stop"),
+        ("x", {"n": "a"}, "n"),
         ([2**63], {}, "token_ids"),
         (["a"], {}, "token_ids"),
         (5, {}, "token_ids"),

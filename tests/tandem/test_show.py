@@ -29,6 +29,8 @@ RECEIPT = Receipt(
     preemptions=0,
     drafted=0,
     accepted=0,
+    choice=0,
+    choices=1,
     client_ttft=0.67,
 )
 

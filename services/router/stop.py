@@ -1,0 +1,45 @@
+"""Stop strings: the text ends where the first of them begins. Text in, text out; knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Holds back what may be the beginning of a stop string. What comes out does not depend on how the text came in."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self.hit: str | None = None  # the stop string that ended the text
+
+    def push(self, text: str) -> str:
+        """What can be shown now. Of two stop strings in the text the one that is complete first ends it, and of those
+        the one that began first."""
+        if self.hit is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            end, start, self.hit = min(found)
+            shown, self._held = self._held[: end if self._include else start], ""
+            return shown
+        keep = max(self._begun(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back and became nothing."""
+        held, self._held = self._held, ""
+        return held
+
+    def _begun(self, stop: str) -> int:
+        """The longest end of the held text that is a beginning of `stop`."""
+        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:length]):
+                return length
+        return 0

@@ -1,0 +1,175 @@
+"""Several answers to one prompt: each is what its seed alone would give, and the prompt is computed once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+
+from tandem.errors import TandemError
+from tests import oracle
+from tests.faults import Harm, flip_a_byte, only_first
+
+BLOCK = 8  # of the clusters here
+NEW = 40
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"max_tokens": NEW, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 1, **changes}
+
+
+def _slow_down(worker: Any) -> None:
+    step = worker.engine.step
+
+    def slow() -> Any:
+        sleep(0.01)
+        return step()
+
+    worker.engine.step = slow
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_each_answer_is_what_its_own_seed_gives(inside: Any, tiny: Path, prefill: int) -> None:
+    """Asked for alone with the seed of its receipt, the same tokens; they differ from one another."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside(prefill=prefill) as cluster:
+        done = await cluster.client.generate(prompt, n=5, **options())
+        assert [one.receipt.choice for one in done] == list(range(5))
+        assert {one.receipt.choices for one in done} == {5}
+        assert done[0].receipt.seed == 5
+        assert len({one.receipt.seed for one in done}) == len({tuple(one.token_ids) for one in done}) == 5
+        for one in done:
+            alone = await cluster.client.generate(prompt, **options(seed=one.receipt.seed))
+            assert one.token_ids == alone.token_ids
+            assert [known.token_id for known in one.logprobs] == one.token_ids
+            assert alone.receipt.choices == 1
+        [single] = await cluster.client.generate(prompt, n=1, **options())
+        assert single.token_ids == done[0].token_ids
+
+
+async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any, tiny: Path) -> None:
+    """One prefill, one transfer; on the decode worker all tables begin with the same blocks. The control: the blocks
+    that they do not share would be that many times more."""
+    length, n = 85, 6
+    prompt = oracle.prompts(tiny, [length])[0]
+    full = (length - 1) // BLOCK
+    async with inside() as cluster:
+        _slow_down(cluster.workers["decode-0"])
+        pool = cluster.workers["decode-0"].engine.pool
+        stream = cluster.client.stream(prompt, n=n, **options())
+        begun: set[int] = set()
+        async for piece in stream:
+            begun.add(piece.choice)
+            if len(begun) == n:
+                break
+        tables = [pool.table(owner) for owner in pool.owners()]
+        assert len(tables) == n
+        assert len({tuple(table[:full]) for table in tables}) == 1
+        assert pool.held == full + sum(len(table) - full for table in tables)
+        assert pool.held < sum(len(table) for table in tables) - (n - 2) * full
+        assert not pool.check()
+        pieces = [piece async for piece in stream]
+        receipts = {piece.choice: piece.receipt for piece in pieces if piece.receipt}
+        assert [receipts[choice].path for choice in range(n)] == ["disaggregated", *["local"] * (n - 1)]
+        assert [receipts[choice].cached_tokens for choice in range(n)] == [0, *[full * BLOCK] * (n - 1)]
+        assert sum(receipt.transfer is not None for receipt in receipts.values()) == 1
+        assert cluster.workers["prefill-0"].engine.steps <= 3, "chunks of 64 tokens, once"
+        assert await cluster.ledgers_balance()
+
+
+async def test_an_answer_that_ends_at_its_first_token(inside: Any, tiny: Path) -> None:
+    """Its KV reaches no decode worker; the others then go the ordinary way and are whole."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside() as cluster:
+        alone = await cluster.client.generate(prompt, **options())
+        done = await cluster.client.generate(prompt, n=4, **options(stop_token_ids=[alone.token_ids[0]]))
+        assert done[0].token_ids == alone.token_ids[:1]
+        assert {one.receipt.path for one in done} == {"disaggregated"}
+        for one in done[1:]:
+            same = await cluster.client.generate(
+                prompt, **options(stop_token_ids=[alone.token_ids[0]], seed=one.receipt.seed)
+            )
+            assert one.token_ids == same.token_ids
+        assert await cluster.ledgers_balance()
+
+
+async def test_a_decode_worker_that_goes_away_mid_stream_changes_no_answer(inside: Any, tiny: Path) -> None:
+    """Each answer is resumed for itself: the same tokens, none lost and none twice."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside(decode=2) as cluster:
+        expected = await cluster.client.generate(prompt, n=4, **options())
+        for name in ("decode-0", "decode-1"):
+            _slow_down(cluster.workers[name])
+        pieces: list[Any] = []
+        async for piece in cluster.client.stream(prompt, n=4, **options()):
+            pieces.append(piece)
+            if len(pieces) == 24:
+                busy = max(cluster.held(), key=lambda name: cluster.held()[name] if name.startswith("decode") else -1)
+                await cluster.workers[busy].grpc.stop(0.0)
+        for choice, undisturbed in enumerate(expected):
+            own = [piece for piece in pieces if piece.choice == choice]
+            assert [token for piece in own for token in piece.token_ids] == undisturbed.token_ids
+            assert own[-1].receipt.seed == undisturbed.receipt.seed
+        assert sum(piece.receipt.attempts > 1 for piece in pieces if piece.receipt) == 4
+
+
+async def test_a_corrupted_transfer_changes_no_answer(inside: Any, tiny: Path) -> None:
+    """The first answer is placed again; the others wait for KV that is good."""
+    prompt = oracle.prompts(tiny, [45])[0]
+
+    def wrap(inner: Any, who: str) -> Any:
+        return Harm(inner, after=only_first(flip_a_byte)) if who.startswith("decode") else inner
+
+    async with inside(wrap=wrap) as cluster:
+        harmed = await cluster.client.generate(prompt, n=3, **options())
+        again = await cluster.client.generate(prompt, n=3, **options())
+        assert [one.receipt.attempts for one in harmed] == [2, 1, 1]
+        assert [one.token_ids for one in harmed] == [one.token_ids for one in again]
+
+
+async def test_sixteen_answers_where_few_places_and_blocks_are(inside: Any, tiny: Path) -> None:
+    """They wait their turn or are preempted, and are whole; the books balance."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside(max_num_seqs=5, kv_blocks=40) as cluster:
+        done = await cluster.client.generate(prompt, n=16, **options())
+        for one in (done[0], done[7], done[15]):
+            alone = await cluster.client.generate(prompt, **options(seed=one.receipt.seed))
+            assert one.token_ids == alone.token_ids
+        assert await cluster.ledgers_balance()
+
+
+async def test_a_client_that_leaves_and_a_deadline_free_every_answer(inside: Any, tiny: Path) -> None:
+    """Within a second nothing is held on either side, whatever each of them was doing."""
+    prompt = oracle.prompts(tiny, [45])[0]
+    async with inside() as cluster:
+        _slow_down(cluster.workers["decode-0"])
+        for wanted in (1, 5, 30):
+            stream = cluster.client.stream(prompt, n=8, **options(max_tokens=300))
+            for _ in range(wanted):
+                await anext(stream)
+            await stream.aclose()
+            await cluster.freed()
+        with pytest.raises(TandemError):
+            await cluster.client.generate(prompt, n=8, timeout=0.5, **options(max_tokens=300))
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+
+
+async def test_each_answer_has_its_own_stop_string_and_grammar(inside: Any) -> None:
+    """They share what was asked and nothing of what they wrote."""
+    demo = str(Path(__file__).parents[2] / "demo/model")
+    async with inside(model=demo) as cluster:
+        how = {"max_tokens": 60, "temperature": 1.0, "seed": 3}
+        done = await cluster.client.generate("Return the", n=4, grammar={"regex": "[a-z]{5,30}!"}, **how)
+        assert len({one.text for one in done}) == 4
+        for one in done:
+            assert one.text[:-1].isalpha()
+            alone = await cluster.client.generate(
+                "Return the", grammar={"regex": "[a-z]{5,30}!"}, **{**how, "seed": one.receipt.seed}
+            )
+            assert alone.text == one.text
+        stopped = await cluster.client.generate("Return the", n=4, stop="e", **how)
+        assert not any("e" in one.text for one in stopped)
+        assert len({len(one.token_ids) for one in stopped}) > 1

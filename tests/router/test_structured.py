@@ -1,0 +1,89 @@
+"""Promises of the router about grammars: it bounds what it reads, quickly, and takes what people use."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from services.router.structured import _weight, check
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2
+
+
+def checked(**kind: Any) -> None:
+    check(common_pb2.Grammar(**kind))
+
+
+class Inner(BaseModel):
+    name: str
+    tags: list[str] = []
+
+
+class Outer(BaseModel):
+    """A model as people write it."""
+
+    id: int
+    score: float | None = None
+    inner: Inner
+    others: list[Inner]
+    by_name: dict[str, int] = {}
+
+
+def test_schemas_of_pydantic_models_pass() -> None:
+    """Titles, descriptions, defaults, references and optional fields are what such a schema is made of."""
+    checked(json_schema=json.dumps(Outer.model_json_schema()).encode())
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [r"\d{3}-\d{3}-\d{4}", "^[a-z]{1,200}$", r"(\w+\s){0,100}", "a{2}{3}", r"\{\"a\": [0-9]{1,3}\}", "x{", "[(]{3}"],
+)
+def test_ordinary_expressions_pass(regex: str) -> None:
+    """Counted repetitions, anchors at the ends, braces that are escaped, in a class or no repetition at all."""
+    checked(regex=regex.encode())
+
+
+@pytest.mark.parametrize(
+    ("bare", "weight"),
+    [
+        ("abc", 3),
+        ("a{3}", 3),
+        ("(ab){3}", 6),
+        ("(a{2,5}b){4}c", 25),
+        ("a{0}b", 2),
+        ("(a|b)*c", 3),
+        ("((a{9}){9}){9}", 729),
+    ],
+)
+def test_repetitions_are_multiplied(bare: str, weight: int) -> None:
+    """As the library writes them out, at least."""
+    assert _weight(bare) == weight
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": b"[" * 65_000},
+        {"regex": b"(" * 65_000},
+        {"regex": b"{9" * 30_000},
+        {"regex": b"\\" * 65_000},
+        {"regex": b"(a{9}" * 10_000},
+        {"json_schema": b"[" * 65_000},
+        {"json_schema": b'{"items":' * 7_000},
+        {"json_schema": b'{"anyOf":[' + b"{}," * 20_000 + b"{}]}"},
+        {"json_schema": b'{"enum":[' + b"1," * 30_000 + b"1]}"},
+        {"ebnf": b"(" * 65_000},
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_nothing_of_the_allowed_size_holds_the_router_up(given: Any) -> None:
+    """Refused or not, in a time in which no stream is late."""
+    start = perf_counter()
+    with suppress(InvalidRequest):
+        checked(**given)
+    assert perf_counter() - start < 0.25
