@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import math
 import socket
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -57,7 +56,8 @@ log = structlog.get_logger(__name__)
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
-CLOSED = 499  # the client is gone; nobody reads this
+LEAST_GRACE_S = 0.5  # what an idle server takes to stop
+FAREWELL_S = 1.0
 
 
 class Tokenize(BaseModel):
@@ -376,11 +376,16 @@ class HttpServer:
         """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
         if self._serving is None:
             return
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.should_exit = True
-        await self._serving
-        if self._server.server_state.tasks:
-            await asyncio.wait(self._server.server_state.tasks)
+        await asyncio.wait({self._serving}, timeout=max(grace_s, LEAST_GRACE_S))
+        tasks = self._server.server_state.tasks
+        for task in list(tasks):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=FAREWELL_S)  # a client that reads nothing holds nobody up
+        self._server.force_exit = True
+        await asyncio.wait({self._serving}, timeout=FAREWELL_S)
+        await end(self._serving)
 
 
 def _listen(host: str, port: int) -> socket.socket:
