@@ -223,7 +223,8 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     if issubclass(kind, Sampled):
         for name, harmless in NOT_SERVED.items():
             if (value := fields.get(name)) is not None and value not in harmless:
-                raise InvalidRequest(f"{name} is not served", field=name, bound="absent")
+                bound = " or ".join(["absent", *map(_encode, harmless)])
+                raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
