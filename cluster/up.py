@@ -112,6 +112,12 @@ class Cluster:
                 self._report("stopped, nothing is left" + (" but the logs" if self._kept else ""))
 
     @property
+    def http(self) -> str:
+        """Where the OpenAI API is, once started; empty when it is off."""
+        host, port = self.settings.host, self.settings.http_port
+        return "" if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    @property
     def workers(self) -> dict[str, Event]:
         """The last `ready` of every worker that serves, by id, as far as events() has told."""
         return dict(self._ready)
@@ -146,7 +152,10 @@ class Cluster:
         self._began = monotonic()
         if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
             folder_of(self.settings.model)
-        self.settings = self.settings.model_copy(update={"port": _free_port(self.settings.host, self.settings.port)})
+        ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
+        if self.settings.http_port is not None:
+            ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")
+        self.settings = self.settings.model_copy(update=ports)
         logs = _writable(self.settings.logs)
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)
@@ -287,6 +296,8 @@ def run_forever(
     with _signals(cluster.interrupt):
         try:
             with cluster:
+                if settings.http_port is not None:
+                    print(f"http {cluster.http}", flush=True)
                 print(_ready_line(cluster), flush=True)
                 while True:
                     cluster.events()
@@ -330,7 +341,7 @@ def _writable(folder: Path | None) -> Path | None:
     return folder.expanduser().resolve()
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int, field: str) -> int:
     """`port`, or a free one for 0: a restarted router must come back where its clients look for it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -339,7 +350,7 @@ def _free_port(host: str, port: int) -> int:
             probe.bind(address)
         except OSError as error:
             raise SettingsError(
-                f"port {port} on {host} cannot be used: {error.strerror}", field="port", bound="a free port, or 0"
+                f"port {port} on {host} cannot be used: {error.strerror}", field=field, bound="a free port, or 0"
             ) from error
         found: int = probe.getsockname()[1]
         return found

@@ -1,4 +1,4 @@
-"""What the router adds: the same requests through it and straight to the decode worker, in turn.
+"""What the router adds: the same requests through it (over gRPC, over HTTP) and straight to the decode worker, in turn.
 
 Straight means the worker's own Decode call with prefill on that worker, which is what the router would ask for.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -93,6 +95,32 @@ class _Through(_Side):
                 yield len(event.delta.token_ids)
 
 
+class _Web(_Side):
+    """Through the router's HTTP API, read with no library so that the client's share of the cores stays small."""
+
+    def __init__(self, port: int, vocab: int, prompt: int) -> None:
+        self._port, self._vocab, self._prompt = port, vocab, prompt
+
+    async def events(self, max_tokens: int) -> AsyncIterator[int]:
+        fields = {
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        body = json.dumps({"prompt": self.prompt(), **fields})
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        async for line in reader:
+            if line.startswith(b"data: {"):
+                yield len(json.loads(line[6:])["choices"][0]["token_ids"])
+            elif line.startswith(b"data: [DONE]"):
+                break
+        writer.close()
+
+
 class _Straight(_Side):
     async def events(self, max_tokens: int) -> AsyncIterator[int]:
         ids, name = self.prompt(), f"bench-{next(_numbers)}"
@@ -109,21 +137,22 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows."""
     tick("starting a router and a decode worker")
     with Local(model=model, kv_blocks=1024) as local:
-        local.launch("router", ROUTER)
+        port = _free_port()
+        local.launch("router", ROUTER, http_port=port)
         local.launch("decode", WORKER)
         local.wait_seen(ROUTER, 1)
-        return asyncio.run(_measure(local, vocab, plan, tick))
+        return asyncio.run(_measure(local, port, vocab, plan, tick))
 
 
-async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
-    through = _Through(local.address(ROUTER), vocab, plan.prompt)
+async def _measure(local: Local, port: int, vocab: int, plan: Plan, tick: Tick) -> Section:
+    through, web = _Through(local.address(ROUTER), vocab, plan.prompt), _Web(port, vocab, plan.prompt)
     straight = _Straight(local.address(WORKER), vocab, plan.prompt)
     try:
         tick(f"{plan.requests} requests each way")
         rows = [await _per_request(through, straight, plan)]
         for streams in plan.streams:
             tick(f"{streams} streams of {plan.tokens} tokens, {plan.rounds} rounds each way")
-            rows += await _per_token(through, straight, local, streams, plan)
+            rows += await _per_token({"through": through, "http": web, "straight": straight}, local, streams, plan)
     finally:
         await through.channel.close()
         await straight.channel.close()
@@ -155,20 +184,21 @@ async def _per_request(through: _Side, straight: _Side, plan: Plan) -> Row:
     )
 
 
-async def _per_token(through: _Side, straight: _Side, local: Local, streams: int, plan: Plan) -> list[Row]:
+async def _per_token(sides: dict[str, _Side], local: Local, streams: int, plan: Plan) -> list[Row]:
     router, worker = local.pid(ROUTER), local.pid(WORKER)
-    intervals: dict[str, list[float]] = {"through": [], "straight": []}
-    router_cpu, worker_cpu, batched = [], [], []
+    intervals: dict[str, list[float]] = {name: [] for name in sides}
+    router_cpu: dict[str, list[float]] = {name: [] for name in sides}
+    worker_cpu, batched = [], []
     for number in range(plan.rounds + 1):
-        for name, side in (("through", through), ("straight", straight))[:: 1 if number % 2 else -1]:
+        for name, side in tuple(sides.items())[:: 1 if number % 2 else -1]:
             before = _cpu(router), _cpu(worker)
             done = await asyncio.gather(*(side.stream(plan.tokens) for _ in range(streams)))
             tokens = sum(stream.tokens for stream in done)
             if number == 0:  # warms up
                 continue
             intervals[name].append(Spread.of([stream.per_token for stream in done]).median)
+            router_cpu[name].append((_cpu(router) - before[0]) / tokens)
             if name == "through":
-                router_cpu.append((_cpu(router) - before[0]) / tokens)
                 worker_cpu.append((_cpu(worker) - before[1]) / tokens)
                 batched.append(tokens / sum(len(stream.at) for stream in done))
     added = [one - other for one, other in zip(intervals["through"], intervals["straight"], strict=True)]
@@ -185,10 +215,22 @@ async def _per_token(through: _Side, straight: _Side, local: Local, streams: int
         ),
         Row(
             f"CPU per token, {what}",
-            ratios(router_cpu, worker_cpu),
-            {"router": (Spread.of(router_cpu), "s"), "worker": (Spread.of(worker_cpu), "s")},
+            ratios(router_cpu["through"], worker_cpu),
+            {"router": (Spread.of(router_cpu["through"]), "s"), "worker": (Spread.of(worker_cpu), "s")},
+        ),
+        Row(
+            f"router's CPU per token, HTTP / gRPC, {what}",
+            ratios(router_cpu["http"], router_cpu["through"]),
+            {name: (Spread.of(router_cpu[name]), "s") for name in ("http", "through")},
         ),
     ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _cpu(pid: int) -> float:

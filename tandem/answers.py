@@ -175,8 +175,8 @@ class StreamReader:
         if kind == "delta":
             return self._delta(event.delta)
         self._finished.add(choice)
-        receipt = _receipt(event.finished.receipt, self._first_token.get(choice))
-        return Piece(event.finished.text, [], _reason(event.finished.reason), receipt, choice=choice)
+        account = receipt(event.finished.receipt, self._first_token.get(choice))
+        return Piece(event.finished.text, [], _reason(event.finished.reason), account, choice=choice)
 
     def _delta(self, delta: generation_pb2.Delta) -> Piece:
         choice, due = delta.choice, self._tokens[delta.choice]
@@ -253,7 +253,8 @@ def _reason(reason: int) -> FinishReason:
     return _REASONS[reason]
 
 
-def _receipt(receipt: generation_pb2.Receipt, client_ttft: float | None) -> Receipt:
+def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -> Receipt:
+    """`client_ttft` is the time to first token as the client saw it, if it knows."""
     return Receipt(
         request_id=receipt.request_id,
         model=receipt.model,

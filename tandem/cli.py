@@ -68,6 +68,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,

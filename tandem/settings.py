@@ -31,6 +31,8 @@ class Settings(BaseSettings):
     """Address that the router and the workers listen on. There is no authentication yet: keep it on loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """The router's gRPC port; 0 picks a free one."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
     redis: str | None = None
     """redis:// or unix:// URL of the registry. Absent: an embedded Valkey that lives as long as `tandem up`."""
     cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"

@@ -128,6 +128,15 @@ def calling(peer: str) -> Iterator[None]:
         raise WorkerLost(f"the connection to {peer} was closed") from error
 
 
+@contextmanager
+def known_errors(where: str) -> Iterator[None]:
+    """Around a whole request: what ends it is raised as an error of ours, a bug as InternalError, logged."""
+    try:
+        yield
+    except Exception as error:
+        raise known(error, where) from error
+
+
 def _meant() -> bool:
     """Whether a CancelledError was asked for by whoever runs this task."""
     task = asyncio.current_task()
@@ -232,4 +241,4 @@ def _text(error: TandemError, name: str) -> dict[str, str]:
     return {name: value} if value else {}
 
 
-__all__ = ["Cancelled", "ErrorInterceptor", "abort", "calling", "from_rpc", "known", "to_status"]
+__all__ = ["Cancelled", "ErrorInterceptor", "abort", "calling", "from_rpc", "known", "known_errors", "to_status"]

@@ -98,14 +98,19 @@ def seed_of(seed: int, choice: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def admit(request: generation_pb2.GenerateRequest, text: Text, model: ModelFacts) -> Job:
+def admit(
+    request: generation_pb2.GenerateRequest,
+    text: Text,
+    model: ModelFacts,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
+) -> Job:
     """Raises InvalidRequest."""
-    request_id = _request_id(request.request_id)
+    request_id = checked_request_id(request.request_id)
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise _out_of_bounds("cache_salt", f"{len(request.cache_salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
     sampling = _sampling(request.sampling, model.vocab_size)
     tokens = _prompt(request, text, model)
-    max_tokens = _max_tokens(request.sampling, len(tokens), model.context)
+    max_tokens = _max_tokens(request.sampling, len(tokens), model.context, default_max_tokens)
     if not 0 <= request.sampling.min_tokens <= max_tokens:
         raise _out_of_bounds("sampling.min_tokens", str(request.sampling.min_tokens), f"0 to max_tokens ({max_tokens})")
     if request.sampling.HasField("prompt_logprobs"):
@@ -171,7 +176,8 @@ def _stops(given: generation_pb2.SamplingParams, text: Text) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _request_id(given: str) -> str:
+def checked_request_id(given: str) -> str:
+    """The client's, or a new one. Raises InvalidRequest."""
     if not given:
         return secrets.token_hex(8)
     if len(given) > MAX_REQUEST_ID or not (given.isascii() and given.isprintable()):
@@ -297,10 +303,10 @@ def _logit_bias(given: Mapping[int, float], vocab_size: int) -> dict[int, float]
     return dict(given)
 
 
-def _max_tokens(given: generation_pb2.SamplingParams, prompt: int, context: int) -> int:
+def _max_tokens(given: generation_pb2.SamplingParams, prompt: int, context: int, default: int) -> int:
     room = context - prompt
     if not given.HasField("max_tokens"):
-        return min(DEFAULT_MAX_TOKENS, room)
+        return min(default, room)
     if given.max_tokens < 1:
         raise _out_of_bounds("sampling.max_tokens", str(given.max_tokens), "at least 1")
     if given.max_tokens > room:

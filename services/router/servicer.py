@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from time import monotonic
 
@@ -20,8 +20,10 @@ import structlog
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from services.router.admin import AdminServicer
-from services.router.admit import Job, ModelFacts, admit
+from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, admit
 from services.router.checkpoint import local_folder
+from services.router.http import HttpServer
+from services.router.openai import Defaults
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
 from services.router.reader import Reader
@@ -67,23 +69,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
 
-    async def Generate(
+    def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        return self.generate(request, context.time_remaining())
+
+    async def generate(
+        self,
+        request: generation_pb2.GenerateRequest,
+        remaining_s: float | None = None,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """The path of one request, whichever front door it came through: started, deltas, finished.
+
+        `remaining_s` is until the client's deadline, None when it set none. To be closed by whoever stops reading.
+        """
         account = Account(monotonic())
-        self.running += 1
-        context.add_done_callback(self._count_out)  # type: ignore[arg-type]  # its stub names a class for a function
-        given = context.time_remaining()  # None: the client set no deadline
         longest = self._settings.request_timeout_s
-        deadline = account.arrived + (longest if given is None else min(given, longest))
-        job = await self._admit(request)
+        deadline = account.arrived + (longest if remaining_s is None else min(remaining_s, longest))
+        job = await self._admit(request, default_max_tokens)
         account.admitted()
         started = generation_pb2.Started(
             request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
         )
         yield generation_pb2.GenerateResponse(started=started)
         answer = self._answer(job, account, deadline) if job.choices == 1 else self._answers(job, account, deadline)
-        async with aclosing(answer) as events:
+        async with self._in_progress(), aclosing(answer) as events:
             async for event in events:
                 yield event
 
@@ -133,6 +144,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     logprobs=stretch.logprobs if stretch.HasField("logprobs") else None,
                     prompt_logprobs=_prompt_logprobs(job, stretch),
                     choice=job.choice,
+                    last=job.finish() is not None,
                 )
                 account.sent(len(stretch.token_ids))
                 yield generation_pb2.GenerateResponse(delta=delta)
@@ -147,8 +159,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         yield generation_pb2.GenerateResponse(finished=finished)
 
-    def _count_out(self, _: object) -> None:
-        self.running -= 1
+    @asynccontextmanager
+    async def _in_progress(self) -> AsyncIterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
 
     async def _tokens(self, job: Job, account: Account, deadline: float) -> AsyncGenerator[decode_pb2.Tokens, None]:
         """The completion, in stretches, across as many attempts as it takes. Each stretch is in the journal already."""
@@ -218,13 +235,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif isinstance(error, Unavailable):
             self._placer.suspect(placement.decode)
 
-    async def _admit(self, request: generation_pb2.GenerateRequest) -> Job:
-        model = self._facts()
+    async def _admit(self, request: generation_pb2.GenerateRequest, default_max_tokens: int) -> Job:
+        model = self.facts()
         if request.ByteSize() > LONG_TEXT_BYTES:
-            return await asyncio.to_thread(admit, request, self._text, model)
-        return admit(request, self._text, model)
+            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens)
+        return admit(request, self._text, model, default_max_tokens)
 
-    def _facts(self) -> ModelFacts:
+    def facts(self) -> ModelFacts:
         """What the decode workers say; the last known answer while none lives. Raises NoWorker before the first."""
         records = self._view.of_role("decode")
         if records:
@@ -242,7 +259,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelInfoResponse:
-        model = self._facts()
+        model = self.facts()
         return generation_pb2.GetModelInfoResponse(
             model=self._settings.model,
             max_context_tokens=model.context,
@@ -298,7 +315,7 @@ def _given_up(job: Job, account: Account, error: TandemError) -> TandemError:
 class Router:
     """One life of one router process."""
 
-    def __init__(self, settings: Settings, worker_id: str, text: Text) -> None:
+    def __init__(self, settings: Settings, worker_id: str, text: Text, defaults: Defaults) -> None:
         self.settings = settings
         self.worker_id = worker_id
         self.incarnation = secrets.token_hex(8)
@@ -311,6 +328,7 @@ class Router:
         admin = AdminServicer(settings, self.registry, self.view, self.channels)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
+        self.http = HttpServer(settings, generation, self.view, text, defaults)
         self._record = WorkerRecord(
             worker_id=worker_id,
             role="router",
@@ -332,6 +350,7 @@ class Router:
         self.address = await self.grpc.start(
             self.settings.host, self.settings.port, ["tandem.v1.GenerationService", "tandem.v1.AdminService"]
         )
+        await self.http.start()
         self._record = replace(self._record, state=State.READY, address=self.address)
         await self._heartbeat.start()
         self._following = asyncio.create_task(self._follow(), name="warm-channels")
@@ -345,7 +364,7 @@ class Router:
         self._stopped = True
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
-        await self.grpc.stop(grace_s)
+        await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
         await self._heartbeat.stop()
         await self.view.stop()
@@ -364,8 +383,10 @@ class Router:
 
 
 async def start(settings: Settings, worker_id: str) -> Router:
-    """A router that listens on settings.port. Raises SettingsError (port in use), CheckpointRefused (tokenizer)."""
-    text = await asyncio.to_thread(lambda: Text.load(local_folder(settings.model)))
-    router = Router(settings, worker_id, text)
+    """A router that listens on settings.port, and on settings.http_port if there is one. Raises SettingsError (port in
+    use), CheckpointRefused (tokenizer)."""
+    folder = await asyncio.to_thread(local_folder, settings.model)
+    text = await asyncio.to_thread(Text.load, folder)
+    router = Router(settings, worker_id, text, Defaults.load(folder))
     await router.start()
     return router

@@ -65,11 +65,22 @@ class Text:
             raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
         return cls(tokenizer, _template(folder))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids with the special tokens that the model expects around plain text. Raises InvalidRequest without a
-        tokenizer."""
-        ids: list[int] = self._need().encode(text, add_special_tokens=True).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
+        InvalidRequest without a tokenizer."""
+        ids: list[int] = self._need().encode(text, add_special_tokens=special).ids
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of them, special tokens included. Raises InvalidRequest without a tokenizer."""
+        text: str = self._need().decode(ids, skip_special_tokens=False)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """One token as text, for log probabilities; an incomplete code point shows as U+FFFD."""
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.decode([token_id])
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of the rendered conversation. Raises InvalidRequest without a template, or if it refuses."""

