@@ -28,7 +28,7 @@ from engine.model import Model
 from engine.scheduler import Chunk, Scheduler
 from engine.selfcheck import pack
 from engine.sequence import Finish, Sampling, Sequence
-from engine.speculation import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, worth
+from engine.speculation import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, fit, worth
 from tests.oracle import weaken
 
 SIZE, BUDGET, DRAFTS, NEW = 4, 48, 4, 40
@@ -422,13 +422,14 @@ def test_prompt_lookup_goes_on_as_the_text_did(tokens: list[int], draft: list[in
 
 
 class Machine:
-    """An engine's steps by the clock: `extra` is what a draft adds, as a share of a token's time without drafts."""
+    """An engine's steps by the clock: `each` is what a draft adds, `fixed` what a stream that drafts adds besides, as
+    shares of a token's time without drafts."""
 
-    def __init__(self, streams: int, extra: float, right: float) -> None:
+    def __init__(self, streams: int, each: float, right: float, fixed: float = 0.0) -> None:
         self.now = 0.0
         self.policy = Speculation(Ngram(), 8, clock=lambda: self.now)
         self.work = [Sequence(f"s{index}", [1], 1, 10**6) for index in range(streams)]
-        self._extra, self._right, self._random = extra, right, random.Random(1)
+        self._each, self._fixed, self._right, self._random = each, fixed, right, random.Random(1)
 
     def drafts(self, steps: int) -> int:
         """How many were made in so many steps."""
@@ -441,7 +442,8 @@ class Machine:
                 if count:
                     self.policy.verified(one, count, right)
             made = sum(wanted)
-            self.policy.took(plan, made, 1.0 + self._extra * made / len(plan))
+            extra = self._each * made + self._fixed * sum(map(bool, wanted))
+            self.policy.took(plan, wanted, (1.0 + extra / len(plan)) * self._random.uniform(0.97, 1.03))
             total += made
         return total
 
@@ -475,8 +477,8 @@ def test_a_stall_of_the_machine_changes_nothing() -> None:
     machine.drafts(100)
     before = machine.drafts(10 * EVERY)
     plan = [Chunk(one, 1) for one in machine.work]
-    machine.policy.took(plan, 8, 1000.0)
-    machine.policy.took(plan, 0, 1000.0)
+    machine.policy.took(plan, [8], 1000.0)
+    machine.policy.took(plan, [0], 1000.0)
     assert machine.drafts(10 * EVERY) > 0.9 * before
 
 
@@ -489,9 +491,36 @@ def test_nobody_drafts_beside_a_prompt_or_before_the_price_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chance", "price", "most", "count"),
-    [(0.5, 0.0, 4, 4), (0.5, 0.5, 4, 1), (0.5, 0.24, 4, 2), (0.9, 0.5, 16, 6), (0.4, 0.5, 4, 0), (0.98, 1.5, 4, 0)],
+    ("chance", "fixed", "each", "count"),
+    [
+        (0.5, 0.0, 0.0, 16),
+        (0.5, 0.0, 0.5, 1),
+        (0.5, 0.0, 0.24, 2),
+        (0.9, 0.0, 0.5, 6),
+        (0.4, 0.0, 0.5, 0),
+        (0.98, 0.0, 1.5, 0),
+        (0.5, 0.9, 0.0, 16),
+        (0.4, 0.9, 0.0, 0),
+        (0.9, 1.0, 0.5, 6),
+        (0.9, 1.3, 0.5, 0),
+    ],
 )
-def test_a_draft_pays_while_its_chance_is_above_its_price(chance: float, price: float, most: int, count: int) -> None:
-    """The j-th has chance ** j."""
-    assert worth(chance, price, most) == count
+def test_drafts_pay_while_they_bring_more_than_they_cost(chance: float, fixed: float, each: float, count: int) -> None:
+    """The j-th brings chance ** j of a token and costs `each`; drafting at all costs `fixed`."""
+    assert worth(chance, fixed, each, 16) == count
+
+
+def test_prices_are_found_from_steps_of_different_kinds() -> None:
+    """What a stream adds and what a draft adds; without a difference in drafts a stream, all is the stream's."""
+    assert fit([(1, 8, 0.9), (2, 4, 0.8), (1, 1, 0.2)]) == pytest.approx((0.1, 0.1), abs=0.12)
+    assert fit([(m, d, 0.25 * m + 0.1 * d) for m, d in ((1, 8), (2, 4), (3, 3))]) == pytest.approx((0.25, 0.1))
+    assert fit([(1, 8, 0.4), (2, 16, 0.8)]) == pytest.approx((0.4, 0.0))
+    assert fit([(1, 8, -0.4), (1, 2, -0.1)]) == (0.0, 0.0)
+    assert fit([(1, 2, 0.2), (1, 8, 0.9)]) == pytest.approx((0.0, 7.6 / 68))
+
+
+def test_what_drafting_costs_at_all_is_learnt_soon() -> None:
+    """A request that guesses badly stops after a few tries when trying costs a third of a step."""
+    machine = Machine(1, 0.01, 0.0, fixed=0.35)
+    machine.drafts(KNOWN)
+    assert machine.drafts(EVERY - KNOWN) <= 8 * 6
