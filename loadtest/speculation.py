@@ -43,6 +43,7 @@ class _Text:
     what: str
     prompts: list[list[int]]
     temperature: float = 0.0
+    ends: bool = False  # at the model's end token; else it goes on to its length
 
 
 def run(demo: Path, folder: Path, plan: Plan, threads: int, tick: Tick) -> Section:
@@ -72,8 +73,8 @@ def _texts(demo: Path) -> list[_Text]:
 
     continued = [tokenizer.encode(text) for text in CONTINUED]
     return [
-        _Text("repeats its instructions", [ids([chat[0], *asks]) for chat in chats]),
-        _Text("answers questions", [ids(chat) for chat in chats]),
+        _Text("repeats its instructions", [ids([chat[0], *asks]) for chat in chats], ends=True),
+        _Text("answers questions", [ids(chat) for chat in chats], ends=True),
         _Text("goes on, greedy", continued),
         _Text("goes on, sampled", continued, temperature=0.8),
     ]
@@ -121,7 +122,7 @@ def _row(engines: dict[str, Engine], text: _Text, streams: int, tokens: int, rep
                     list(prompt),
                     len(prompt),
                     len(prompt) + tokens,
-                    frozenset(engines[name].model.eos_token_ids),
+                    frozenset(engines[name].model.eos_token_ids if text.ends else ()),
                     sampling=Sampling(temperature=text.temperature, seed=1000 * number + index),
                 )
                 for index, prompt in enumerate(prompts)
