@@ -148,7 +148,7 @@ class Engine:
         self.steps += 1
         progress = self._advance(plan, drafts, logits, filling)
         if self.speculation:
-            self.speculation.took(plan, sum(map(len, drafts)), self.speculation.clock() - started)
+            self.speculation.took(plan, [len(draft) for draft in drafts], self.speculation.clock() - started)
         return progress
 
     # ---- inside

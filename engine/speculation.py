@@ -11,14 +11,14 @@ guess was right, wrong or never made: nothing here can change a token, only how 
 Two kinds of guess. `Ngram` continues as the text did where it last said the same. `ModelDrafter` asks a smaller model,
 with the same random numbers, so that its draws tend to fall where the target's do.
 
-A draft pays when the chance that it is right is larger than its price:
+Drafts pay while the tokens that they may bring are more than their price in tokens:
 
-    price = (seconds that one draft adds to a step) / (seconds that a token takes without drafts)
+    chance + chance ** 2 + ... + chance ** k  >  fixed + k * each         the j-th counts only if those before it do
 
-Both are measured as the engine runs, by the number of streams: with one stream a step is bound by the weights and a
-draft is nearly free; with many it is bound by arithmetic and a draft costs what a token costs, so drafting ends by
-itself. The chance is a moving average of each request. The second draft counts only if the first one was right, so the
-chance of the j-th is chance ** j, and a request drafts as long as that is above the price.
+The price is what a drafting stream (`fixed`) and each of its drafts (`each`) add to a step, in units of the time that a
+token takes without drafts. It is measured as the engine runs, by the number of streams: with one stream a step is bound
+by the weights and drafts are nearly free; with many it is bound by arithmetic and a draft costs what a token costs, so
+that drafting ends by itself. The chance is a moving average of each request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median
@@ -44,7 +44,8 @@ from engine.step import Batch
 FIRST_CHANCE = 0.5  # of a request that has shown nothing yet
 WEIGHT = 0.2  # of one verified draft in its request's moving average
 LOWEST, HIGHEST = 0.01, 0.98  # bounds of the average: it is never sure
-REMEMBERED = 9  # step times whose median counts: one stall of the machine changes nothing
+REMEMBERED = 15  # steps of each kind that a price is made from
+STALL = 3.0  # a step that took more than so many times the sum of its parts was held up by something else
 KNOWN = 3  # plain steps before the first drafts
 EVERY = 32  # one step in so many is plain, and one drafts against the odds: both prices and every chance stay known
 
@@ -80,13 +81,17 @@ class _Steps:
     """Measured steps with about the same number of streams."""
 
     turn: int = 0
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds of a step
-    extra: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds for each draft in it
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds of a step without drafts
+    drafted: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    # (streams that drafted, drafts, seconds more than without)
 
-    def price(self, streams: int) -> float:
-        """0 while it is not known: to learn it, somebody must draft."""
+    def price(self, streams: int) -> tuple[float, float]:
+        """(fixed, each) in tokens. 0 while it is not known: to learn it, somebody must draft."""
         seconds = median(self.plain)
-        return median(self.extra) * streams / seconds if self.extra and seconds > 0 else 0.0
+        if not self.drafted or seconds <= 0:
+            return 0.0, 0.0
+        fixed, each = fit(self.drafted)
+        return fixed * streams / seconds, each * streams / seconds
 
 
 class Speculation:
@@ -108,9 +113,9 @@ class Speculation:
         turn, steps.turn = steps.turn, steps.turn + 1
         if len(steps.plain) < KNOWN or turn % EVERY == 0:
             return [0] * len(plan)
-        price, least = steps.price(len(plan)), int(turn % EVERY == EVERY // 2)
+        (fixed, each), least = steps.price(len(plan)), int(turn % EVERY == EVERY // 2)
         chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
-        return [max(least, worth(chance, price, self.tokens)) for chance in chances]
+        return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
     def propose(self, asked: list[Ask]) -> list[list[int]]:
         return self.drafter.propose(asked) if any(ask.most for ask in asked) else [[] for _ in asked]
@@ -125,26 +130,44 @@ class Speculation:
         self._chance[sequence.id] = min(max(chance, LOWEST), HIGHEST)
         self.drafter.verified(sequence)
 
-    def took(self, plan: list[Chunk], drafts: int, seconds: float) -> None:
-        """How long a step over this plan lasted, drafting included."""
-        if any(chunk.tokens != 1 for chunk in plan) or (drafts and self.drafter.busy):
+    def took(self, plan: list[Chunk], drafts: Seq[int], seconds: float) -> None:
+        """How long a step over this plan, with so many drafts behind each chunk, lasted, drafting included."""
+        total = sum(drafts)
+        if any(chunk.tokens != 1 for chunk in plan) or (total and self.drafter.busy):
             return
         steps = self._steps[len(plan).bit_length()]
-        if drafts == 0:
+        if total == 0:
             steps.plain.append(seconds)
         else:
-            steps.extra.append(max(0.0, seconds - median(steps.plain)) / drafts)
+            plain = median(steps.plain)
+            longest = STALL * plain * (1 + total / len(plan))
+            steps.drafted.append((sum(map(bool, drafts)), total, min(seconds, longest) - plain))
 
     def forget(self, sequence_id: str) -> None:
         self._chance.pop(sequence_id, None)
         self.drafter.forget(sequence_id)
 
 
-def worth(chance: float, price: float, most: int) -> int:
-    """The largest j with chance ** j >= price, at most `most`."""
-    if price <= 0.0:
-        return most
-    return max(0, min(most, int(math.log(price) / math.log(chance))))
+def worth(chance: float, fixed: float, each: float, most: int) -> int:
+    """How many drafts bring the most over their price, at most `most`; 0 if none do. Ones that cost nothing do."""
+    count = most if each <= 0.0 else max(0, min(most, int(math.log(each) / math.log(chance))))  # chance ** j >= each
+    brings = sum(chance**place for place in range(1, count + 1))
+    return count if brings >= fixed + count * each else 0
+
+
+def fit(steps: Iterable[tuple[int, int, float]]) -> tuple[float, float]:
+    """(fixed, each) that explain `seconds = streams * fixed + drafts * each` best, neither of them negative."""
+    ss = sd = dd = st = dt = 0.0
+    for streams, drafts, seconds in steps:
+        ss, sd, dd = ss + streams * streams, sd + streams * drafts, dd + drafts * drafts
+        st, dt = st + streams * seconds, dt + drafts * seconds
+    determinant = ss * dd - sd * sd
+    if determinant > 1e-9 * ss * dd:
+        fixed, each = (st * dd - dt * sd) / determinant, (dt * ss - st * sd) / determinant
+        if fixed >= 0.0 and each >= 0.0:
+            return fixed, each
+    # One of them alone, whichever leaves less unexplained. Always as many drafts a stream: their number says nothing.
+    return (max(0.0, st / ss), 0.0) if st * st / ss >= dt * dt / dd else (0.0, max(0.0, dt / dd))
 
 
 # ---- who guesses

@@ -29,7 +29,8 @@ class Batch:
     `token_ids` and `positions` are packed, one entry for each new token. The other lists have one entry for each
     sequence: `context_lens` counts the tokens whose KV is in pages AFTER this step (done + query_len), and
     `block_tables` holds the block ids that cover them in order (longer is fine). `logits_at` are indices into the
-    packed tokens whose logits are wanted, in the order wanted; it may be empty.
+    packed tokens whose logits are wanted, in the order wanted: none of a sequence in the middle of its prompt, the last
+    one of a sequence that decodes, several of one whose drafts are verified or whose prompt is scored.
     """
 
     token_ids: list[int]

@@ -31,7 +31,7 @@ def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody drafts as much as they may, whatever it costs here."""
-    monkeypatch.setattr(engine.speculation, "worth", lambda chance, price, most: most)
+    monkeypatch.setattr(engine.speculation, "worth", lambda chance, fixed, each, most: most)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

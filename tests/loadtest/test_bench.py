@@ -45,14 +45,14 @@ def folder() -> Any:
 
 
 @pytest.mark.timeout(180)
-def test_a_quick_run_measures_all_four_parts(folder: Path, tmp_path: Path) -> None:
+def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
     """Each part has rows, each row a ratio above zero within its middle half, and the conditions are told."""
     report_file = tmp_path / "report.json"
     process = start(folder, "--json", str(report_file))
     output, _ = process.communicate(timeout=170)
     assert process.returncode == 0, output
     report = json.loads(report_file.read_text())
-    assert list(report["sections"]) == ["step", "link", "hop", "ttft"]
+    assert list(report["sections"]) == ["step", "link", "hop", "ttft", "spec"]
     assert {"cpu", "cores", "torch", "threads"} <= report["conditions"].keys()
     for name, section in report["sections"].items():
         assert section["title"] in output

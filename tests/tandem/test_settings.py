@@ -1,0 +1,35 @@
+"""Promises of the settings: what makes no sense together is refused, with the setting and its bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem import settings
+from tandem.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"speculation": "draft"}, "draft_model"),
+        ({"draft_model": "small"}, "draft_model"),
+        ({"speculation": "ngram", "draft_model": "small"}, "draft_model"),
+        ({"speculation": "maybe"}, "speculation"),
+        ({"speculation_tokens": 0}, "speculation_tokens"),
+        ({"speculation_tokens": 33}, "speculation_tokens"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(given: dict[str, Any], field: str) -> None:
+    """A draft model without a use, drafting without one, an unknown kind, numbers out of range."""
+    with pytest.raises(SettingsError) as caught:
+        settings.load(model="m", **given)
+    assert caught.value.field == field
+
+
+def test_speculation_that_can_be_is_taken() -> None:
+    """Off by itself; a draft model exactly with `draft`."""
+    assert settings.load(model="m").speculation == "off"
+    assert settings.load(model="m", speculation="ngram", speculation_tokens=3).speculation_tokens == 3
+    assert settings.load(model="m", speculation="draft", draft_model="small").draft_model == "small"
