@@ -71,7 +71,10 @@ def inputs(step: Step) -> tuple[torch.Tensor, ...]:
 
 
 def record(model: Model) -> Replay:
-    """Records and proves. Raises Unrecordable."""
+    """Records and proves. Raises Unrecordable.
+
+    torch keeps what it has traced, weights included, until the process ends; a worker records once.
+    """
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
 
