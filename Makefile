@@ -20,7 +20,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 
 # The compiled operators; without a C++ compiler plain PyTorch serves, and says so.
-$(KERNELS): $(STAMP) engine/kernels/build.py engine/kernels/dots.h engine/kernels/ops.cpp
+$(KERNELS): $(STAMP) engine/kernels/build.py $(wildcard engine/kernels/*.h engine/kernels/*.cpp)
 	@$(BIN)/python -m engine.kernels.build || true
 	@touch $(KERNELS)
 

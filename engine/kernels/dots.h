@@ -23,6 +23,7 @@
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -188,6 +189,47 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
               Ahead ahead, float (*out)[COLS]) {
   if (rows == R) return dot_tile<D, R>(x, x_stride, w, length, ahead, out);
   if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
+}
+
+// out[r] = (sum over t of p[r][t] * v(t)) / total[r], for R rows and `dim` elements of v(t).
+template <typename T, int R, typename V>
+void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,
+                  const float* total, T* out, int64_t out_stride) {
+  constexpr int WIDE = 4;
+  int64_t d = 0;
+  for (; d + WIDE * LANES <= dim; d += WIDE * LANES) {
+    Vec sums[R][WIDE];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < WIDE; ++c) sums[r][c] = Vec(0.0f);
+    for (int64_t t = from; t < to; ++t) {
+      Vec values[WIDE];
+      const T* value = v(t) + d;
+      for (int c = 0; c < WIDE; ++c) values[c] = load(value + c * LANES);
+      for (int r = 0; r < R; ++r) {
+        const Vec weight(p[r * p_stride + t]);
+        for (int c = 0; c < WIDE; ++c) sums[r][c] = at::vec::fmadd(weight, values[c], sums[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < WIDE; ++c) put(sums[r][c] / Vec(total[r]), out + r * out_stride + d + c * LANES, LANES);
+  }
+  for (; d < dim; d += LANES) {
+    const int count = static_cast<int>(std::min<int64_t>(LANES, dim - d));
+    Vec sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
+    for (int64_t t = from; t < to; ++t) {
+      const Vec value = count == LANES ? load(v(t) + d) : load(v(t) + d, count);
+      for (int r = 0; r < R; ++r) sums[r] = at::vec::fmadd(Vec(p[r * p_stride + t]), value, sums[r]);
+    }
+    for (int r = 0; r < R; ++r) put(sums[r] / Vec(total[r]), out + r * out_stride + d, count);
+  }
+}
+
+template <typename T, int R = ROWS, typename V>
+void weighted_sums(int64_t rows, const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,
+                   const float* total, T* out, int64_t out_stride) {
+  if (rows == R) return weighted_sum<T, R>(p, p_stride, v, from, to, dim, total, out, out_stride);
+  if constexpr (R > 1) weighted_sums<T, R - 1>(rows, p, p_stride, v, from, to, dim, total, out, out_stride);
 }
 
 }  // namespace tandem

@@ -1,9 +1,18 @@
-// What the two source files share.
+// What the source files share.
+//
+// Sums of the operators `torch.ops.tandem.*` are in float32, in an order that depends on nothing but the token itself: a
+// token's result does not depend on what else is in the step, nor on whether it comes there alone or in a chunk.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace tandem {
+
+constexpr int64_t TASK_BYTES = 1 << 16;  // what one thread reads at least
+
+inline at::Tensor rows_of(const at::Tensor& t) {
+  return t.dim() > 0 && t.stride(-1) != 1 && t.size(-1) != 1 ? t.contiguous() : t;
+}
 
 // Types that the operators have.
 bool served(at::ScalarType type);

@@ -1,0 +1,255 @@
+// Matrix products: of linear layers, whose weights are packed into panels once, and of any other two matrices.
+#include "ops.h"
+
+#include "dots.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+namespace tandem {
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+
+constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the second cache while all columns pass
+
+// ---- any two matrices
+
+constexpr int64_t DISTANCE = 4;  // blocks of columns between the one in work and the one on its way from memory
+
+// y [m, n] = x [m, k] times w [n, k] transposed, plus bias. The weight is read block by block of four columns, in the
+// order in which it lies in memory, once for each panel of rows. The processor's own prefetching loses the thread at the
+// end of every short column, so while there are few rows each tile fetches its share of a later block: this is worth a
+// factor of two with one row.
+template <typename D, typename T>
+void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, int64_t w_row, const T* bias, T* y,
+                int64_t y_row, int64_t m, int64_t k, int64_t n) {
+  const int64_t row_bytes = std::max<int64_t>(1, k) * sizeof(typename D::X), block_bytes = COLS * w_row * sizeof(*w);
+  const int64_t panel = std::max<int64_t>(1, PANEL_BYTES / row_bytes / ROWS) * ROWS;
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / std::max<int64_t>(1, block_bytes * ((m + ROWS - 1) / ROWS)));
+  at::parallel_for(0, (n + COLS - 1) / COLS, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t top = 0; top < m; top += panel) {
+      const int64_t bottom = std::min(m, top + panel), tiles = (bottom - top + ROWS - 1) / ROWS;
+      const int64_t height = (bottom - top + tiles - 1) / tiles;
+      const int64_t lines = tiles > COLS ? 0 : (COLS + tiles - 1) / tiles;
+      const int64_t share = (block_bytes / tiles + LINE - 1) / LINE * LINE;
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * COLS;
+        const int count = static_cast<int>(std::min<int64_t>(COLS, n - first));
+        const typename D::W* columns[COLS];
+        float add[COLS] = {};
+        for (int c = 0; c < COLS; ++c) {
+          columns[c] = w + (first + std::min(c, count - 1)) * w_row;
+          if (bias != nullptr) add[c] = static_cast<float>(bias[first + std::min(c, count - 1)]);
+        }
+        const char* later = reinterpret_cast<const char*>(w) + (block + DISTANCE) * block_bytes;
+        for (int64_t row = top; row < bottom; row += height, later += share) {
+          const int rows = static_cast<int>(std::min(height, bottom - row));
+          float sums[ROWS][COLS];
+          dot_rows<D>(rows, x + row * x_row, x_row, columns, k, {later, lines}, sums);
+          for (int r = 0; r < rows; ++r) {
+            for (int c = 0; c < COLS; ++c) sums[r][c] += add[c];
+            put_row(sums[r], count, y + (row + r) * y_row + first);
+          }
+        }
+      }
+    }
+  });
+}
+
+// y [m, n] = x [m, k] times w [k, n].
+template <typename T>
+void by_rows(const float* x, int64_t x_row, const T* w, int64_t w_row, T* y, int64_t y_row, int64_t m, int64_t k,
+             int64_t n) {
+  constexpr int64_t WIDTH = 4 * LANES;
+  const std::vector<float> one(ROWS, 1.0f);
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / std::max<int64_t>(1, WIDTH * k * sizeof(T)));
+  at::parallel_for(0, (n + WIDTH - 1) / WIDTH, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t row = 0; row < m; row += ROWS) {
+        const int64_t first = block * WIDTH;
+        const auto line = [&](int64_t t) { return w + t * w_row + first; };
+        weighted_sums<T>(std::min<int64_t>(ROWS, m - row), x + row * x_row, x_row, line, 0, k,
+                         std::min(WIDTH, n - first), one.data(), y + row * y_row + first, y_row);
+      }
+  });
+}
+
+}  // namespace
+
+bool served(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16; }
+
+void product(const Tensor& x, const Tensor& w, const Tensor& bias, Tensor& y) {
+  const int64_t m = x.size(0), k = x.size(1), n = w.size(1);
+  if (m == 0 || n == 0) return;
+  const bool columns = w.stride(0) == 1 || k == 1, lines = !columns && w.stride(1) == 1;
+  const Tensor fit = columns || lines ? w : w.contiguous();
+  const auto run = [&](auto* into) {
+    using T = std::remove_pointer_t<decltype(into)>;
+    using D = std::conditional_t<std::is_same_v<T, float>, Widened<float>, Bf16>;
+    using X = typename D::X;
+    if (columns) {
+      const Tensor rows = rows_of(x).to(c10::CppTypeToScalarType<X>::value);
+      by_columns<D>(rows.const_data_ptr<X>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(1),
+                    bias.defined() ? bias.const_data_ptr<T>() : nullptr, into, y.stride(0), m, k, n);
+    } else {
+      const Tensor rows = rows_of(x).to(at::kFloat);
+      by_rows(rows.const_data_ptr<float>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(0), into, y.stride(0), m,
+              k, n);
+    }
+  };
+  y.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+}
+
+namespace {
+
+// ---- linear layers
+
+// Weights are packed once, into panels of PANEL columns: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up
+// with zeros. A panel is read from front to back, so a decode step streams through memory in one direction. Every sum
+// goes along k in order, in a lane of its own: its bits do not depend on the other rows, nor on how a tile is cut.
+constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
+
+template <typename D>
+int64_t packed_size(int64_t n, int64_t k) {
+  return (n + PANEL - 1) / PANEL * PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+}
+
+template <typename D>
+void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
+  const int64_t groups = (k + D::GROUP - 1) / D::GROUP;
+  at::parallel_for(0, (n + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t group = 0; group < groups; ++group)
+        for (int64_t column = 0; column < PANEL; ++column)
+          for (int64_t i = 0; i < D::GROUP; ++i) {
+            const int64_t row = panel * PANEL + column, at = group * D::GROUP + i;
+            out[((panel * groups + group) * PANEL + column) * D::GROUP + i] =
+                row < n && at < k ? w[row * k + at] : typename D::W(0.0f);
+          }
+  });
+}
+
+// R rows of x times one panel.
+template <typename D, int R, typename T>
+void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y, int64_t stride,
+                int64_t columns) {
+  Vec sums[R][COLS];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+  const auto step = [&](int64_t group, int64_t count) {
+    const typename D::W* at = panel + group * PANEL * D::GROUP;
+    decltype(D::get(panel)) w[COLS];
+    for (int c = 0; c < COLS; ++c) {
+      w[c] = D::get(at + c * LANES * D::GROUP);
+      __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
+    }
+    for (int r = 0; r < R; ++r) {
+      const auto value = D::spread(x + r * k + group * D::GROUP, count);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
+    }
+  };
+  const int64_t whole = k / D::GROUP;
+  for (int64_t group = 0; group < whole; ++group) step(group, D::GROUP);
+  if (whole * D::GROUP < k) step(whole, k - whole * D::GROUP);
+  for (int c = 0; c < COLS; ++c) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    Vec add(0.0f);
+    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
+    for (int r = 0; r < R; ++r) put(bias == nullptr ? sums[r][c] : sums[r][c] + add, y + r * stride + c * LANES, count);
+  }
+}
+
+template <typename D, typename T, int R = ROWS>
+void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y,
+                int64_t stride, int64_t columns) {
+  if (rows == R) return panel_tile<D, R, T>(x, k, panel, bias, y, stride, columns);
+  if constexpr (R > 1) panel_rows<D, T, R - 1>(rows, x, k, panel, bias, y, stride, columns);
+}
+
+template <typename D, typename T>
+void linear_rows(const typename D::X* x, const typename D::W* packed, const T* bias, T* y, int64_t m, int64_t k,
+                 int64_t n) {
+  const int64_t panels = (n + PANEL - 1) / PANEL, threads = at::get_num_threads();
+  const int64_t panel_size = PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+  // Few panels are shared out with their rows, so that every thread has work.
+  const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
+  const int64_t part = (m + parts - 1) / parts;
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size * static_cast<int64_t>(sizeof(typename D::W)) +
+                                                           part * k * static_cast<int64_t>(sizeof(float))));
+  at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task / parts, first = panel * PANEL, from = task % parts * part;
+      const int64_t rows = std::min(part, m - from);
+      if (rows <= 0) continue;
+      const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
+      for (int64_t row = from; row < from + rows; row += height)
+        panel_rows<D, T>(std::min(height, from + rows - row), x + row * k, k, packed + panel * panel_size,
+                         bias == nullptr ? nullptr : bias + first, y + row * n + first, n, n - first);
+    }
+  });
+}
+
+// weight [n, k] in panels, to be used by `linear`; flat.
+Tensor pack(const Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && served(weight.scalar_type()), "tandem::pack wants a matrix of float32 or bfloat16");
+  const Tensor from = weight.contiguous();
+  const int64_t n = from.size(0), k = from.size(1);
+  if (from.scalar_type() == at::kFloat) {
+    Tensor out = at::empty({packed_size<Widened<float>>(n, k)}, from.options());
+    pack_panels<Widened<float>>(from.const_data_ptr<float>(), n, k, out.data_ptr<float>());
+    return out;
+  }
+  Tensor out = at::empty({packed_size<Bf16>(n, k)}, from.options());
+  pack_panels<Bf16>(from.const_data_ptr<BFloat16>(), n, k, out.data_ptr<BFloat16>());
+  return out;
+}
+
+// x [..., k] times a packed weight [n, k] transposed, plus bias [n].
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k) {
+  TORCH_CHECK(x.size(-1) == k && x.scalar_type() == packed.scalar_type() && served(packed.scalar_type()),
+              "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weight ", n, " x ", k, " of ",
+              packed.scalar_type());
+  TORCH_CHECK(!bias.has_value() || (bias->scalar_type() == packed.scalar_type() && bias->is_contiguous()),
+              "tandem::linear wants a bias of the weight's type");
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = n;
+  Tensor y = at::empty(sizes, x.options());
+  const int64_t m = n == 0 ? 0 : y.numel() / n;
+  const Tensor rows = x.contiguous();
+  if (packed.scalar_type() == at::kFloat) {
+    TORCH_CHECK(packed.numel() == packed_size<Widened<float>>(n, k), "tandem::linear: not packed for this size");
+    linear_rows<Widened<float>>(rows.const_data_ptr<float>(), packed.const_data_ptr<float>(),
+                                bias.has_value() ? bias->const_data_ptr<float>() : nullptr, y.data_ptr<float>(), m, k,
+                                n);
+  } else {
+    TORCH_CHECK(packed.numel() == packed_size<Bf16>(n, k), "tandem::linear: not packed for this size");
+    const Tensor fit = rows.to(c10::CppTypeToScalarType<Bf16::X>::value);
+    linear_rows<Bf16>(fit.const_data_ptr<Bf16::X>(), packed.const_data_ptr<BFloat16>(),
+                      bias.has_value() ? bias->const_data_ptr<BFloat16>() : nullptr, y.data_ptr<BFloat16>(), m, k, n);
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace tandem
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def("pack(Tensor weight) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("pack", &tandem::pack);
+  m.impl("linear", &tandem::linear);
+}
