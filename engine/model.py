@@ -19,13 +19,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, mla, probe, selfcheck, weights
+from engine import attention, flat, mla, probe, selfcheck
+from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
-from engine.kernels import REFERENCE, exact, modules, serving
+from engine.kernels import REFERENCE, exact, modules, quantised, serving
 from engine.pages import Pages, block_bytes, layout_of
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
-from tandem.errors import CheckpointRefused
+from tandem.errors import CheckpointRefused, SettingsError
+
+CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class Model:
         self.block_size = block_size
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
-        self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.weights = CHECKPOINT  # or the format that their products have
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
         self._keeps_logits = "logits_to_keep" in accepted
@@ -80,23 +83,25 @@ class Model:
         max_model_len: int | None = None,
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
+        weights: str = CHECKPOINT,
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `kernels` "reference" leaves the compiled operators out. `progress` receives a line for each stage.
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `weights` is the format of
+        engine.kernels.quantised that the products' weights are rounded to. `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
-        the config's.
+        the config's and for `weights` that cannot be here.
         """
         say = progress if progress is not None else log.info
-        folder = weights.resolve(path)
-        files = weights.check_folder(folder)
+        folder = files_on_disk.resolve(path)
+        files = files_on_disk.check_folder(folder)
         config = _read_config(folder)
         limit = max_length(config, max_model_len)
         check_positions(config, limit)
         say(f"fingerprint of {len(files)} weight files")
-        fingerprint = weights.fingerprint(folder, files)
+        fingerprint = files_on_disk.fingerprint(folder, files)
         say(f"loading {config.model_type} from {folder}")
         module = _load_module(folder, config, dtype, device)
         latent = mla.use_latent_pages(module)
@@ -112,12 +117,46 @@ class Model:
             block_size=block_size,
             kernels=serving(device) if kernels == "auto" else REFERENCE,
         )
+        if weights != CHECKPOINT:
+            say(model.quantise(weights))
         if model.kernels != REFERENCE:
             modules.prepare(module)
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
         say(f"step: {model.record()}")
         return model
+
+    def quantise(self, format: str) -> str:
+        """Rounds the products' weights to a format, and drops what they were; says what that saved.
+
+        The fingerprint changes with it: KV of other weights is other KV.
+        """
+        if format == "bf16" and self.dtype == torch.bfloat16:
+            return "weights: bf16, as they are"
+        if self.kernels == REFERENCE:
+            raise SettingsError(
+                f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
+                " (`python -m engine.kernels.build`)",
+                field="weights",
+                bound=CHECKPOINT,
+            )
+        before = self.weight_bytes
+        count = quantised.apply(self.module, format)
+        self.weights, self.fingerprint = format, f"{self.fingerprint}-{format}"
+        return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {self.weight_bytes / 2**20:.0f}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are served; what is packed a second time for speed is not counted."""
+        own = sum(each.nbytes for each in self.module.parameters() if not quantised.is_nothing(each))
+        return own + sum(codes.nbytes for codes in quantised.codes_in(self.module))
+
+    @property
+    def step_bytes(self) -> int:
+        """Which of them every step reads: not an embedding that is only looked up."""
+        table = self.module.get_input_embeddings().weight
+        head = getattr(self.module.get_output_embeddings(), "weight", None)
+        return self.weight_bytes - (0 if head is table else table.nbytes)
 
     def self_check(self) -> selfcheck.Report:
         """Compares the paged path with plain eager attention on random prompts; leaves the model on the paged path.
@@ -187,11 +226,13 @@ class Model:
         """Switches to the paged path; the state in which the model serves."""
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
+        quantised.switch(self.module, on=True)
 
     def use_eager_attention(self) -> None:
         """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
         probe.switch(self.module, "eager")
         modules.switch(self.module, False)
+        quantised.switch(self.module, on=False)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -297,23 +297,30 @@ struct Scales {
   int64_t count, pairs;  // groups, and pairs of neighbours in each
 };
 
-// Adds to `totals` R rows of x times one group of a panel: pairs from `begin` to `end`, and where `tail` says so the last
-// neighbour that has no other. A function of its own, or the compiler runs out of registers.
+// Adds R rows of x times one panel to `totals`, group by group. A function of its own, with the totals in memory, or the
+// compiler runs out of registers for the sums.
 template <typename D, int R, typename S>
-__attribute__((noinline)) void group_tile(const typename D::X* x, int64_t k, const uint8_t* panel, int64_t begin,
-                                          int64_t end, bool tail, const float* scales, float (*totals)[PANEL]) {
+__attribute__((noinline)) void group_tiles(const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales,
+                                           float (*totals)[PANEL]) {
   const S source(panel);
-  Vec sums[R][COLS];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
-  for (int64_t pair = begin; pair < end; ++pair) D::template step<2>(x + 2 * pair, k, source(pair), sums);
-  if (tail) D::template step<1>(x + 2 * end, k, source(end), sums);
-  for (int c = 0; c < COLS; ++c) {
-    const Vec scale = load(scales + c * LANES);
-    for (int r = 0; r < R; ++r) {
-      float* total = totals[r] + c * LANES;
-      at::vec::fmadd(sums[r][c], scale, load(total)).store(total);
+  const int64_t whole = k / 2;
+  const float* of_group = scales.of_panel;
+  for (int64_t begin = 0, group = 0; group < scales.count; ++group, of_group += PANEL) {
+    Vec sums[R][COLS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+    const int64_t end = std::min(whole, begin + scales.pairs);
+    for (; begin < end; ++begin) D::template step<2>(x + 2 * begin, k, source(begin), sums);
+    if (2 * end + 1 == k && group == scales.count - 1) D::template step<1>(x + 2 * end, k, source(end), sums);
+    asm volatile("" ::: "memory");  // the totals stay where they are
+    for (int c = 0; c < COLS; ++c) {
+      const Vec scale = load(of_group + c * LANES);
+      for (int r = 0; r < R; ++r) {
+        float* total = totals[r] + c * LANES;
+        at::vec::fmadd(sums[r][c], scale, load(total)).store(total);
+      }
     }
+    asm volatile("" ::: "memory");
   }
 }
 
@@ -322,12 +329,7 @@ template <typename D, int R, typename S, typename T>
 void tile(const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales, const T* bias, T* y,
           int64_t stride, int64_t columns) {
   alignas(LINE) float totals[R][PANEL] = {};
-  const int64_t whole = k / 2;
-  for (int64_t group = 0; group < scales.count; ++group) {
-    const bool last = group == scales.count - 1;
-    group_tile<D, R, S>(x, k, panel, group * scales.pairs, last ? whole : (group + 1) * scales.pairs, last && k % 2 == 1,
-                        scales.of_panel + group * PANEL, totals);
-  }
+  group_tiles<D, R, S>(x, k, panel, scales, totals);
   for (int c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
