@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, mla, probe, selfcheck
+from engine import attention, flat, foreign, mla, probe, selfcheck
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, quantised, serving
@@ -100,10 +100,16 @@ class Model:
         config = _read_config(folder)
         limit = max_length(config, max_model_len)
         check_positions(config, limit)
+        method = foreign.check(config)
+        if method is not None and weights != CHECKPOINT:
+            raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
         say(f"fingerprint of {len(files)} weight files")
         fingerprint = files_on_disk.fingerprint(folder, files)
         say(f"loading {config.model_type} from {folder}")
         module = _load_module(folder, config, dtype, device)
+        served_by = serving(device) if kernels == "auto" else REFERENCE
+        if method is not None:
+            say(foreign.adopt(module, compiled=served_by != REFERENCE))
         latent = mla.use_latent_pages(module)
         facts = probe.learn_facts(module)
         say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
@@ -115,8 +121,10 @@ class Model:
             dtype=dtype,
             device=device,
             block_size=block_size,
-            kernels=serving(device) if kernels == "auto" else REFERENCE,
+            kernels=served_by,
         )
+        if method is not None:
+            model.weights = method
         if weights != CHECKPOINT:
             say(model.quantise(weights))
         if model.kernels != REFERENCE:
@@ -143,7 +151,9 @@ class Model:
         before = self.weight_bytes
         count = quantised.apply(self.module, format)
         self.weights, self.fingerprint = format, f"{self.fingerprint}-{format}"
-        return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {self.weight_bytes / 2**20:.0f}"
+        return (
+            f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {self.weight_bytes / 2**20:.0f}"
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -154,8 +164,9 @@ class Model:
     @property
     def step_bytes(self) -> int:
         """Which of them every step reads: not an embedding that is only looked up."""
-        table = self.module.get_input_embeddings().weight
-        head = getattr(self.module.get_output_embeddings(), "weight", None)
+        module: Any = self.module  # transformers' accessors are not typed
+        table: torch.Tensor = module.get_input_embeddings().weight
+        head = getattr(module.get_output_embeddings(), "weight", None)
         return self.weight_bytes - (0 if head is table else table.nbytes)
 
     def self_check(self) -> selfcheck.Report:
@@ -269,6 +280,7 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
+    foreign.check_keys(sorted(map(str, report.get("unexpected_keys") or ())))
     ready: PreTrainedModel = module.to(device).eval()
     return ready
 

@@ -15,8 +15,8 @@ a prompt is the median over its positions, and it is held against twice what rou
 between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
 families in bfloat16: correct paths have 0.1 to 0.7 of that noise, ignored windows and forgotten pasts gaps above 1.7.)
 
-Quantised products are held against torch's with the weights that their codes stand for, in the same float32: this checks
-the path, and says nothing about what the rounding of the weights does to the answers (`python -m loadtest.quality`).
+Quantised products are held against torch's with the weights that their codes stand for, in float32: this checks the
+path, and says nothing about what the rounding of the weights does to the answers (`python -m loadtest.quality`).
 
 What it cannot see is what its prompts do not reach. One prompt is longer than the smallest window or chunk where that
 is affordable; `Report.window_reached` says whether it was.
