@@ -52,6 +52,24 @@ struct Reach {
 
 int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
+// e to the power of x, as exact as the weights that are made of it.
+template <typename W>
+Vec power(Vec x) {
+  if constexpr (std::is_same_v<W, float>) return x.exp();
+  return x.exp_u20();
+}
+
+void put_weights(Vec weights, float* to) { weights.store(to); }
+
+void put_weights(Vec weights, BFloat16* to) {
+#ifdef TANDEM_BF16_DOT
+  const __m256bh narrow = _mm512_cvtneps_pbh(weights);
+  std::memcpy(to, &narrow, sizeof(narrow));
+#else
+  put(weights, to, LANES);
+#endif
+}
+
 // Turns logits[from..to) into `weights`, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
 // the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
 // position, so that the order of the sum does not depend on what else the task holds.
@@ -68,19 +86,15 @@ float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling
   std::fill(logits + begin, logits + from, NONE);
   std::fill(logits + to, logits + end, NONE);
   Vec highest(NONE);
-  for (int64_t t = begin; t < end; t += LANES) {
-    const Vec scaled = load(logits + t) * Vec(scaling);
-    scaled.store(logits + t);
-    highest = at::vec::maximum(highest, scaled);
-  }
+  for (int64_t t = begin; t < end; t += LANES) highest = at::vec::maximum(highest, load(logits + t));
   float lanes[LANES];
-  highest.store(lanes);
+  (highest * Vec(scaling)).store(lanes);
   float top = sink == nullptr ? NONE : *sink;
   for (int i = 0; i < LANES; ++i) top = std::isnan(lanes[i]) ? lanes[i] : std::max(top, lanes[i]);
   Vec sums(0.0f);
   for (int64_t t = begin; t < end; t += LANES) {
-    const Vec weight = (load(logits + t) - Vec(top)).exp();
-    put(weight, weights + t, LANES);
+    const Vec weight = power<W>(at::vec::fmsub(load(logits + t), Vec(scaling), Vec(top)));
+    put_weights(weight, weights + t);
     sums = sums + weight;
   }
   sums.store(lanes);
