@@ -247,7 +247,7 @@ void logits_of(int64_t rows, const typename D::X* x, int64_t dim, int64_t stride
   Vec sums[R][COLS];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
-  add_panel<D, R, false>(x, stride, dim, panel, sums);
+  add_panel<D, R, Fetch::NOTHING>(x, stride, dim, panel, nullptr, sums);
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c].store(out + r * room + c * LANES);
 }
