@@ -117,9 +117,10 @@ def main(arguments: list[str]) -> int:
         print(f"{CHECKPOINT:<12} {before.weight_bytes / 2**20:>8.2f}")
         for name in formats:
             one = compare(before, load(name), tokens)
+            more = one.loss - one.loss_before
             print(
                 f"{name:<12} {one.weight_bytes / 2**20:>8.2f} {one.same_token:>10.2%} {one.divergence:>9.5f}"
-                f" {one.loss:>7.4f}  {one.loss - one.loss_before:+.4f} of {one.loss_before:.4f} over {one.positions} tokens"
+                f" {one.loss:>7.4f}  {more:+.4f} of {one.loss_before:.4f} over {one.positions} tokens"
             )
     except TandemError as error:
         print(error, file=sys.stderr)
