@@ -306,6 +306,9 @@ class Worker(_Dict):
     blocks_held: int
     """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
     heartbeat_age: float
+    weights: str = ""
+    """Format of the weights of its products: checkpoint, or what they were rounded to; empty of a router."""
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +437,8 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         blocks_total=worker.blocks_total,
         blocks_held=worker.blocks_held,
         heartbeat_age=worker.heartbeat_age_seconds,
+        weights=worker.weights,
+        weight_bytes=worker.weight_bytes,
     )
 
 

@@ -171,6 +171,8 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         blocks_total=record.blocks_total,
         blocks_held=record.blocks_held,
         heartbeat_age_seconds=record.age(),
+        weights=record.weights,
+        weight_bytes=record.weight_bytes,
     )
 
 
