@@ -70,6 +70,9 @@ def up(
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="What KV is kept and moved in: auto, int8 or fp8. [default: auto]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,

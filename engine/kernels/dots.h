@@ -22,6 +22,7 @@
 
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -55,6 +56,37 @@ inline Vec load(const c10::BFloat16* from, int count) {
   return load(padded);
 }
 
+// Elements of quantised KV, widened exactly. An fp8 of ours is never subnormal (engine/quantised.py): its exponent counts
+// from 7 and those of float and bfloat16 from 127, so all but zero differ by 120 steps of it.
+using Fp8 = c10::Float8_e4m3fn;
+
+#if defined(CPU_CAPABILITY_AVX512)
+inline Vec load(const int8_t* from) {
+  return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+}
+
+inline Vec load(const Fp8* from) {
+  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(wide, 20), _mm512_set1_epi32(0x87f00000));
+  const __mmask16 some = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7fffffff));
+  return Vec(_mm512_castsi512_ps(_mm512_mask_add_epi32(bits, some, bits, _mm512_set1_epi32(120 << 23))));
+}
+#else
+template <typename T, std::enable_if_t<sizeof(T) == 1, int> = 0>
+Vec load(const T* from) {
+  float lanes[LANES];
+  for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(from[i]);
+  return Vec::loadu(lanes);
+}
+#endif
+
+template <typename T, std::enable_if_t<sizeof(T) == 1, int> = 0>
+Vec load(const T* from, int count) {
+  T padded[LANES] = {};
+  std::memcpy(padded, from, count);
+  return load(static_cast<const T*>(padded));
+}
+
 inline void put(const Vec& from, float* to, int64_t count) { from.store(to, static_cast<int>(count)); }
 
 inline void put(const Vec& from, c10::BFloat16* to, int64_t count) {
@@ -85,9 +117,23 @@ struct Widened {  // both in float32; a bfloat16 column is widened as it is read
 };
 
 #ifdef TANDEM_BF16_DOT
-struct Pairs {  // pairs of bfloat16 by one instruction
+inline __m512i bf16_bits(const c10::BFloat16* from) { return _mm512_loadu_si512(from); }
+
+inline __m512i bf16_bits(const int8_t* from) {
+  return (__m512i)_mm512_cvtne2ps_pbh(load(from + LANES), load(from));
+}
+
+inline __m512i bf16_bits(const Fp8* from) {
+  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
+  const __mmask32 some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
+  return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(120 << 7));
+}
+
+template <typename W_>
+struct Pairs {  // pairs of bfloat16 by one instruction; a quantised column is widened as it is read
   using X = c10::BFloat16;
-  using W = c10::BFloat16;
+  using W = W_;
   static constexpr int STEP = 2 * LANES;
   static constexpr int GROUP = 2;
   static __m512bh spread(const c10::BFloat16* from, int64_t count) {
@@ -95,20 +141,30 @@ struct Pairs {  // pairs of bfloat16 by one instruction
     std::memcpy(&pair, from, count * sizeof(c10::BFloat16));
     return (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
   }
-  static __m512bh get(const c10::BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  template <typename T>
+  static __m512bh get(const T* from) { return (__m512bh)bf16_bits(from); }
   static __m512bh get(const c10::BFloat16* from, int count) {
     return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
+  }
+  template <typename T>
+  static __m512bh get(const T* from, int count) {
+    T padded[STEP] = {};
+    std::memcpy(padded, from, count * sizeof(T));
+    return (__m512bh)bf16_bits(padded);
   }
   static Vec dot(__m512bh x, __m512bh w, Vec sum) { return Vec(_mm512_dpbf16_ps(sum, x, w)); }
 };
 #endif
 
-// What bfloat16 columns are multiplied with here.
+// How rows that came as bfloat16 are multiplied with columns of W here.
 #ifdef TANDEM_BF16_DOT
-using Bf16 = Pairs;
+template <typename W>
+using Bf16With = Pairs<W>;
 #else
-using Bf16 = Widened<c10::BFloat16>;
+template <typename W>
+using Bf16With = Widened<W>;
 #endif
+using Bf16 = Bf16With<c10::BFloat16>;
 
 // The sums of the lanes of four vectors.
 inline void sum_lanes(const Vec (&v)[COLS], float* out) {
@@ -203,7 +259,7 @@ void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, in
       for (int c = 0; c < WIDE; ++c) sums[r][c] = Vec(0.0f);
     for (int64_t t = from; t < to; ++t) {
       Vec values[WIDE];
-      const T* value = v(t) + d;
+      const auto* value = v(t) + d;
       for (int c = 0; c < WIDE; ++c) values[c] = load(value + c * LANES);
       for (int r = 0; r < R; ++r) {
         const Vec weight(p[r * p_stride + t]);
