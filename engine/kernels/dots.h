@@ -56,37 +56,6 @@ inline Vec load(const c10::BFloat16* from, int count) {
   return load(padded);
 }
 
-// Elements of quantised KV, widened exactly. An fp8 of ours is never subnormal (engine/quantised.py): its exponent counts
-// from 7 and those of float and bfloat16 from 127, so all but zero differ by 120 steps of it.
-using Fp8 = c10::Float8_e4m3fn;
-
-#if defined(CPU_CAPABILITY_AVX512)
-inline Vec load(const int8_t* from) {
-  return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
-}
-
-inline Vec load(const Fp8* from) {
-  const __m512i wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m512i bits = _mm512_and_si512(_mm512_slli_epi32(wide, 20), _mm512_set1_epi32(0x87f00000));
-  const __mmask16 some = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7fffffff));
-  return Vec(_mm512_castsi512_ps(_mm512_mask_add_epi32(bits, some, bits, _mm512_set1_epi32(120 << 23))));
-}
-#else
-template <typename T, std::enable_if_t<sizeof(T) == 1, int> = 0>
-Vec load(const T* from) {
-  float lanes[LANES];
-  for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(from[i]);
-  return Vec::loadu(lanes);
-}
-#endif
-
-template <typename T, std::enable_if_t<sizeof(T) == 1, int> = 0>
-Vec load(const T* from, int count) {
-  T padded[LANES] = {};
-  std::memcpy(padded, from, count);
-  return load(static_cast<const T*>(padded));
-}
-
 inline void put(const Vec& from, float* to, int64_t count) { from.store(to, static_cast<int>(count)); }
 
 inline void put(const Vec& from, c10::BFloat16* to, int64_t count) {
@@ -117,23 +86,9 @@ struct Widened {  // both in float32; a bfloat16 column is widened as it is read
 };
 
 #ifdef TANDEM_BF16_DOT
-inline __m512i bf16_bits(const c10::BFloat16* from) { return _mm512_loadu_si512(from); }
-
-inline __m512i bf16_bits(const int8_t* from) {
-  return (__m512i)_mm512_cvtne2ps_pbh(load(from + LANES), load(from));
-}
-
-inline __m512i bf16_bits(const Fp8* from) {
-  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
-  const __mmask32 some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
-  return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(120 << 7));
-}
-
-template <typename W_>
-struct Pairs {  // pairs of bfloat16 by one instruction; a quantised column is widened as it is read
+struct Pairs {  // pairs of bfloat16 by one instruction
   using X = c10::BFloat16;
-  using W = W_;
+  using W = c10::BFloat16;
   static constexpr int STEP = 2 * LANES;
   static constexpr int GROUP = 2;
   static __m512bh spread(const c10::BFloat16* from, int64_t count) {
@@ -141,30 +96,20 @@ struct Pairs {  // pairs of bfloat16 by one instruction; a quantised column is w
     std::memcpy(&pair, from, count * sizeof(c10::BFloat16));
     return (__m512bh)_mm512_set1_epi32(static_cast<int>(pair));
   }
-  template <typename T>
-  static __m512bh get(const T* from) { return (__m512bh)bf16_bits(from); }
+  static __m512bh get(const c10::BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
   static __m512bh get(const c10::BFloat16* from, int count) {
     return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
-  }
-  template <typename T>
-  static __m512bh get(const T* from, int count) {
-    T padded[STEP] = {};
-    std::memcpy(padded, from, count * sizeof(T));
-    return (__m512bh)bf16_bits(padded);
   }
   static Vec dot(__m512bh x, __m512bh w, Vec sum) { return Vec(_mm512_dpbf16_ps(sum, x, w)); }
 };
 #endif
 
-// How rows that came as bfloat16 are multiplied with columns of W here.
+// What bfloat16 columns are multiplied with here.
 #ifdef TANDEM_BF16_DOT
-template <typename W>
-using Bf16With = Pairs<W>;
+using Bf16 = Pairs;
 #else
-template <typename W>
-using Bf16With = Widened<W>;
+using Bf16 = Widened<c10::BFloat16>;
 #endif
-using Bf16 = Bf16With<c10::BFloat16>;
 
 // The sums of the lanes of four vectors.
 inline void sum_lanes(const Vec (&v)[COLS], float* out) {
@@ -247,6 +192,31 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
   if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
 }
 
+// A panel is PANEL columns side by side, as [k / GROUP][PANEL][GROUP]: each sum goes along k in order, in a lane of its own.
+constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
+
+// sums[r] += x[r] times a panel, for R rows of `k` elements; AHEAD also fetches what lies behind in memory. Always inline:
+// the sums are to stay in registers.
+template <typename D, int R, bool AHEAD>
+[[gnu::always_inline]] inline void add_panel(const typename D::X* x, int64_t stride, int64_t k, const typename D::W* panel, Vec (&sums)[R][COLS]) {
+  const auto step = [&](int64_t group, int64_t count) {
+    const typename D::W* at = panel + group * PANEL * D::GROUP;
+    decltype(D::get(panel)) w[COLS];
+    for (int c = 0; c < COLS; ++c) {
+      w[c] = D::get(at + c * LANES * D::GROUP);
+      if constexpr (AHEAD) __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
+    }
+    for (int r = 0; r < R; ++r) {
+      const auto value = D::spread(x + r * stride + group * D::GROUP, count);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
+    }
+  };
+  const int64_t whole = k / D::GROUP;
+  for (int64_t group = 0; group < whole; ++group) step(group, D::GROUP);
+  if (whole * D::GROUP < k) step(whole, k - whole * D::GROUP);
+}
+
 // out[r] = (sum over t of p[r][t] * v(t)) / total[r], for R rows and `dim` elements of v(t).
 template <typename T, int R, typename V>
 void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,
@@ -259,7 +229,7 @@ void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, in
       for (int c = 0; c < WIDE; ++c) sums[r][c] = Vec(0.0f);
     for (int64_t t = from; t < to; ++t) {
       Vec values[WIDE];
-      const auto* value = v(t) + d;
+      const T* value = v(t) + d;
       for (int c = 0; c < WIDE; ++c) values[c] = load(value + c * LANES);
       for (int r = 0; r < R; ++r) {
         const Vec weight(p[r * p_stride + t]);
