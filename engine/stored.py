@@ -24,6 +24,7 @@ from engine.quantised import dequantise, step_of
 from tandem.errors import CheckpointRefused
 
 NAME = "stored_kv"
+EAGER = "eager_attention_forward"  # what the files of transformers' models call theirs
 
 
 class Stored:
@@ -87,7 +88,7 @@ def _attention(
 ) -> Any:
     if expander(module) is None:
         key, value = _running[-1].take(key, value)
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[type(module).__module__], EAGER, None)
     if eager is None:
         raise CheckpointRefused(
             f"{type(module).__name__} has no eager attention of its own to check quantised KV against; "

@@ -22,7 +22,6 @@
 
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
-#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
 #include <cstdint>
