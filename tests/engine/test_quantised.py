@@ -339,6 +339,19 @@ def test_handed_over_blocks_continue_exactly(checkpoint: Callable[[str], Path]) 
         assert tokens[len(prompt) :] == drive(model, [prompt])[0][0]
 
 
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots_of_wrong_drafts_are_written_again(kv: str, checkpoint: Callable[[str], Path]) -> None:
+    """Elements and scales of tokens that were not taken leave nothing behind."""
+    model = load(checkpoint("tiny-qwen3-sliding"), kv)
+    prompt, table = random_prompts(model.vocab_size)[1], list(range(9))[::-1]
+    found = []
+    for drafts in ([], [3, 1, 4, 1, 5]):
+        pages = model.allocate(9, BLOCK_SIZE)
+        model.forward(pages, pack([(prompt + drafts, 0, table)]))
+        found.append([model.forward(pages, pack([([*prompt, 7, 9, 8], at, table)])) for at in (len(prompt),)])
+    assert all(map(torch.equal, *found))
+
+
 # ---- the self-check keeps its power
 
 
