@@ -56,6 +56,24 @@ struct Reach {
 
 int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
+// e to the power of x, as exact as the weights that are made of it.
+template <typename W>
+Vec power(Vec x) {
+  if constexpr (std::is_same_v<W, float>) return x.exp();
+  return x.exp_u20();
+}
+
+void put_weights(Vec weights, float* to) { weights.store(to); }
+
+void put_weights(Vec weights, BFloat16* to) {
+#ifdef TANDEM_BF16_DOT
+  const __m256bh narrow = _mm512_cvtneps_pbh(weights);
+  std::memcpy(to, &narrow, sizeof(narrow));
+#else
+  put(weights, to, LANES);
+#endif
+}
+
 // Turns logits[from..to) into `weights`, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
 // the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
 // position, so that the order of the sum does not depend on what else the task holds. Of quantised tokens, `by_key` are
@@ -75,19 +93,15 @@ float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling
   std::fill(logits + begin, logits + from, NONE);
   std::fill(logits + to, logits + end, NONE);
   Vec highest(NONE);
-  for (int64_t t = begin; t < end; t += LANES) {
-    const Vec scaled = load(logits + t) * Vec(scaling);
-    scaled.store(logits + t);
-    highest = at::vec::maximum(highest, scaled);
-  }
+  for (int64_t t = begin; t < end; t += LANES) highest = at::vec::maximum(highest, load(logits + t));
   float lanes[LANES];
-  highest.store(lanes);
+  (highest * Vec(scaling)).store(lanes);
   float top = sink == nullptr ? NONE : *sink;
   for (int i = 0; i < LANES; ++i) top = std::isnan(lanes[i]) ? lanes[i] : std::max(top, lanes[i]);
   Vec sums(0.0f);
   for (int64_t t = begin; t < end; t += LANES) {
-    const Vec weight = (load(logits + t) - Vec(top)).exp();
-    put(SCALED ? weight * load(by_value + t) : weight, weights + t, LANES);
+    const Vec weight = power<W>(at::vec::fmsub(load(logits + t), Vec(scaling), Vec(top)));
+    put_weights(SCALED ? weight * load(by_value + t) : weight, weights + t);
     sums = sums + weight;
   }
   sums.store(lanes);
@@ -181,7 +195,7 @@ T* scratch(std::vector<T>& memory, int64_t count) {
   return memory.data();
 }
 
-// The rows of K or V of one sequence and head, KEYS at a time; those of the next KEYS tokens are on their way from memory.
+// The rows of K or V of one sequence and head, KEYS at a time; who makes a panel of `here` fetches `next` meanwhile.
 template <typename T>
 struct Rows {
   const T* base;
@@ -197,15 +211,17 @@ struct Rows {
     locate(start + KEYS);
   }
 
+  void fetch(int64_t from, int64_t to) const {
+    for (int64_t t = from; t < to; ++t)
+      if (next[t] != nullptr) prefetch(next[t], dim);
+  }
+
   void locate(int64_t start) {
     std::fill(next, next + KEYS, nullptr);
     const int64_t end = std::min(start + KEYS, last);
     for (int64_t at = std::max(start, first), in = at / size; at < end; ++in) {
       const T* row = base + table[in] * block + (at - in * size) * token;
-      for (const int64_t stop = std::min((in + 1) * size, end); at < stop; ++at, row += token) {
-        next[at - start] = row;
-        prefetch(row, dim);
-      }
+      for (const int64_t stop = std::min((in + 1) * size, end); at < stop; ++at, row += token) next[at - start] = row;
     }
   }
 };
@@ -226,12 +242,15 @@ void scales_into(const uint16_t* from, int64_t blocks, const int32_t* table, int
 
 // Several rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
 template <typename D, typename T>
-void keys_panel(const T* const (&rows)[KEYS], int64_t dim, typename D::W* panel) {
+void keys_panel(const Rows<T>& keys, typename D::W* panel) {
   using W = typename D::W;
+  const auto& rows = keys.here;
+  const int64_t dim = keys.dim;
 #ifdef CPU_CAPABILITY_AVX512
   if constexpr (LOADED<T, W>) {  // 16 rows of 16 words at a time, a word being what a lane takes at once
     const int64_t words = (dim + D::GROUP - 1) / D::GROUP;
-    for (int64_t t = 0; t < KEYS; t += LANES)
+    for (int64_t t = 0; t < KEYS; t += LANES) {
+      keys.fetch(t, t + LANES);
       for (int64_t word = 0; word < words; word += LANES) {
         __m512i in[LANES];
         const int64_t count = std::min<int64_t>(LANES * D::GROUP, dim - word * D::GROUP);
@@ -240,9 +259,11 @@ void keys_panel(const T* const (&rows)[KEYS], int64_t dim, typename D::W* panel)
         const int64_t valid = std::min<int64_t>(LANES, words - word);
         for (int64_t i = 0; i < valid; ++i) _mm512_storeu_si512(panel + ((word + i) * KEYS + t) * D::GROUP, in[i]);
       }
+    }
     return;
   }
 #endif
+  keys.fetch(0, KEYS);
   for (int64_t at = 0; at < rounded_up(dim, D::GROUP); ++at)
     for (int64_t t = 0; t < KEYS; ++t)
       panel[(at / D::GROUP * KEYS + t) * D::GROUP + at % D::GROUP] =
@@ -251,10 +272,13 @@ void keys_panel(const T* const (&rows)[KEYS], int64_t dim, typename D::W* panel)
 
 // Several rows [dim] into [KEYS / GROUP][wide][GROUP]; zeros where a row is null, and from dim to wide.
 template <typename D, typename T>
-void values_panel(const T* const (&rows)[KEYS], int64_t dim, int64_t wide, typename D::W* panel) {
+void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
   using W = typename D::W;
+  const auto& rows = values.here;
+  const int64_t dim = values.dim;
   if constexpr (std::is_same_v<T, W> && D::GROUP == 1) {
     for (int64_t t = 0; t < KEYS; ++t) {
+      values.fetch(t, t + 1);
       if (rows[t] != nullptr) std::copy(rows[t], rows[t] + dim, panel + t * wide);
       std::fill(panel + t * wide + (rows[t] == nullptr ? 0 : dim), panel + (t + 1) * wide, W(0.0f));
     }
@@ -262,9 +286,11 @@ void values_panel(const T* const (&rows)[KEYS], int64_t dim, int64_t wide, typen
   }
 #ifdef CPU_CAPABILITY_AVX512
   if constexpr (QUANTISED<T> && D::GROUP == 1) {
-    for (int64_t t = 0; t < KEYS; ++t)
+    for (int64_t t = 0; t < KEYS; ++t) {
+      values.fetch(t, t + 1);
       for (int64_t d = 0; d < wide; d += LANES)
         _mm512_storeu_si512(panel + t * wide + d, words_of<W>(rows[t], d, std::clamp<int64_t>(dim - d, 0, LANES)));
+    }
     return;
   }
 #endif
@@ -273,7 +299,8 @@ void values_panel(const T* const (&rows)[KEYS], int64_t dim, int64_t wide, typen
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t t = 0; t < KEYS; t += 2)
+    for (int64_t t = 0; t < KEYS; t += 2) {
+      values.fetch(t, t + 2);
       for (int64_t d = 0; d < wide; d += 2 * LANES) {
         const int64_t count = std::clamp<int64_t>(dim - d, 0, 2 * LANES);
         const __m512i a = words_of<W>(rows[t], d, count), b = words_of<W>(rows[t + 1], d, count);
@@ -281,9 +308,11 @@ void values_panel(const T* const (&rows)[KEYS], int64_t dim, int64_t wide, typen
         _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
         if (d + LANES < wide) _mm512_storeu_si512(to + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
       }
+    }
     return;
   }
 #endif
+  values.fetch(0, KEYS);
   for (int64_t t = 0; t < KEYS; ++t)
     for (int64_t d = 0; d < wide; ++d)
       panel[(t / D::GROUP * wide + d) * D::GROUP + t % D::GROUP] =
@@ -301,7 +330,7 @@ void logits_of(int64_t rows, const typename D::X* x, int64_t dim, int64_t stride
   Vec sums[R][COLS];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
-  add_panel<D, R, false>(x, stride, dim, panel, sums);
+  add_panel<D, R, Fetch::NOTHING>(x, stride, dim, panel, nullptr, sums);
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c].store(out + r * room + c * LANES);
 }
@@ -376,6 +405,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       };
       Rows<T> keys = rows_in(k_pages), values = rows_in(v_pages);
       keys.locate(base);
+      keys.fetch(0, KEYS);
 
       W* q = scratch(query_memory, count * q_dim);
       for (int64_t r = 0; r < count; ++r) {
@@ -392,12 +422,13 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       float* logits = scratch(logit_memory, count * room);
       for (int64_t start = base; start < last; start += KEYS) {
         keys.move(start);
-        keys_panel<D>(keys.here, k_dim, panel);
+        keys_panel<D>(keys, panel);
         for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS)
           logits_of<D>(std::min<int64_t>(ROWS, stop - r), q + r * q_dim, k_dim, q_dim, panel,
                        logits + r * room + start - base, room);
       }
       values.locate(base);
+      values.fetch(0, KEYS);
 
       float *by_key = nullptr, *by_value = nullptr;
       if constexpr (QUANTISED<T>) {
@@ -433,7 +464,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
 
       for (int64_t start = base; start < last; start += KEYS) {
         values.move(start);
-        values_panel<D>(values.here, v_dim, wide, panel);
+        values_panel<D>(values, wide, panel);
         for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS) {
           const int64_t height = std::min<int64_t>(ROWS, stop - r);
           const W* weight = weights + r * room + start - base;

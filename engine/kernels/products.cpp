@@ -150,13 +150,13 @@ struct Product {
 };
 
 // R rows of x times one panel; bias, beside and y are those of its first row and column.
-template <typename D, int R, typename T>
-void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, const T* beside, T* y,
-                int64_t stride, int64_t columns) {
+template <typename D, Fetch FETCH, int R, typename T>
+void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const char* later, const T* bias,
+                const T* beside, T* y, int64_t stride, int64_t columns) {
   Vec sums[R][COLS];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
-  add_panel<D, R, true>(x, k, k, panel, sums);
+  add_panel<D, R, FETCH>(x, k, k, panel, later, sums);
   for (int c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
@@ -172,11 +172,11 @@ void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, c
   }
 }
 
-template <typename D, typename T, int R = ROWS>
-void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias,
-                const T* beside, T* y, int64_t stride, int64_t columns) {
-  if (rows == R) return panel_tile<D, R, T>(x, k, panel, bias, beside, y, stride, columns);
-  if constexpr (R > 1) panel_rows<D, T, R - 1>(rows, x, k, panel, bias, beside, y, stride, columns);
+template <typename D, Fetch FETCH, typename T, int R = ROWS>
+void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const char* later,
+                const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
+  if (rows == R) return panel_tile<D, FETCH, R, T>(x, k, panel, later, bias, beside, y, stride, columns);
+  if constexpr (R > 1) panel_rows<D, FETCH, T, R - 1>(rows, x, k, panel, later, bias, beside, y, stride, columns);
 }
 
 // x [m, k] times several weights, whose panels are shared out to the threads together.
@@ -199,11 +199,23 @@ void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Pr
       const int64_t n = to->n, first = panel * PANEL, from = task % parts * part, rows = std::min(part, m - from);
       if (rows <= 0) continue;
       const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
-      for (int64_t row = from; row < from + rows; row += height)
-        panel_rows<D, T>(std::min(height, from + rows - row), x + row * k, k, to->packed + panel * panel_size,
-                         to->bias == nullptr ? nullptr : to->bias + first,
-                         to->beside == nullptr ? nullptr : to->beside + row * n + first, to->y + row * n + first, n,
-                         n - first);
+      const typename D::W* here = to->packed + panel * panel_size;
+      const int64_t bytes = panel_size * sizeof(typename D::W);
+      const char* later = reinterpret_cast<const char*>(here + panel_size);
+      for (int64_t row = from; row < from + rows; row += height, later += bytes / 2) {
+        const auto run = [&](auto fetch) {
+          panel_rows<D, decltype(fetch)::value, T>(
+              std::min(height, from + rows - row), x + row * k, k, here, later,
+              to->bias == nullptr ? nullptr : to->bias + first,
+              to->beside == nullptr ? nullptr : to->beside + row * n + first, to->y + row * n + first, n, n - first);
+        };
+        if (tiles == 1)
+          run(std::integral_constant<Fetch, Fetch::SOON>());
+        else if (row < from + 2 * height)  // half of the next panel each
+          run(std::integral_constant<Fetch, Fetch::LATER>());
+        else
+          run(std::integral_constant<Fetch, Fetch::NOTHING>());
+      }
     }
   });
 }
