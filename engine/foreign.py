@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.kernels import quantised
+from engine.kernels import lowbit
 from tandem.errors import CheckpointRefused
 
 METHOD = "compressed-tensors"
@@ -81,7 +81,7 @@ def adopt(model: PreTrainedModel, compiled: bool) -> str:
         codes = _codes(layer) if compiled else None
         _strip(layer)
         if codes is not None:
-            quantised.put(layer, codes)
+            lowbit.put(layer, codes)
             packed += 1
     return f"weights: {len(layers)} products of the {METHOD} checkpoint, {packed} of them over its own codes"
 
@@ -91,7 +91,7 @@ def _compressor(model: PreTrainedModel) -> Any:
     return quantizer.compressor
 
 
-def _codes(layer: Any) -> quantised.Codes | None:
+def _codes(layer: Any) -> lowbit.Codes | None:
     """The codes of a layer whose dense weight the library has made; None where ours would not be that weight."""
     wanted, scale = layer.quantization_scheme.weights, getattr(layer, "weight_scale", None)
     weight = layer.weight.detach()
@@ -106,11 +106,11 @@ def _codes(layer: Any) -> quantised.Codes | None:
         return None
     scales = scale.detach().float().reshape(-1, -(-k // group)).expand(n, -1).contiguous()  # [n, groups]
     units = weight.float() / scales.repeat_interleave(group, 1)[:, :k]
-    codes = quantised.codes_of(units.nan_to_num(0.0), format)
-    again = quantised.values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
+    codes = lowbit.codes_of(units.nan_to_num(0.0), format)
+    again = lowbit.values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
     if not torch.equal(again.to(weight.dtype), weight):
         return None
-    return quantised.packed(codes, scales, group, format)
+    return lowbit.packed(codes, scales, group, format)
 
 
 def _strip(layer: Any) -> None:

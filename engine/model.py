@@ -22,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 from engine import attention, flat, foreign, mla, probe, selfcheck
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
-from engine.kernels import REFERENCE, exact, modules, quantised, serving
+from engine.kernels import REFERENCE, exact, lowbit, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
+from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
 from tandem.errors import CheckpointRefused, SettingsError
@@ -31,6 +32,8 @@ from tandem.errors import CheckpointRefused, SettingsError
 CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
 log = logging.getLogger(__name__)
+
+KvDtype = Literal["auto", "int8", "fp8"]
 
 
 class Model:
@@ -50,6 +53,7 @@ class Model:
         device: torch.device,
         block_size: int = 16,
         kernels: str = REFERENCE,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         config = module.config.get_text_config()
         parameters = list(module.parameters())
@@ -64,6 +68,7 @@ class Model:
         self.device = device
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.kv_dtype = kv_dtype
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weights = CHECKPOINT  # or the format that their products have
@@ -84,13 +89,15 @@ class Model:
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
         weights: str = CHECKPOINT,
+        kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `kernels` "reference" leaves the compiled operators out. `weights` is the format of
-        engine.kernels.quantised that the products' weights are rounded to. `progress` receives a line for each stage.
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `weights` is the format that
+        products are rounded to (engine/formats.py). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
+        (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's and for `weights` that cannot be here.
         """
@@ -122,6 +129,7 @@ class Model:
             device=device,
             block_size=block_size,
             kernels=served_by,
+            kv_dtype=kv_dtype,
         )
         if method is not None:
             model.weights = method
@@ -149,7 +157,7 @@ class Model:
                 bound=CHECKPOINT,
             )
         before = self.weight_bytes
-        count = quantised.apply(self.module, format)
+        count = lowbit.apply(self.module, format)
         self.weights, self.fingerprint = format, f"{self.fingerprint}-{format}"
         return (
             f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {self.weight_bytes / 2**20:.0f}"
@@ -158,8 +166,8 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are served; what is packed a second time for speed is not counted."""
-        own = sum(each.nbytes for each in self.module.parameters() if not quantised.is_nothing(each))
-        return own + sum(codes.nbytes for codes in quantised.codes_in(self.module))
+        own = sum(each.nbytes for each in self.module.parameters() if not lowbit.is_nothing(each))
+        return own + sum(codes.nbytes for codes in lowbit.codes_in(self.module))
 
     @property
     def step_bytes(self) -> int:
@@ -188,12 +196,13 @@ class Model:
 
     def allocate(self, num_blocks: int, block_size: int | None = None) -> Pages:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint)
+        kept = element_dtype(self.kv_dtype)
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
         return Pages(layout, num_blocks, self.device)
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens."""
-        return block_bytes(self.facts, block_size or self.block_size, self.dtype)
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
 
     def forward(self, pages: Pages, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
@@ -237,13 +246,16 @@ class Model:
         """Switches to the paged path; the state in which the model serves."""
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
-        quantised.switch(self.module, on=True)
+        lowbit.switch(self.module, on=True)
 
-    def use_eager_attention(self) -> None:
-        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
-        probe.switch(self.module, "eager")
+    def use_eager_attention(self, name: str = "eager") -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+
+        `name` is that of `engine.stored`, whose K and V are those that pages keep.
+        """
+        probe.switch(self.module, name)
         modules.switch(self.module, False)
-        quantised.switch(self.module, on=False)
+        lowbit.switch(self.module, on=False)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import foreign, kernels
 from engine.checkpoints import make_checkpoint
-from engine.kernels import quantised
+from engine.kernels import lowbit
 from engine.model import Model
 from engine.selfcheck import pack
 from tandem.errors import CheckpointRefused, SettingsError
@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
     theirs = plain.generate(torch.tensor([PROMPT]), max_new_tokens=48, do_sample=False)[0].tolist()
     model = load(checkpoint)
     assert greedy(model, 48) == theirs
-    packed = [module for module in model.module.modules() if isinstance(module, quantised.Quantised)]
+    packed = [module for module in model.module.modules() if isinstance(module, lowbit.Quantised)]
     assert len(packed) == 4 * 7
     assert model.weights == foreign.METHOD
     assert not [name for name, _ in model.module.named_parameters() if "scale" in name or "packed" in name]
@@ -118,16 +118,16 @@ def test_without_compiled_operators_the_dense_weights_serve(checkpoint: Path) ->
 @built
 def test_codes_that_are_not_the_weight_are_not_used(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where our codes would give another weight, in one place, the library's dense one serves."""
-    real = quantised.codes_of
+    real = lowbit.codes_of
 
     def wrong(units: torch.Tensor, format: str) -> torch.Tensor:
         codes = real(units, format)
         codes[0, 0] ^= 1
         return codes
 
-    monkeypatch.setattr(quantised, "codes_of", wrong)
+    monkeypatch.setattr(lowbit, "codes_of", wrong)
     model = load(int8)
-    assert not any(isinstance(module, quantised.Quantised) for module in model.module.modules())
+    assert not any(isinstance(module, lowbit.Quantised) for module in model.module.modules())
     monkeypatch.undo()
     assert greedy(model, 16) == greedy(load(int8), 16)
 

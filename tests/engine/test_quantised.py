@@ -1,295 +1,478 @@
-"""Weights of 4, 8 and 16 bits: the operators against torch, bit by bit across batches, and in whole models."""
+"""KV in int8 and fp8: every family computes what a decoder with the same rounding computes, to the same bits in any
+company, and a load refuses what rounds otherwise."""
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
-from engine import kernels
-from engine.checkpoints import TINY, make_checkpoint
-from engine.formats import BITS, group_of
-from engine.kernels import modules, quantised
+from engine import attention, kernels, quantised, stored
+from engine.checkpoints import TINY
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.model import Model
-from tandem.errors import CheckpointRefused, SettingsError
-from tests.engine.test_exactness import all_logits, differing, prompts, torchs_own, whole
+from engine.pages import Pages, layout_of
+from engine.selfcheck import pack
+from engine.step import Batch, Step
+from tandem.errors import CheckpointRefused
+from tests import rounding
+from tests.engine.test_exactness import differing
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-DTYPES = [torch.float32, torch.bfloat16]
-FORMATS = sorted(BITS)
+KINDS = ("int8", "fp8")
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+BLOCK_SIZE, NEW = 4, 16
+LATENT = {"deepseek-v2", "deepseek-v3"}
 
 built = pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
 )
 
 
-def load(folder: Path, weights: str, dtype: torch.dtype = torch.float32) -> Model:
-    return Model.load(str(folder), dtype=dtype, device=CPU, weights=weights)
+def load(folder: Path, kv: str, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    return Model.load(str(folder), dtype=dtype, device=CPU, kv_dtype=kv, **options)  # type: ignore[arg-type]
 
 
-def all_codes(format: str) -> torch.Tensor:
-    """Every code of a format that is a number, as int16; of bfloat16 those whose products stay in range."""
-    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    codes = codes if BITS[format] == 16 else codes[(codes >= 0) & (codes < 2 ** BITS[format])]
-    values = quantised.values_of(codes, format).abs()
-    return codes[(values <= 1e6) & ((values == 0) | (values > 1e-6))]
+# ---- rounding
+
+
+def rows() -> torch.Tensor:
+    """Rows of all sizes, ties among them, and of one, two and no value."""
+    torch.manual_seed(0)
+    found = torch.randn(400, 24) * torch.logspace(-20, 20, 400).unsqueeze(1)
+    found[:100] *= torch.randn(100, 24).exp() ** 2
+    found[100:140] = torch.randint(-254, 255, (40, 24)) / 2  # halves: ties of int8, where the largest is 127
+    found[100:140, 0] = 127.0
+    found[140:180] = torch.randint(-448, 449, (40, 24)) / 16  # ties of fp8, where the largest is 448
+    found[140:180, 0] = 448.0
+    found[180:190] = 0.0
+    found[185, 3] = -7.0
+    found[190:200, 1:] = 0.0
+    return found
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding(kv: str, dtype: torch.dtype) -> None:
+    """The nearest element of a list, ties to even, under the least bfloat16 scale that lets the largest value fit."""
+    x = rows().to(dtype)
+    elements, scales = quantised.quantise(x, DTYPES[kv])
+    assert torch.equal(scales, rounding.scales(x, kv))
+    assert torch.equal(quantised.dequantise(elements, scales, torch.float32), rounding.rounded(x, kv))
+    off = (x.float() - quantised.dequantise(elements, scales, torch.float32)).abs()
+    assert (off <= quantised.step_of(elements, scales) * (1 + 1e-5)).all()
+
+
+def odd_rows() -> torch.Tensor:
+    odd = torch.randn(7, 24)
+    odd[0, 5], odd[1, 0], odd[2, 23] = float("nan"), float("inf"), -float("inf")
+    odd[3], odd[4], odd[5, 7] = 1e-38, 1e-40, 3.3e38
+    odd[6, 0], odd[6, 1] = float("inf"), float("nan")
+    return odd
+
+
+@pytest.mark.parametrize("kv", KINDS)
+def test_what_is_not_finite_stays_visible(kv: str) -> None:
+    """A NaN or an infinity makes its whole head NaN; next to nothing becomes nothing; the largest number survives."""
+    back = quantised.dequantise(*quantised.quantise(odd_rows(), DTYPES[kv]), torch.float32)
+    assert back[[0, 1, 2, 6]].isnan().all()
+    assert not back[3:5].any()
+    assert back[5].isfinite().all()
+    assert back[5, 7] == pytest.approx(3.3e38, rel=0.04)
+
+
+def pages_of(kv: str, facts: list[CallFacts], size: int, blocks: int, dtype: torch.dtype) -> Pages:
+    return Pages(layout_of(facts, size, dtype, "", DTYPES[kv]), blocks, CPU)
 
 
 @built
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_code_has_its_value(format: str) -> None:
-    """Compiled and by torch the same number for each code, at every place of a panel, in every group."""
-    codes = all_codes(format)
-    codes = codes[torch.randperm(len(codes))]
-    codes = codes[: len(codes) // 16 * 16].view(16, -1).repeat(9, 1)  # 144 columns
-    group = group_of(format, codes.shape[1])
-    scales = torch.rand(len(codes), -(-codes.shape[1] // group)) + 0.5
-    packed = quantised.packed(codes, scales, group, format)
-    values = quantised.values_of(codes, format)
-    assert torch.equal(packed.weight(), values * scales.repeat_interleave(group, 1)[:, : codes.shape[1]])
-    if BITS[format] < 16:
-        picks = torch.eye(codes.shape[1])
-        assert torch.equal(packed.multiply(picks, None).T, packed.weight())
-        assert torch.equal(quantised.values_of(quantised.codes_of(values, format), format), values)
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_writes_the_same_bytes(kv: str, dtype: torch.dtype) -> None:
+    """Elements and scales of the compiled writer are those of plain PyTorch, in their slots and nowhere else."""
+    fact = CallFacts(3, 3, 24, 7, Full(), None, False, 1.0)
+    x = torch.cat([rows(), odd_rows(), torch.randn(1, 24)]).to(dtype).view(-1, 3, 24)
+    count = len(x)
+    order = random.Random(0).sample(range(count + 20), count)
+    batch = Batch([0] * count, list(range(count)), [count], [count], [list(range((count + 3) // 4))], [])
+    left = []
+    for compiled in (True, False):
+        pages = pages_of(kv, [fact] * 2, 4, (count + 23) // 4, dtype)
+        step = Step(batch, pages, (fact,) * 2, CPU, compiled=compiled)
+        step.slot_block, step.slot_offset = torch.tensor(order) // 4, torch.tensor(order) % 4
+        attention.write(pages.k(1), pages.k_scales(1), x, step)
+        attention.write(pages.v(1), pages.v_scales(1), x[..., :7], step)
+        left.append(pages)
+    elements, scales = quantised.quantise(x, DTYPES[kv])
+    for pages in left:
+        assert torch.equal(pages.k(1).view(torch.uint8).flatten(0, 1)[order], elements.view(torch.uint8))
+        found = pages.k_scales(1)
+        assert found is not None
+        assert torch.equal(found.flatten(0, 1)[order].nan_to_num(-1.0), scales.nan_to_num(-1.0))
+        found.nan_to_num_(-1.0)  # there are many NaNs
+        assert not pages.k(0).view(torch.uint8).any()
+    v_scales = [pages.v_scales(1) for pages in left]
+    for each in v_scales:
+        assert each is not None
+        each.nan_to_num_(-1.0)
+    assert torch.equal(left[0].buffer, left[1].buffer)
 
 
-SHAPES = [(1, 1), (3, 2), (5, 17), (64, 31), (66, 32), (7, 33), (130, 577)]
+# ---- attention over quantised pages
+
+
+class Case:
+    """Pages full of NaN but for the tokens of some sequences, and queries for the last of these."""
+
+    def __init__(self, kv: str, dtype: torch.dtype, shape: dict[str, int], lengths: list[int], queries: list[int]):
+        size, kv_heads, k_dim, v_dim = (shape[name] for name in ("size", "kv_heads", "k_dim", "v_dim"))
+        heads = kv_heads * shape["groups"]
+        fact = CallFacts(kv_heads, heads, k_dim, v_dim, Full(), None, False, 1.0)
+        counts = [-(-length // size) for length in lengths]
+        self.pages = pages_of(kv, [fact] * 2, size, sum(counts) + 2, dtype)
+        self.pages.buffer.fill_(255)  # every scale is NaN
+        ids = random.sample(range(sum(counts) + 2), sum(counts))
+        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
+        self.lengths, self.queries = lengths, queries
+        self.query = [torch.randn(count, heads, k_dim).to(dtype) for count in queries]
+        self.k = [self._fill(self.pages.k(1), self.pages.k_scales(1), index, kv_heads, k_dim) for index in
+                  range(len(lengths))]  # fmt: skip
+        self.v = [self._fill(self.pages.v(1), self.pages.v_scales(1), index, kv_heads, v_dim) for index in
+                  range(len(lengths))]  # fmt: skip
+
+    def _fill(self, pages: torch.Tensor, scales: Any, index: int, heads: int, dim: int) -> torch.Tensor:
+        length, size = self.lengths[index], pages.shape[1]
+        new = torch.randn(length, heads, dim) * torch.randn(length, heads, 1).exp()
+        elements, own = quantised.quantise(new, pages.dtype)
+        for at in range(length):
+            slot = self.tables[index][at // size], at % size
+            pages.view(torch.uint8)[slot] = elements[at].view(torch.uint8)
+            scales[slot] = own[at]
+        return quantised.dequantise(elements, own, torch.float64)
+
+    def run(self, which: list[int], reach: Reach, softcap: float | None, sinks: torch.Tensor | None) -> Any:
+        width = max(len(self.tables[index]) for index in which)
+        tables = [self.tables[index] + [10**9] * (width - len(self.tables[index])) for index in which]
+        counts = [self.queries[index] for index in which]
+        columns = ([0, *accumulate(counts)], [self.lengths[i] for i in which], tables)
+        query = torch.cat([self.query[index] for index in which])
+        out = query.new_full((len(query), query.shape[1], self.pages.v(1).shape[3]), float("nan"))
+        window = reach.window if isinstance(reach, Sliding) else 0
+        chunk = reach.size if isinstance(reach, Chunked) else 0
+        tensors = (torch.tensor(list(each), dtype=torch.int32) for each in columns)
+        torch.ops.tandem.attend(
+            *(out, query, self.pages.k(1), self.pages.v(1), *tensors, window, chunk, 0.3, softcap, sinks),
+            *(self.pages.k_scales(1), self.pages.v_scales(1)),
+        )
+        return list(out.split(counts))
+
+    def exact(self, index: int, reach: Reach, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+        length, count = self.lengths[index], self.queries[index]
+        groups = self.query[index].shape[1] // self.k[index].shape[1]
+        k, v = (each[index].repeat_interleave(groups, dim=1) for each in (self.k, self.v))
+        logits = torch.einsum("qhd,thd->qht", self.query[index].double(), k) * 0.3
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        key, position = torch.arange(length), torch.arange(length - count, length).view(-1, 1, 1)
+        logits = logits.masked_fill((key > position) | (key < first_visible(reach, position)), float("-inf"))
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.double().view(1, -1, 1).expand(count, -1, 1)], dim=2)
+        return torch.einsum("qht,thd->qhd", logits.softmax(dim=2)[..., :length], v)
+
+
+SHAPES = [
+    {"size": 4, "kv_heads": 1, "groups": 1, "k_dim": 8, "v_dim": 8},
+    {"size": 16, "kv_heads": 3, "groups": 3, "k_dim": 64, "v_dim": 64},
+    {"size": 5, "kv_heads": 2, "groups": 7, "k_dim": 24, "v_dim": 20},
+    {"size": 1, "kv_heads": 2, "groups": 16, "k_dim": 33, "v_dim": 1},
+]
+LENGTHS = [1, 2, 3, 4, 15, 16, 17, 33, 64, 70, 300]
+QUERIES = [1, 2, 1, 3, 15, 1, 5, 33, 1, 41, 1]
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # of the values, whose largest are about 10
 
 
 @built
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(format: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Right at sizes off every tile, with bias and without; each row has the same bits alone and beside any others."""
-    weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
-    packed = quantised.quantise(weight, format)
-    for rows in (1, 2, 6, 7, 18, 19, 40):
-        x = torch.randn(1, rows, shape[1]).to(dtype)
-        exact = x.double() @ packed.weight().double().T + bias.double()
-        got = packed.multiply(x, bias)
-        allowed = (2e-6 if dtype == torch.float32 else 2**-8) * exact.abs() + 4e-6 * shape[
-            1
-        ] ** 0.5 * weight.abs().max()
-        assert ((got.double() - exact).abs() <= allowed).all()
-        assert torch.equal(got, torch.cat([packed.multiply(row, bias) for row in x.split(1, dim=1)], dim=1))
-    assert packed.multiply(torch.randn(0, shape[1]).to(dtype), None).shape == (0, shape[0])
+@pytest.mark.parametrize("reach", [Full(), Sliding(19), Chunked(12)], ids=str)
+@pytest.mark.parametrize("more", [(None, False), (2.0, True)], ids=["plain", "softcap and sinks"])
+def test_attend(kv: str, dtype: torch.dtype, shape: dict[str, int], reach: Reach, more: tuple[Any, bool]) -> None:
+    """Any heads, dims, block size, start and length, against float64 over the elements times their scales; what lies
+    outside of a context is NaN here and never seen. Alone and in other company: the same bits."""
+    torch.manual_seed(0)
+    case = Case(kv, dtype, shape, LENGTHS, QUERIES)
+    sinks = torch.randn(case.query[0].shape[1]) * 3 if more[1] else None
+    got = case.run(list(range(len(LENGTHS))), reach, more[0], sinks)
+    for index, ours in enumerate(got):
+        exact = case.exact(index, reach, more[0], sinks)
+        largest = case.v[index].abs().max()
+        assert (ours.double() - exact).abs().max() <= ERROR[dtype] * largest
+    for which in ([6], [10, 2], [9, 7, 0]):
+        assert all(map(torch.equal, case.run(which, reach, more[0], sinks), [got[index] for index in which]))
 
 
 @built
-@pytest.mark.parametrize("format", FORMATS)
-def test_products_do_not_depend_on_the_threads(format: str) -> None:
-    """One thread and three give the same bits, for few panels and for many."""
-    for columns, rows in ((131, 300), (4099, 5)):
-        packed, x = quantised.quantise(torch.randn(columns, 203), format), torch.randn(rows, 203).bfloat16()
-        alone, before = packed.multiply(x, None), torch.get_num_threads()
-        torch.set_num_threads(3)
-        try:
-            parallel = packed.multiply(x, None)
-        finally:
-            torch.set_num_threads(before)
-        assert torch.equal(parallel, alone)
+def test_attend_refuses_pages_without_their_scales() -> None:
+    """Elements without scales, scales of another shape or order, elements of another type: an error, never numbers."""
+    case = Case("int8", torch.float32, SHAPES[1], [5], [1])
+    k, v, query = case.pages.k(1), case.pages.v(1), case.query[0]
+    scales = case.pages.k_scales(1)
+    assert scales is not None
+    tensors = [torch.tensor(values, dtype=torch.int32) for values in ([0, 1], [5], [case.tables[0]])]
+    for ks, vs in ((None, None), (scales, None), (scales[:, :8], scales), (scales.contiguous(), scales)):
+        with pytest.raises(RuntimeError, match="scales"):
+            torch.ops.tandem.attend(torch.empty_like(query), query, k, v, *tensors, 0, 0, 0.3, None, None, ks, vs)
 
 
-@built
-@pytest.mark.parametrize("format", FORMATS)
-def test_rounding_is_to_the_nearest(format: str) -> None:
-    """No weight is further from its own than half a step of its format, and one of zeros is zero."""
-    weight = torch.randn(70, 96) * torch.logspace(-6, 3, 70).unsqueeze(1)
-    weight[3] = 0
-    gap = (quantised.quantise(weight, format).weight() - weight).abs()
-    largest = weight.view(70, -1, group_of(format, 96)).abs().amax(2, keepdim=True)
-    allowed = {
-        "int8": largest / 254,
-        "int4": largest / 5,  # the ends of a group may be cut
-        "fp8": (weight.abs() / 16).view(70, 1, -1) + largest / 448 / 512,
-        "bf16": (weight.abs() / 256).view(70, 1, -1),
-    }[format]
-    assert (gap.view(70, -1, group_of(format, 96)) <= allowed * 1.0001).all()
-    assert not gap[3].any()
+# ---- whole models
 
 
-@built
-def test_operators_refuse_what_does_not_fit() -> None:
-    """Codes or scales of another size, other types, odd groups: an error, never somebody else's memory."""
-    packed, ops, x = quantised.quantise(torch.randn(20, 30), "int8"), torch.ops.tandem, torch.randn(4, 30)
-    for n, k, group, format in ((90, 30, 30, "int8"), (20, 64, 64, "int8"), (20, 30, 30, "bf16"), (20, 30, 2, "int8")):
-        with pytest.raises(RuntimeError, match="not packed for this size"):
-            ops.linear_codes(torch.randn(4, k), packed.codes, packed.scales, None, n, k, group, format)
-    with pytest.raises(RuntimeError, match="groups of 3"):
-        ops.linear_codes(x, packed.codes, packed.scales, None, 20, 30, 3, "int8")
-    with pytest.raises(RuntimeError, match="no format int5"):
-        ops.linear_codes(x, packed.codes, packed.scales, None, 20, 30, 30, "int5")
-    for wrong in (torch.randn(4, 29), x.double()):
-        with pytest.raises(RuntimeError, match="linear_codes"):
-            packed.multiply(wrong, None)
-    with pytest.raises(RuntimeError, match="bias"):
-        packed.multiply(x, torch.randn(19))
+def drive(model: Model, prompts: list[list[int]]) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy tokens and their logits: prompts in chunks of 7, packed with others, then one token at a time."""
+    rng = random.Random(1)
+    tokens, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    ids = rng.sample(range(120), 120)
+    tables = [[ids.pop() for _ in range(-(-(len(prompt) + NEW) // BLOCK_SIZE))] for prompt in prompts]
+    pages = model.allocate(120, BLOCK_SIZE)
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while active := [index for index, got in enumerate(rows) if len(got) < NEW]:
+        ends = {index: min(len(tokens[index]), done[index] + 7) for index in active}
+        batch = pack([(tokens[index][: ends[index]], done[index], tables[index]) for index in active])
+        for index, row in zip(active, model.forward(pages, batch), strict=True):
+            done[index] = ends[index]
+            if done[index] == len(tokens[index]):
+                rows[index].append(row)
+                tokens[index].append(int(row.argmax()))
+    return [each[len(prompt) :] for each, prompt in zip(tokens, prompts, strict=True)], [torch.stack(r) for r in rows]
 
 
-@built
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_token_does_not_depend_on_the_step(format: str, dtype: torch.dtype) -> None:
-    """The promise of test_exactness.py, with weights of every format."""
-    assert differing(load(ROOT / "demo/model", format, dtype)) == []
+def random_prompts(vocab: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(vocab) for _ in range(length)] for length in (5, 21, 1, 34)]
 
 
-@built
+@pytest.mark.parametrize("serving", ["auto", "reference"])
+@pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("family", sorted(TINY))
-def test_every_family(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """Each passes the self-check with int8 and with int4, has the same bits in any step, is recorded as before."""
-    for format in ("int8", "int4"):
-        model, plain = load(checkpoint(f"tiny-{family}"), format), load(checkpoint(f"tiny-{family}"), "checkpoint")
-        assert differing(model) == []
-        assert (model.recorded is None) == (plain.recorded is None)
-        assert model.weight_bytes < plain.weight_bytes
+def test_greedy_tokens_are_those_of_a_decoder_that_rounds(
+    family: str, kv: str, serving: Any, checkpoint: Callable[[str], Path]
+) -> None:
+    """Windows, sinks, softcaps, chunks, experts and latents; compiled, where that is built, and in plain PyTorch.
+
+    The logits are those of the decoder that rounds, but where the last bit of a sum made another element the nearest;
+    they are not those of the one that does not.
+    """
+    folder = checkpoint(f"tiny-{family}")
+    model = load(folder, kv, kernels=serving)
+    prompts = random_prompts(model.vocab_size)
+    tokens, logits = drive(model, prompts)
+    assert rounding.follow(folder, prompts, tokens, kv)
+    assert not rounding.follow(folder, prompts, tokens[1:] + tokens[:1], kv)
+    far, without = [], []
+    for prompt, new, ours in zip(prompts, tokens, logits, strict=True):
+        for kind, gaps in ((kv, far), ("auto", without)):
+            theirs = rounding.logits(folder, prompt + new[:-1], kind)[len(prompt) - 1 :]
+            gaps.append(((ours - theirs).abs().amax(dim=-1) / theirs.std(dim=-1)).median().item())
+    print(f"{family} {kv}: {max(far):.1e} from the decoder that rounds, {max(without):.1e} from the other")
+    assert max(far) < 0.1 * max(without)
 
 
 @built
-def test_torchs_products_do_depend(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's product over the same weights the comparison fails: it sees what it is to see."""
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("name", ["demo", *sorted(TINY)])
+def test_logits_do_not_depend_on_the_step(name: str, kv: str, checkpoint: Callable[[str], Path]) -> None:
+    """Alone or together, prefilled, decoded or cut anyhow, over any blocks: the same bits. fp8 in float32, int8 in
+    bfloat16, and the demo model in both."""
+    folder = ROOT / "demo/model" if name == "demo" else checkpoint(f"tiny-{name}")
+    both = [torch.float32, torch.bfloat16] if name == "demo" else [{"int8": torch.bfloat16, "fp8": torch.float32}[kv]]
+    for dtype in both:
+        assert differing(load(folder, kv, dtype)) == []
+
+
+@built
+def test_the_same_comparison_catches_scales_of_a_whole_step(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One scale for everything that a step writes, as some systems have it, would make a token depend on its company."""
     model = load(checkpoint("tiny-llama"), "int8")
-    monkeypatch.setattr("engine.model.exact", torchs_own)
-    monkeypatch.setattr(quantised.Quantised, "forward", quantised.Dequantised.forward)
     model.recorded = None
+    real = attention.write
+
+    def write(pages: torch.Tensor, scales: Any, new: torch.Tensor, step: Step) -> None:
+        shared = new.abs().amax().expand(*new.shape[:2], 1)
+        real(pages, scales, torch.cat([new[..., :-1], shared], dim=-1), step)
+
+    monkeypatch.setattr(attention, "write", write)
     assert differing(model)
 
 
 @built
-def test_a_model_is_transformers_with_the_rounded_weights(checkpoint: Callable[[str], Path]) -> None:
-    """The logits are those of transformers' own forward over weights that were rounded by torch alone."""
-    folder = checkpoint("tiny-qwen2")
-    model = load(folder, "int8")
-    auto: Any = AutoModelForCausalLM
-    plain = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    for module in plain.modules():
-        if type(module) is nn.Linear:
-            steps = module.weight.detach().abs().amax(1, keepdim=True) / 127
-            module.weight.data = (module.weight.detach() / steps).round() * steps
-    sequences = prompts(model)
-    ours = all_logits(model, sequences, whole, together=True, seed=1)
-    for tokens, logits in zip(sequences, ours, strict=True):
-        with torch.inference_mode():
-            theirs = plain(torch.tensor([tokens])).logits[0]
-        assert (logits - theirs).abs().max() < 1e-3 * theirs.std()
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_the_step_is_recorded(family: str, kv: str, checkpoint: Callable[[str], Path]) -> None:
+    """Quantised pages change nothing about it; only latent ones have a loop in Python."""
+    assert load(checkpoint(f"tiny-{family}"), kv, torch.bfloat16).recorded is not None
 
 
-@built
-def test_weights_that_were_rounded_are_gone(checkpoint: Callable[[str], Path]) -> None:
-    """What is left in their place has no memory and is NaN; an embedding that is tied to the head is as it was."""
-    folder = checkpoint("tiny-llama")
-    model = load(folder, "int8")
-    layers = [module for module in model.module.modules() if isinstance(module, quantised.Quantised)]
-    assert len(layers) == 4 * 7 + 1
-    for layer in layers:
-        weight = layer.weight  # type: ignore[attr-defined]
-        assert weight.isnan().all()
-        assert weight.untyped_storage().nbytes() == 4
-    demo = load(ROOT / "demo/model", "int8")
-    assert demo.module.get_input_embeddings().weight.isfinite().all()
-    assert demo.module.get_output_embeddings().weight.isnan().all()
+def test_handed_over_blocks_continue_exactly(checkpoint: Callable[[str], Path]) -> None:
+    """Decode continues from nothing but the bytes of the blocks, under other ids, after the source is overwritten."""
+    for kv in KINDS:
+        model = load(checkpoint("tiny-qwen3"), kv)
+        prompt = random_prompts(model.vocab_size)[3]
+        count = -(-(len(prompt) + NEW) // BLOCK_SIZE)
+        there, here = list(range(count))[::-1], random.Random(5).sample(range(count + 9), count)
+        source, target = model.allocate(count, BLOCK_SIZE), model.allocate(count + 9, BLOCK_SIZE)
+        tokens = [*prompt, int(model.forward(source, pack([(prompt, 0, there)])).argmax())]
+        for ours, theirs in zip(here, there, strict=True):
+            target.block_view(ours)[:] = source.block_view(theirs)
+        source.buffer.fill_(255)
+        while len(tokens) < len(prompt) + NEW:
+            tokens.append(int(model.forward(target, pack([(tokens, len(tokens) - 1, here)])).argmax()))
+        assert tokens[len(prompt) :] == drive(model, [prompt])[0][0]
 
 
-@built
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_wrong_product_is_refused(
-    dtype: torch.dtype, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kv", KINDS)
+def test_slots_of_wrong_drafts_are_written_again(kv: str, checkpoint: Callable[[str], Path]) -> None:
+    """Elements and scales of tokens that were not taken leave nothing behind."""
+    model = load(checkpoint("tiny-qwen3-sliding"), kv)
+    prompt, table = random_prompts(model.vocab_size)[1], list(range(9))[::-1]
+    found = []
+    for drafts in ([], [3, 1, 4, 1, 5]):
+        pages = model.allocate(9, BLOCK_SIZE)
+        model.forward(pages, pack([(prompt + drafts, 0, table)]))
+        found.append([model.forward(pages, pack([([*prompt, 7, 9, 8], at, table)])) for at in (len(prompt),)])
+    assert all(map(torch.equal, *found))
+
+
+# ---- the self-check keeps its power
+
+
+def truncated(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    elements, scales = quantised.quantise(x, dtype)
+    cut = (x.float() / scales.float().unsqueeze(-1).clamp(min=1e-30)).trunc()
+    return cut.to(dtype), scales
+
+
+def coarser(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    elements, scales = quantised.quantise(x, dtype)
+    return elements, (scales.float() * 1.01).bfloat16()
+
+
+def neighbours_scale(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    elements, scales = quantised.quantise(x, dtype)
+    return elements, scales.roll(1, dims=-1)
+
+
+WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "elements cut off": lambda patch: patch.setattr(attention, "quantise", truncated),
+    "scales one per cent too large": lambda patch: patch.setattr(attention, "quantise", coarser),
+    "a neighbour's scale": lambda patch: patch.setattr(attention, "quantise", neighbours_scale),
+    "read without scales": lambda patch: patch.setattr(attention, "dequantise", lambda e, s, d: e.to(d) * 0.02),
+    "read with K's scales for V": lambda patch: patch.setattr(
+        Pages, "v_scales", lambda self, call: self.k_scales(call) if self.block_size == BLOCK_SIZE else None
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_wrong_rounding_is_refused_at_load(
+    wrong: str, family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product that is wrong in one column, or a code that has another value, does not serve."""
-    folder = checkpoint("tiny-qwen2")
-    for name in ("linear_codes", "unpack_codes"):
-        real = getattr(torch.ops.tandem, name).default
-
-        class Broken:
-            @staticmethod
-            def default(*given: Any, real: Any = real) -> torch.Tensor:
-                out: torch.Tensor = real(*given)
-                out[-1, -1] += 10
-                return out
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.ops.tandem, name, Broken)
-            with pytest.raises(CheckpointRefused, match="differs from its codes"):
-                load(folder, "int8", dtype)
+    """By the same threshold as any other wrong path: rounding itself takes nothing from it."""
+    model = load(checkpoint(f"tiny-{family}"), "int8", kernels="reference")
+    assert model.check is not None
+    assert model.check.gap < 1e-4 > model.check.kept_gap
+    assert model.check.threshold == 1e-3
+    WRONG[wrong](monkeypatch)
+    with pytest.raises(CheckpointRefused, match="self-check"):
+        model.self_check()
 
 
-@built
-def test_the_self_check_sees_other_weights(checkpoint: Callable[[str], Path]) -> None:
-    """It compares with the very weights that are packed: with a layer's exchanged for another's it fails."""
-    model = load(checkpoint("tiny-llama"), "int8")
-    assert model.self_check().passed
-    layers: Any = model.module.model.layers
-    codes = layers[1].mlp.up_proj.__dict__[quantised._CODES]
-    real = quantised.Dequantised.forward
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt-oss"])
+def test_16_bit_models_pass_without_a_float32_copy(
+    shape: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model too large for a float32 copy: right passes, a forgotten past and a neighbour's scale do not."""
+    monkeypatch.setattr("engine.selfcheck.COPY_LIMIT", 0)
+    model = load(checkpoint(shape), "int8", torch.bfloat16, kernels="reference")
+    assert model.check is not None
+    assert model.check.dtype == "bfloat16"
 
-    def other(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.__dict__[quantised._CODES] is not codes:
-            return real(self, x)
-        return x @ layers[2].mlp.up_proj.__dict__[quantised._CODES].weight().T
+    class Forgetful(Step):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.facts = tuple(replace(fact, reach=Sliding(1)) for fact in self.facts)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantised.Dequantised, "forward", other)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.model.Step", Forgetful)
         with pytest.raises(CheckpointRefused, match="self-check"):
             model.self_check()
+    WRONG["a neighbour's scale"](monkeypatch)
+    with pytest.raises(CheckpointRefused, match="self-check"):
+        model.self_check()
 
 
-@built
-def test_kv_of_other_weights_is_other_kv(checkpoint: Callable[[str], Path]) -> None:
-    """Two workers whose weights differ in format have layouts that do not fit; with the same format they do."""
-    folder = checkpoint("tiny-llama")
-    layouts = {format: load(folder, format).allocate(2).layout for format in ("checkpoint", *FORMATS)}
-    for one, other in itertools.combinations(layouts.values(), 2):
-        assert one.hash() != other.hash()
-        assert any("model_fingerprint differs" in line for line in one.differences(other))
-    assert load(folder, "int8").allocate(2).layout.hash() == layouts["int8"].hash()
+def test_what_cannot_be_checked_is_refused(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model file without an eager attention function of its own gives no oracle: said so, and not served."""
+    monkeypatch.setattr(stored, "EAGER", "attention_by_another_name")
+    with pytest.raises(CheckpointRefused, match="kv_dtype auto"):
+        load(checkpoint("tiny-qwen2"), "int8")
 
 
-@built
-def test_bf16_under_bf16_changes_nothing(checkpoint: Callable[[str], Path]) -> None:
-    """In a model that computes in bfloat16 it is what is there already; in float32 it loses nothing of such weights."""
-    folder = ROOT / "demo/model"  # stored in bfloat16
-    plain = {dtype: load(folder, "checkpoint", dtype) for dtype in DTYPES}
-    packed = {dtype: load(folder, "bf16", dtype) for dtype in DTYPES}
-    assert packed[torch.bfloat16].fingerprint == plain[torch.bfloat16].fingerprint
-    assert packed[torch.float32].weight_bytes < 0.75 * plain[torch.float32].weight_bytes
-    for dtype in DTYPES:
-        ours, theirs = (all_logits(m, prompts(m), whole, together=True, seed=1) for m in (packed[dtype], plain[dtype]))
-        assert all(map(torch.equal, ours, theirs))
+def test_nothing_is_left_of_the_check(checkpoint: Callable[[str], Path]) -> None:
+    """The latents' expansion is the module's own again afterwards."""
+    model = load(checkpoint("tiny-deepseek-v3"), "fp8")
+    assert not stored._running
+    for module in model.module.modules():
+        if "expand_kv" in module.__dict__:
+            assert module.__dict__["expand_kv"].__name__ == "expand_kv"
 
 
-@built
-def test_modules_that_are_no_products_keep_their_weights(tmp_path: Path) -> None:
-    """A mixture's experts and router are not rounded: they are no plain products."""
-    folder = make_checkpoint(tmp_path, "tiny-mixtral", dtype="float32")
-    model, plain = load(folder, "int8"), load(folder, "checkpoint")
-    theirs = dict(plain.module.named_parameters())
-    kept = {name for name, own in model.module.named_parameters() if not quantised.is_nothing(own)}
-    assert any("experts" in name for name in kept)
-    assert all(torch.equal(dict(model.module.named_parameters())[name], theirs[name]) for name in kept)
+# ---- layout
 
 
-def test_without_the_compiled_operators_it_is_refused(checkpoint: Callable[[str], Path]) -> None:
-    """Plain PyTorch has no such products; nothing else is served instead."""
-    with pytest.raises(SettingsError, match="weights = int8 needs the compiled operators"):
-        Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, weights="int8", kernels="reference")
+def test_half_the_bytes_with_scales_counted() -> None:
+    """64 elements and a scale of two bytes: 0.516 of bfloat16."""
+    facts = [CallFacts(3, 9, 64, 64, Full(), None, False, 1.0)] * 30
+    for kv in KINDS:
+        ratio = layout_of(facts, 16, torch.bfloat16, "", DTYPES[kv]).block_bytes / (30 * 16 * 3 * 128 * 2)
+        assert ratio == pytest.approx((64 + 2) / 128)
 
 
-@built
-def test_switching_gives_each_layer_its_own_class_back() -> None:
-    """Compiled or torch's, a layer's type still passes for its own."""
-    model = nn.Sequential(nn.Linear(8, 8))
-    quantised.put(model[0], quantised.quantise(model[0].weight.detach(), "int8"))
-    for on in (True, False, True, True):
-        modules.switch(model, on)
-        quantised.switch(model, on)
-        assert isinstance(model[0], quantised.Quantised) == on
-        assert isinstance(model[0], nn.Linear)
-        assert len(type(model[0]).__mro__) == (6 if on else 5)
+def test_layouts_of_other_kv_dtypes_differ() -> None:
+    """int8, fp8 and unquantised blocks, and int8 of another model dtype, have hashes of their own and say why."""
+    facts = [CallFacts(2, 4, 16, 16, Full(), None, False, 1.0)]
+    layouts = [
+        layout_of(facts, 4, torch.bfloat16, "m"),
+        layout_of(facts, 4, torch.bfloat16, "m", torch.int8),
+        layout_of(facts, 4, torch.bfloat16, "m", torch.float8_e4m3fn),
+        layout_of(facts, 4, torch.float32, "m", torch.int8),
+    ]
+    assert len({layout.hash() for layout in layouts}) == 4
+    assert layouts[1].block_bytes == layouts[2].block_bytes == layouts[3].block_bytes
+    assert layouts[1].differences(layouts[2]) == ["dtype differs: int8 here, float8_e4m3fn there"]
+    assert layouts[1].differences(layouts[3]) == ["model_dtype differs: bfloat16 here, float32 there"]
+
+
+def test_regions_do_not_overlap() -> None:
+    """Every byte of elements and scales has one place, and a block's are all inside it."""
+    facts = [CallFacts(3, 3, 5, 9, Full(), None, False, 1.0), CallFacts(1, 1, 24, 7, Full(), None, False, 1.0)]
+    pages = pages_of("int8", facts, 5, 4, torch.float32)
+    for call in range(2):
+        for values, scales in ((pages.k, pages.k_scales), (pages.v, pages.v_scales)):
+            found = scales(call)
+            assert found is not None
+            values(call)[2] += 1
+            found.view(torch.int16)[2] += 0x0101
+    written = sum(5 * fact.kv_heads * (fact.k_dim + fact.v_dim + 4) for fact in facts)
+    assert bytes(pages.block_view(2)).count(1) == written
+    assert all(not any(pages.block_view(block)) for block in (0, 1, 3))

@@ -27,7 +27,8 @@ from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: what of a group's range to try to cover
-GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a product, to the root mean square of the result
+SUM_GAP = 1e-5  # of a float32 sum in another order, to the sum of what it adds up without signs
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
 _CODES = "_tandem_codes"
 
@@ -116,9 +117,10 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
     for rows in ROWS_TRIED if same else ():
         x = torch.randn(rows, k, generator=generator).bfloat16()
         theirs = F.linear(x.float(), weight)
-        for dtype, allowed in GAP.items():
-            gap = (ours.multiply(x.to(dtype), None).float() - theirs).abs().max()
-            same &= bool(gap <= allowed * theirs.square().mean().sqrt())  # false for NaN
+        size = F.linear(x.float().abs(), weight.abs())  # of what is summed
+        for dtype, rounding in ROUNDING.items():
+            gap = (ours.multiply(x.to(dtype), None).float() - theirs).abs()
+            same &= bool((gap <= rounding * theirs.abs() + SUM_GAP * size).all())  # false for NaN
     if not same:
         raise CheckpointRefused(
             f"a weight of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
