@@ -52,7 +52,9 @@ class Stored:
 
     def _compare(self, own: torch.Tensor, pages: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         assert scales is not None, "only quantised pages need this"
-        elements = pages.view(torch.uint8)[self._blocks].view(pages.dtype).flatten(0, 1)[: self._length]  # [T, heads, d]
+        elements = (
+            pages.view(torch.uint8)[self._blocks].view(pages.dtype).flatten(0, 1)[: self._length]
+        )  # [T, heads, d]
         factors = scales[self._blocks].flatten(0, 1)[: self._length]  # [T, heads]
         kept = dequantise(elements, factors, torch.float32)
         mine = own[0].transpose(0, 1).float()
