@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from loadtest.bench import FILE_WIDTH, conditions, show
 from loadtest.peers import engines, interference, serve, soak
-from loadtest.peers.servers import Peers
+from loadtest.peers.servers import SIDES, Peers
 from loadtest.stats import Section, Tick
 from tandem.errors import TandemError
 
@@ -37,14 +37,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="the least of everything: does it run at all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    parser.add_argument("--runs", type=int, metavar="N", help="of each side (serve, interference, engines, exposed)")
-    parser.add_argument("--requests", type=int, metavar="N", help="of soak")
-    parser.add_argument("--shape", type=_list, metavar="A,B", help=f"of serve: {','.join(serve.Plan.shapes)}")
-    parser.add_argument("--series", type=_list, metavar="A,B", help=f"of serve: {','.join(serve.SERIES)}")
-    parser.add_argument("--concurrency", type=_list, metavar="A,B", help="of serve: 1,8,16")
-    parser.add_argument("--sides", type=_list, metavar="A,B", help="of interference: tandem-pd, vllm-pd, ...")
-    parser.add_argument("--engines", type=_list, metavar="A,B", help=f"of engines: {','.join(engines.ENGINES)}")
-    parser.add_argument("--threads", type=_list, metavar="A,B", help="of engines: 1,2")
+    parser.add_argument("--runs", type=_count, metavar="N", help="of each side (not for soak)")
+    parser.add_argument("--requests", type=_count, metavar="N", help="of soak")
+    lists = {
+        "shape": ("serve", serve.Plan.shapes),
+        "series": ("serve", tuple(serve.SERIES)),
+        "sides": ("interference", SIDES),
+        "engines": ("engines", engines.ENGINES),
+    }
+    for name, (part, known) in lists.items():
+        parser.add_argument(f"--{name}", type=_some_of(known), metavar="A,B", help=f"of {part}: {','.join(known)}")
+    parser.add_argument("--concurrency", type=_counts, metavar="N,N", help="of serve: 1,8,16")
+    parser.add_argument("--threads", type=_counts, metavar="N,N", help="of engines: 1,2")
     script, home = os.environ.get("PEERS_SCRIPT"), os.environ.get("PEERS_HOME", "~/.cache/tandem-peers")
     parser.add_argument("--script", type=Path, default=script, help="starts vLLM [PEERS_SCRIPT]")
     parser.add_argument("--home", type=Path, default=home, help="the peers' environments [PEERS_HOME]")
@@ -61,15 +65,13 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
         "soak": soak.Plan(requests=200, samples=10, repeats=2) if quick else soak.Plan(),
     }
     plans["exposed"] = plans["soak"]
-    numbers = {"concurrency": _numbers(given.concurrency), "threads": _numbers(given.threads)}
     said: dict[str, dict[str, Any]] = {
-        "serve": {"shapes": given.shape, "series": given.series, "concurrency": numbers["concurrency"]},
+        "serve": {"shapes": given.shape, "series": given.series, "concurrency": given.concurrency, "runs": given.runs},
         "interference": {"sides": given.sides, "rounds": given.runs},
-        "engines": {"engines": given.engines, "threads": numbers["threads"], "rounds": given.runs},
+        "engines": {"engines": given.engines, "threads": given.threads, "rounds": given.runs},
         "soak": {"requests": given.requests},
         "exposed": {"repeats": given.runs},
     }
-    said["serve"]["runs"] = given.runs
     return {
         part: replace(plans[part], **{name: value for name, value in said[part].items() if value is not None})
         for part in PARTS
@@ -124,12 +126,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def _some_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        if wrong := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} is none of {', '.join(known)}")
+        return tuple(text.split(","))
+
+    return names
 
 
-def _numbers(texts: tuple[str, ...] | None) -> tuple[int, ...] | None:
-    return tuple(map(int, texts)) if texts else None
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number over 0")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import sleep
 
 from cluster.lifeline import before_exec
 from loadtest.peers.servers import Peers
@@ -26,7 +26,6 @@ FORWARD = Path(__file__).with_name("forward.py")
 OURS = ("tandem", "transformers", "floor")  # run in our own environment
 ENGINES = (*OURS, "vllm", "llama", "openvino")
 WITHIN = 1.25  # of the best peer, promised
-REST_S = 0.3  # an idle engine's threads stop spinning within it
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Plan:
 
 
 class Engine:
-    """One engine's process. Ends with its stdin, or with us."""
+    """One engine's process, which stands still while nobody asks it: threads of some spin. Ends with us."""
 
     def __init__(self, name: str, peers: Peers, checkpoint: Path, threads: int, log: Path) -> None:
         """Returns when it has loaded. Raises SettingsError without its environment, Unavailable when it fails."""
@@ -79,6 +78,7 @@ class Engine:
         try:
             if self._line() != "ready":
                 raise Unavailable(f"{name} did not start: {self._last_words()}")
+            self._process.send_signal(signal.SIGSTOP)
         except BaseException:
             self.stop()
             raise
@@ -101,10 +101,11 @@ class Engine:
 
     def _ask(self, question: dict[str, object]) -> list:
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         answer: list = json.loads(self._line())
-        sleep(REST_S)
+        self._process.send_signal(signal.SIGSTOP)
         return answer
 
     def _line(self) -> str:
