@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,9 @@ def main(arguments: list[str]) -> int:
             sections = measure(given.part, plan, Peers(given.script, given.home.expanduser()), tick)
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    except subprocess.TimeoutExpired as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; nothing was left running", file=sys.stderr)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from loadtest.peers.servers import Peers, Server, make, others_frozen, started
 from loadtest.stats import Row, Section, Spread, Tick, ratios
@@ -42,7 +43,7 @@ class Plan:
     runs: int = 5
     input: int = 512
     output: int = 64
-    waves: int = 4  # requests behind one another at each place; twice as many where there is one place
+    waves: int = 3  # requests behind one another at each place; twice as many where there is one place
 
     def prompts(self, concurrency: int) -> int:
         return self.waves * concurrency * (2 if concurrency == 1 else 1)
@@ -73,7 +74,7 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
     model = peers.checkpoint(shape)
     servers = [make(side, model, peers) for side in SERIES[name]]
     found: dict[tuple[str, int], list[Run]] = {}
-    idle: list[float] = []  # cores that the servers used which were not measured
+    idle: dict[str, list[float]] = {server.name: [] for server in servers}  # cores, while another one was measured
     with started(servers):
         for number in range(plan.runs + 1):
             for concurrency in plan.concurrency if number else (max(plan.concurrency),):
@@ -84,7 +85,8 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
                         measured, cores = _load(peers, plan, server, others, concurrency)
                     if number:  # the first run warms up
                         found.setdefault((server.name, concurrency), []).append(measured)
-                        idle.append(cores)
+                        for name, used in cores.items():
+                            idle[name].append(used)
     theirs, *ours = SERIES[name]
     rows = [
         row
@@ -96,7 +98,11 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
     notes = [
         f"{plan.input} tokens in, {plan.output} out, bfloat16, two cores; the load client has them, too; new prompts in"
         f" each run; {plan.runs} runs in turn after one that warms up",
-        f"servers that were not measured used {Spread.of(idle).median:.2f} cores (median), {max(idle):.2f} at most",
+        *(
+            f"{name} used {Spread.of(cores).median:.2f} cores (median; {max(cores):.2f} at most) while another one was"
+            " measured"
+            for name, cores in idle.items()
+        ),
     ]
     details = {f"{side} {count}": [vars(one) for one in runs] for (side, count), runs in found.items()}
     return Section(f"{shape}: {' and '.join(ours)} against {theirs}", read, rows, notes, details)
@@ -125,8 +131,11 @@ def promised(ours: str, theirs: str, metric: str, concurrency: int, ratio: float
     return ""
 
 
-def _load(peers: Peers, plan: Plan, server: Server, others: Iterable[Server], concurrency: int) -> tuple[Run, float]:
-    """One run of `vllm bench serve`; and the cores that the other servers used meanwhile."""
+def _load(
+    peers: Peers, plan: Plan, server: Server, others: Iterable[Server], concurrency: int
+) -> tuple[Run, dict[str, float]]:
+    """One run of `vllm bench serve`; and the cores that each of the others used meanwhile, the client's start
+    included."""
     prompts = plan.prompts(concurrency)
     with tempfile.TemporaryDirectory(prefix="tandem-peers-") as folder:
         result = Path(folder) / "result.json"
@@ -139,15 +148,15 @@ def _load(peers: Peers, plan: Plan, server: Server, others: Iterable[Server], co
             *("--save-result", "--result-dir", folder, "--result-filename", result.name),
         ]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-        before = {one.name: one.cpu() for one in others}
+        before, began = {one.name: one.cpu() for one in others}, monotonic()
         done = subprocess.run(
             list(map(str, command)), env=env, cwd=folder, timeout=CLIENT_TIMEOUT_S, capture_output=True, check=False
         )
         if done.returncode != 0 or not result.exists():
             raise Unavailable(f"vllm bench serve failed against {server.name}: {done.stderr.decode()[-2000:]}")
         said = json.loads(result.read_text())
-        used = sum(one.cpu() - before[one.name] for one in others)
-    return read_result(said, prompts, plan.output), used / said["duration"]
+        cores = {one.name: (one.cpu() - before[one.name]) / (monotonic() - began) for one in others}
+    return read_result(said, prompts, plan.output), cores
 
 
 def _seed() -> int:
