@@ -28,6 +28,7 @@ from loadtest.peers import engines, interference, serve, soak
 from loadtest.peers.servers import SIDES, Peers
 from loadtest.stats import Section, Tick
 from tandem.errors import TandemError
+from tandem.settings import Settings
 
 PARTS = ("serve", "interference", "engines", "soak", "exposed")
 
@@ -50,6 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=_some_of(known), metavar="A,B", help=f"of {part}: {','.join(known)}")
     parser.add_argument("--concurrency", type=_counts, metavar="N,N", help="of serve: 1,8,16")
     parser.add_argument("--threads", type=_counts, metavar="N,N", help="of engines: 1,2")
+    parser.add_argument("--set", type=_settings, default={}, metavar="NAME=VALUE,...", help="settings of Tandem")
     script, home = os.environ.get("PEERS_SCRIPT"), os.environ.get("PEERS_HOME", "~/.cache/tandem-peers")
     parser.add_argument("--script", type=Path, default=script, help="starts vLLM [PEERS_SCRIPT]")
     parser.add_argument("--home", type=Path, default=home, help="the peers' environments [PEERS_HOME]")
@@ -84,7 +86,7 @@ def measure(part: str, plan: Any, peers: Peers, tick: Tick) -> list[Section]:
         "serve": lambda: serve.run(peers, plan, tick),
         "interference": lambda: interference.run(peers, plan, tick),
         "engines": lambda: engines.run(peers, plan, tick),
-        "soak": lambda: [soak.run(plan, tick)],
+        "soak": lambda: [soak.run(peers, plan, tick)],
         "exposed": lambda: [soak.run_exposed(peers, plan, tick)],
     }
     return run[part]()
@@ -109,7 +111,7 @@ def main(arguments: list[str]) -> int:
                 if not errors.is_terminal:
                     print(f"{monotonic() - began:7.1f} s  {what}", file=sys.stderr, flush=True)
 
-            sections = measure(given.part, plan, Peers(given.script, given.home.expanduser()), tick)
+            sections = measure(given.part, plan, Peers(given.script, given.home.expanduser(), given.set), tick)
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
@@ -124,7 +126,7 @@ def main(arguments: list[str]) -> int:
         show(section, console)
     console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
     if given.json:
-        report = {"conditions": before, "seconds": monotonic() - began, "plan": vars(plan)}
+        report = {"conditions": before, "seconds": monotonic() - began, "plan": vars(plan), "set": given.set}
         report["sections"] = [section.to_dict() for section in sections]
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
@@ -147,6 +149,13 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(_count, text.split(",")))
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if wrong := [name for name, _, value in pairs if name not in Settings.model_fields or not value]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: give a setting of docs/operations.md and its value")
+    return {name: value for name, _, value in pairs}
 
 
 def _end(number: int, frame: FrameType | None) -> None:

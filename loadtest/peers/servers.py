@@ -13,7 +13,7 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -36,10 +36,12 @@ SIDES = ("tandem-pd", "tandem-aggregated", "vllm-pd", "vllm-aggregated")
 @dataclass(frozen=True)
 class Peers:
     """Where the other engines live. `script` starts vLLM: `script aggregated|pd FOLDER`, `script stop`, with the
-    environment PEERS_HOME; `home` has an environment for each engine, and keeps checkpoints for the next run."""
+    environment PEERS_HOME; `home` has an environment for each engine, and keeps checkpoints for the next run.
+    `settings` are Tandem's, over those that the comparison chooses."""
 
     script: Path | None
     home: Path
+    settings: dict[str, str] = field(default_factory=dict)
 
     def executable(self, engine: str, name: str) -> Path:
         """A program in an engine's environment. Raises SettingsError when it is not there."""
@@ -228,7 +230,7 @@ def of_session(session: int) -> list[psutil.Process]:
 def make(side: str, model: Path, peers: Peers) -> Server:
     """A server of `SIDES`, not started."""
     maker, _, mode = side.partition("-")
-    return Tandem(mode, model) if maker == "tandem" else Vllm(mode, model, peers)
+    return Tandem(mode, model, **peers.settings) if maker == "tandem" else Vllm(mode, model, peers)
 
 
 @contextmanager

@@ -48,10 +48,11 @@ class Plan:
 # ---- memory
 
 
-def run(plan: Plan, tick: Tick) -> Section:
+def run(peers: Peers, plan: Plan, tick: Tick) -> Section:
     """Raises InternalError when the ledger does not balance at the end."""
     tick("starting a cluster of the demo model")
-    server = Tandem("pd", DEMO, kv_blocks=plan.kv_blocks, max_model_len=256, dtype="float32")
+    small = {"kv_blocks": plan.kv_blocks, "max_model_len": 256, "dtype": "float32"}
+    server = Tandem("pd", DEMO, **{**small, **peers.settings})
     with started([server]):
         return asyncio.run(_soak(server, plan, tick))
 
@@ -140,7 +141,7 @@ def draw(values: Sequence[float]) -> str:
 def run_exposed(peers: Peers, plan: Plan, tick: Tick) -> Section:
     """Raises InternalError when a prompt took another path."""
     tick(f"starting tandem-pd with {SHAPE}")
-    server = Tandem("pd", peers.checkpoint(SHAPE), local_prefill="never")
+    server = Tandem("pd", peers.checkpoint(SHAPE), **{"local_prefill": "never", **peers.settings})
     with started([server]):
         return asyncio.run(_exposed(server, plan, tick))
 

@@ -41,6 +41,7 @@ def test_quick_measures_less_and_the_command_line_has_the_last_word() -> None:
         ["engines", "--engines", "x"],
         ["serve", "--concurrency", "many"],
         ["serve", "--runs", "0"],
+        ["serve", "--set", "speed=high"],
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(wrong: list[str]) -> None:
