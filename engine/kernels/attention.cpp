@@ -21,15 +21,21 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t AHEAD = 16;            // tokens between the one in work and the one on its way from memory
-constexpr int64_t QUERIES = 4 * ROWS;    // of a tile at most
-constexpr int64_t LOGIT_BYTES = 1 << 18;  // of a tile, while that leaves ROWS queries
+// A task is some queries of one sequence with one head of K and V. It takes the context KEYS tokens at a time: their K
+// becomes a panel, token by token in the lanes, and every query has its sum along a row of K in a lane of its own. Then the
+// logits of each query become weights, and V becomes panels too, with the elements in the lanes and the sum along the
+// tokens. So every sum has the order of the dimensions or of the positions, whatever the task holds besides.
+constexpr int64_t KEYS = PANEL;
+constexpr int64_t QUERIES = 8 * ROWS;     // of a task at most
+constexpr int64_t LOGIT_BYTES = 1 << 19;  // of a task, while that leaves some queries
 
 template <typename T>
 void prefetch(const T* from, int64_t count) {
   const char* line = reinterpret_cast<const char*>(from);
   for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += LINE) __builtin_prefetch(line + at, 0, 2);
 }
+
+int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 // What a token sees: everything before it, the last `window` tokens, or its own part of `chunk` tokens.
 struct Reach {
@@ -46,10 +52,29 @@ struct Reach {
 
 int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
-// Turns logits[from..to) into weights, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
+// e to the power of x, as exact as the weights that are made of it.
+template <typename W>
+Vec power(Vec x) {
+  if constexpr (std::is_same_v<W, float>) return x.exp();
+  return x.exp_u20();
+}
+
+void put_weights(Vec weights, float* to) { weights.store(to); }
+
+void put_weights(Vec weights, BFloat16* to) {
+#ifdef TANDEM_BF16_DOT
+  const __m256bh narrow = _mm512_cvtneps_pbh(weights);
+  std::memcpy(to, &narrow, sizeof(narrow));
+#else
+  put(weights, to, LANES);
+#endif
+}
+
+// Turns logits[from..to) into `weights`, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
 // the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
-// position, so that the order of the sum does not depend on what else the tile holds.
-float softmax(float* logits, int64_t from, int64_t to, float scaling, std::optional<double> softcap,
+// position, so that the order of the sum does not depend on what else the task holds.
+template <typename W>
+float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling, std::optional<double> softcap,
               const float* sink) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
   const int64_t begin = aligned(from), end = aligned(to + LANES - 1);
@@ -61,19 +86,15 @@ float softmax(float* logits, int64_t from, int64_t to, float scaling, std::optio
   std::fill(logits + begin, logits + from, NONE);
   std::fill(logits + to, logits + end, NONE);
   Vec highest(NONE);
-  for (int64_t t = begin; t < end; t += LANES) {
-    const Vec scaled = load(logits + t) * Vec(scaling);
-    scaled.store(logits + t);
-    highest = at::vec::maximum(highest, scaled);
-  }
+  for (int64_t t = begin; t < end; t += LANES) highest = at::vec::maximum(highest, load(logits + t));
   float lanes[LANES];
-  highest.store(lanes);
+  (highest * Vec(scaling)).store(lanes);
   float top = sink == nullptr ? NONE : *sink;
   for (int i = 0; i < LANES; ++i) top = std::isnan(lanes[i]) ? lanes[i] : std::max(top, lanes[i]);
   Vec sums(0.0f);
   for (int64_t t = begin; t < end; t += LANES) {
-    const Vec weight = (load(logits + t) - Vec(top)).exp();
-    weight.store(logits + t);
+    const Vec weight = power<W>(at::vec::fmsub(load(logits + t), Vec(scaling), Vec(top)));
+    put_weights(weight, weights + t);
     sums = sums + weight;
   }
   sums.store(lanes);
@@ -82,107 +103,298 @@ float softmax(float* logits, int64_t from, int64_t to, float scaling, std::optio
   return total;
 }
 
-struct Tile {  // consecutive queries of one sequence
+#ifdef TANDEM_BF16_DOT
+using Narrow = Pairs;
+#else
+using Narrow = Widened<float>;  // panels of bfloat16 are widened as they are made
+#endif
+
+#ifdef CPU_CAPABILITY_AVX512
+// `count` elements of a row from element `at` on, the rest zeros; all zeros without a row.
+template <typename T>
+__m512i words_of(const T* row, int64_t at, int64_t count) {
+  if (row == nullptr || count <= 0) return _mm512_setzero_si512();
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
+  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
+}
+
+// A matrix of 16 by 16 words.
+[[gnu::always_inline]] inline void transpose(__m512i (&m)[LANES]) {
+  __m512i n[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    n[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    n[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int half = 0; half < 2; ++half) {
+      m[i + 2 * half] = _mm512_unpacklo_epi64(n[i + half], n[i + 2 + half]);
+      m[i + 2 * half + 1] = _mm512_unpackhi_epi64(n[i + half], n[i + 2 + half]);
+    }
+  for (int i = 0; i < LANES; i += 8)
+    for (int at = 0; at < 4; ++at) {
+      n[i + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0x88);
+      n[i + 4 + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0xdd);
+    }
+  for (int at = 0; at < 8; ++at) {
+    m[at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0x88);
+    m[8 + at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0xdd);
+  }
+}
+#endif
+
+// Memory of a thread that grows and is used again; what it holds is nobody's.
+template <typename T>
+T* scratch(std::vector<T>& memory, int64_t count) {
+  if (static_cast<int64_t>(memory.size()) < count) memory = std::vector<T>(count);
+  return memory.data();
+}
+
+// The rows of K or V of one sequence and head, KEYS at a time; who makes a panel of `here` fetches `next` meanwhile.
+template <typename T>
+struct Rows {
+  const T* base;
+  const int32_t* table;        // the sequence's blocks
+  int64_t size, block, token;  // tokens of a block, and the strides
+  int64_t dim, first, last;    // elements of a row, and the tokens that are wanted
+  const T* here[KEYS];         // null for what is not wanted
+  const T* next[KEYS];
+
+  // Goes to the tokens from `start` on, when they are asked for in order.
+  void move(int64_t start) {
+    std::copy(next, next + KEYS, here);
+    locate(start + KEYS);
+  }
+
+  void fetch(int64_t from, int64_t to) const {
+    for (int64_t t = from; t < to; ++t)
+      if (next[t] != nullptr) prefetch(next[t], dim);
+  }
+
+  void locate(int64_t start) {
+    std::fill(next, next + KEYS, nullptr);
+    const int64_t end = std::min(start + KEYS, last);
+    for (int64_t at = std::max(start, first), in = at / size; at < end; ++in) {
+      const T* row = base + table[in] * block + (at - in * size) * token;
+      for (const int64_t stop = std::min((in + 1) * size, end); at < stop; ++at, row += token) next[at - start] = row;
+    }
+  }
+};
+
+// Several rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
+template <typename D, typename T>
+void keys_panel(const Rows<T>& keys, typename D::W* panel) {
+  using W = typename D::W;
+  const auto& rows = keys.here;
+  const int64_t dim = keys.dim;
+#ifdef CPU_CAPABILITY_AVX512
+  if constexpr (std::is_same_v<T, W>) {  // 16 rows of 16 words at a time, a word being what a lane takes at once
+    const int64_t words = (dim + D::GROUP - 1) / D::GROUP;
+    for (int64_t t = 0; t < KEYS; t += LANES) {
+      keys.fetch(t, t + LANES);
+      for (int64_t word = 0; word < words; word += LANES) {
+        __m512i in[LANES];
+        const int64_t count = std::min<int64_t>(LANES * D::GROUP, dim - word * D::GROUP);
+        for (int i = 0; i < LANES; ++i) in[i] = words_of(rows[t + i], word * D::GROUP, count);
+        transpose(in);
+        const int64_t valid = std::min<int64_t>(LANES, words - word);
+        for (int64_t i = 0; i < valid; ++i) _mm512_storeu_si512(panel + ((word + i) * KEYS + t) * D::GROUP, in[i]);
+      }
+    }
+    return;
+  }
+#endif
+  keys.fetch(0, KEYS);
+  for (int64_t at = 0; at < rounded_up(dim, D::GROUP); ++at)
+    for (int64_t t = 0; t < KEYS; ++t)
+      panel[(at / D::GROUP * KEYS + t) * D::GROUP + at % D::GROUP] =
+          rows[t] != nullptr && at < dim ? static_cast<W>(rows[t][at]) : W(0.0f);
+}
+
+// Several rows [dim] into [KEYS / GROUP][wide][GROUP]; zeros where a row is null, and from dim to wide.
+template <typename D, typename T>
+void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
+  using W = typename D::W;
+  const auto& rows = values.here;
+  const int64_t dim = values.dim;
+  if constexpr (std::is_same_v<T, W> && D::GROUP == 1) {
+    for (int64_t t = 0; t < KEYS; ++t) {
+      values.fetch(t, t + 1);
+      if (rows[t] != nullptr) std::copy(rows[t], rows[t] + dim, panel + t * wide);
+      std::fill(panel + t * wide + (rows[t] == nullptr ? 0 : dim), panel + (t + 1) * wide, W(0.0f));
+    }
+    return;
+  }
+#ifdef TANDEM_BF16_DOT
+  if constexpr (D::GROUP == 2) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t t = 0; t < KEYS; t += 2) {
+      values.fetch(t, t + 2);
+      for (int64_t d = 0; d < wide; d += 2 * LANES) {
+        const int64_t count = std::clamp<int64_t>(dim - d, 0, 2 * LANES);
+        const __m512i a = words_of(rows[t], d, count), b = words_of(rows[t + 1], d, count);
+        W* to = panel + (t / 2 * wide + d) * 2;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+        if (d + LANES < wide) _mm512_storeu_si512(to + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
+      }
+    }
+    return;
+  }
+#endif
+  values.fetch(0, KEYS);
+  for (int64_t t = 0; t < KEYS; ++t)
+    for (int64_t d = 0; d < wide; ++d)
+      panel[(t / D::GROUP * wide + d) * D::GROUP + t % D::GROUP] =
+          rows[t] != nullptr && d < dim ? static_cast<W>(rows[t][d]) : W(0.0f);
+}
+
+// out[r][0..KEYS) = x[r] . the panel's columns.
+template <typename D, int R = ROWS>
+void logits_of(int64_t rows, const typename D::X* x, int64_t dim, int64_t stride, const typename D::W* panel, float* out,
+               int64_t room) {
+  if (rows < R) {
+    if constexpr (R > 1) logits_of<D, R - 1>(rows, x, dim, stride, panel, out, room);
+    return;
+  }
+  Vec sums[R][COLS];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+  add_panel<D, R, Fetch::NOTHING>(x, stride, dim, panel, nullptr, sums);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < COLS; ++c) sums[r][c].store(out + r * room + c * LANES);
+}
+
+// sums[r][0..C * LANES) += weights[r][0..KEYS) times as many columns of V's panel.
+template <typename D, int C, int R = ROWS>
+void add_values(int64_t rows, const typename D::W* weights, int64_t room, const typename D::W* panel, int64_t wide,
+                float* sums) {
+  if (rows < R) {
+    if constexpr (R > 1) add_values<D, C, R - 1>(rows, weights, room, panel, wide, sums);
+    return;
+  }
+  Vec here[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) here[r][c] = Vec::loadu(sums + r * wide + c * LANES);
+  for (int64_t t = 0; t < KEYS; t += D::GROUP) {
+    decltype(D::get(panel)) values[C];
+    for (int c = 0; c < C; ++c) values[c] = D::get(panel + t * wide + c * LANES * D::GROUP);
+    for (int r = 0; r < R; ++r) {
+      const auto weight = D::spread(weights + r * room + t, D::GROUP);
+      for (int c = 0; c < C; ++c) here[r][c] = D::dot(weight, values[c], here[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) here[r][c].store(sums + r * wide + c * LANES);
+}
+
+struct Task {  // consecutive queries of one sequence
   int64_t sequence, row, position, queries;
 };
 
-// The tiles of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
-std::vector<Tile> tiles_of(const Tensor& starts, const Tensor& lengths, int64_t groups) {
+// The tasks of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
+std::vector<Task> tasks_of(const Tensor& starts, const Tensor& lengths, int64_t groups) {
   const auto *start = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
-  std::vector<Tile> tiles;
+  std::vector<Task> tasks;
   for (int64_t i = 0; i < lengths.size(0); ++i) {
     const int64_t queries = start[i + 1] - start[i], position = length[i] - queries;
-    const int64_t fit = LOGIT_BYTES / (groups * (length[i] + LANES) * sizeof(float)) / ROWS * ROWS;
+    const int64_t fit = LOGIT_BYTES / (groups * (length[i] + KEYS) * sizeof(float));
     const int64_t height = std::clamp<int64_t>(fit, ROWS, QUERIES), count = (queries + height - 1) / height;
     for (int64_t n = 0; n < count; ++n) {
       const int64_t at = (n % 2 == 0 ? n / 2 : count - 1 - n / 2) * height;
-      tiles.push_back({i, start[i] + at, position + at, std::min(height, queries - at)});
+      tasks.push_back({i, start[i] + at, position + at, std::min(height, queries - at)});
     }
   }
-  return tiles;
+  return tasks;
 }
 
-template <typename D>
-void attend_tiles(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
+template <typename D, typename T>
+void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
                   const Tensor& lengths, const Tensor& blocks, Reach reach, double scaling,
                   std::optional<double> softcap, const float* sinks) {
-  using T = typename D::W;
-  const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads;
-  const int64_t size = k_pages.size(1), k_dim = k_pages.size(3), v_dim = v_pages.size(3);
-  const auto* q = query.const_data_ptr<typename D::X>();
-  const auto* k = k_pages.const_data_ptr<T>();
-  const auto* v = v_pages.const_data_ptr<T>();
-  const auto* table = blocks.const_data_ptr<int32_t>();
-  T* result = out.data_ptr<T>();
-  const int64_t q_row = query.stride(0), q_head = query.stride(1), width = blocks.size(1);
-  const int64_t o_row = out.stride(0), o_head = out.stride(1);
-  const int64_t k_block = k_pages.stride(0), k_token = k_pages.stride(1), k_head = k_pages.stride(2);
-  const int64_t v_block = v_pages.stride(0), v_token = v_pages.stride(1), v_head = v_pages.stride(2);
-  const std::vector<Tile> tiles = tiles_of(starts, lengths, groups);
+  using W = typename D::W;
+  const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads, size = k_pages.size(1);
+  const int64_t k_dim = k_pages.size(3), v_dim = v_pages.size(3), wide = rounded_up(v_dim, LANES);
+  const int64_t q_dim = rounded_up(k_dim, D::GROUP);
+  const std::vector<Task> tasks = tasks_of(starts, lengths, groups);
 
-  at::parallel_for(0, static_cast<int64_t>(tiles.size()) * kv_heads, 1, [&](int64_t begin, int64_t end) {
-    std::vector<const T*> keys, values;
-    std::vector<float> logits, totals;
-    for (int64_t task = begin; task < end; ++task) {
-      const Tile& tile = tiles[task / kv_heads];
-      const int64_t head = task % kv_heads, first = reach.first(tile.position), base = aligned(first);
-      const int64_t last = tile.position + tile.queries;  // one past the last key
-      const int64_t room = aligned(last - base + LANES - 1);
-      // Keys and logits are counted from `base`, a multiple of LANES tokens into the sequence.
-      keys.assign(last - base, nullptr);
-      values.assign(last - base, nullptr);
-      for (int64_t at = first, in = at / size; at < last; ++in) {
-        const int64_t block = table[tile.sequence * width + in], stop = std::min((in + 1) * size, last);
-        for (int64_t slot = at - in * size; at < stop; ++at, ++slot) {
-          keys[at - base] = k + block * k_block + slot * k_token + head * k_head;
-          values[at - base] = v + block * v_block + slot * v_token + head * v_head;
+  at::parallel_for(0, static_cast<int64_t>(tasks.size()) * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<W> query_memory, panel_memory, weight_memory;
+    static thread_local std::vector<float> logit_memory, sum_memory;
+    W* panel = scratch(panel_memory, KEYS * std::max(q_dim, wide));
+    for (int64_t n = begin; n < end; ++n) {
+      const Task& task = tasks[n / kv_heads];
+      const int64_t head = n % kv_heads, count = task.queries * groups;  // a row for each query and head of it
+      const int64_t first = reach.first(task.position), last = task.position + task.queries;  // the keys that are seen
+      const int64_t base = aligned(first), room = rounded_up(last - base, KEYS);
+      const int32_t* table = blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1);
+      const auto rows_in = [&](const Tensor& pages) {
+        return Rows<T>{pages.const_data_ptr<T>() + head * pages.stride(2), table, size, pages.stride(0), pages.stride(1),
+                       pages.size(3), first, last, {}, {}};
+      };
+      Rows<T> keys = rows_in(k_pages), values = rows_in(v_pages);
+      keys.locate(base);
+      keys.fetch(0, KEYS);
+
+      W* q = scratch(query_memory, count * q_dim);
+      for (int64_t r = 0; r < count; ++r) {
+        const T* from = query.const_data_ptr<T>() + (task.row + r / groups) * query.stride(0) +
+                        (head * groups + r % groups) * query.stride(1);
+        for (int64_t d = 0; d < q_dim; ++d) q[r * q_dim + d] = d < k_dim ? static_cast<W>(from[d]) : W(0.0f);
+      }
+      // Which rows see something of the tokens that begin at `start`.
+      const auto from_row = [&](int64_t start) { return std::max<int64_t>(0, start - task.position) * groups; };
+      const auto to_row = [&](int64_t start) {
+        return std::min(task.queries - 1, reach.last(std::min(start + KEYS, last) - 1) - task.position) * groups + groups;
+      };
+
+      float* logits = scratch(logit_memory, count * room);
+      for (int64_t start = base; start < last; start += KEYS) {
+        keys.move(start);
+        keys_panel<D>(keys, panel);
+        for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS)
+          logits_of<D>(std::min<int64_t>(ROWS, stop - r), q + r * q_dim, k_dim, q_dim, panel,
+                       logits + r * room + start - base, room);
+      }
+      values.locate(base);
+      values.fetch(0, KEYS);
+
+      W* weights;
+      if constexpr (std::is_same_v<W, float>)
+        weights = logits;
+      else
+        weights = scratch(weight_memory, count * room);
+      float* sums = scratch(sum_memory, count * wide + count);
+      float* totals = sums + count * wide;
+      std::fill(sums, totals, 0.0f);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t position = task.position + r / groups, seen = reach.first(position) - base;
+        const int64_t past = position + 1 - base;
+        const float* sink = sinks == nullptr ? nullptr : sinks + head * groups + r % groups;
+        W* there = weights + r * room;
+        totals[r] = softmax(logits + r * room, there, seen, past, static_cast<float>(scaling), softcap, sink);
+        std::fill(there, there + aligned(seen), W(0.0f));
+        std::fill(there + aligned(past + LANES - 1), there + room, W(0.0f));
+      }
+
+      for (int64_t start = base; start < last; start += KEYS) {
+        values.move(start);
+        values_panel<D>(values, wide, panel);
+        for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS) {
+          const int64_t height = std::min<int64_t>(ROWS, stop - r);
+          const W* weight = weights + r * room + start - base;
+          int64_t d = 0;
+          for (; d + PANEL <= wide; d += PANEL)
+            add_values<D, COLS>(height, weight, room, panel + d * D::GROUP, wide, sums + r * wide + d);
+          for (; d < wide; d += LANES)
+            add_values<D, 1>(height, weight, room, panel + d * D::GROUP, wide, sums + r * wide + d);
         }
       }
-      for (int64_t t = first; t < std::min(first + AHEAD, last); ++t) prefetch(keys[t - base], k_dim);
-      logits.resize(groups * tile.queries * room);
-      totals.resize(groups * tile.queries);
-      const auto* own = q + tile.row * q_row + head * groups * q_head;
-      // One query has its heads as the rows of a tile of dots; several have one head after the other.
-      const bool single = tile.queries == 1;
-      const int64_t outer = single ? 1 : groups, inner = single ? groups : tile.queries;
-      for (int64_t t = first; t < last; t += COLS) {
-        const int count = static_cast<int>(std::min<int64_t>(COLS, last - t));
-        const T* columns[COLS];
-        for (int c = 0; c < COLS; ++c) {
-          columns[c] = keys[t - base + std::min(c, count - 1)];
-          if (t + c + AHEAD < last) prefetch(keys[t - base + c + AHEAD], k_dim);
-          if (t + c < last) prefetch(values[t - base + c], v_dim);  // wanted once the logits are complete
-        }
-        const int64_t skip = single ? 0 : std::max<int64_t>(0, t - tile.position) / ROWS * ROWS;
-        const int64_t stop = single ? inner : std::min(inner - 1, reach.last(t + count - 1) - tile.position) + 1;
-        for (int64_t o = 0; o < outer; ++o)
-          for (int64_t i = skip; i < stop; i += ROWS) {
-            const int height = static_cast<int>(std::min<int64_t>(ROWS, inner - i));
-            float sums[ROWS][COLS];
-            dot_rows<D>(height, own + o * q_head + i * (single ? q_head : q_row), single ? q_head : q_row, columns,
-                        k_dim, {}, sums);
-            for (int r = 0; r < height; ++r) std::copy(sums[r], sums[r] + count, &logits[(o * inner + i + r) * room + t - base]);
-          }
+      for (int64_t r = 0; r < count; ++r) {
+        T* to = out.data_ptr<T>() + (task.row + r / groups) * out.stride(0) + (head * groups + r % groups) * out.stride(1);
+        for (int64_t d = 0; d < v_dim; d += LANES)
+          put(Vec::loadu(sums + r * wide + d) / Vec(totals[r]), to + d, std::min<int64_t>(LANES, v_dim - d));
       }
-      for (int64_t o = 0; o < outer; ++o)
-        for (int64_t i = 0; i < inner; ++i) {
-          const int64_t row = o * inner + i, position = tile.position + (single ? 0 : i), seen = reach.first(position);
-          const float* sink = sinks == nullptr ? nullptr : sinks + head * groups + (single ? i : o);
-          float* there = &logits[row * room];
-          totals[row] = softmax(there, seen - base, position + 1 - base, static_cast<float>(scaling), softcap, sink);
-          std::fill(there, there + aligned(seen - base), 0.0f);
-          std::fill(there + aligned(position - base) + LANES, there + room, 0.0f);
-        }
-      const auto value = [&](int64_t t) { return values[t]; };
-      for (int64_t o = 0; o < outer; ++o)
-        for (int64_t i = 0; i < inner; i += ROWS) {
-          const int64_t height = std::min<int64_t>(ROWS, inner - i), row = o * inner + i;
-          const int64_t from = reach.first(tile.position + (single ? 0 : i)) - base;
-          const int64_t to = tile.position + (single ? 0 : i + height - 1) + 1 - base;
-          T* into = result + (tile.row + (single ? 0 : i)) * o_row + (head * groups + (single ? i : o)) * o_head;
-          weighted_sums<T>(height, &logits[row * room], room, value, from, to, v_dim, &totals[row], into,
-                           single ? o_head : o_row);
-        }
     }
   });
 }
@@ -209,10 +421,9 @@ void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tenso
   const Tensor q = rows_of(query);
   const Reach reach{window, chunk};
   if (k_pages.scalar_type() == at::kFloat)
-    attend_tiles<Widened<float>>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
+    attend_tasks<Widened<float>, float>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
   else
-    attend_tiles<Bf16>(out, q.to(c10::CppTypeToScalarType<Bf16::X>::value), k_pages, v_pages, starts, lengths, blocks,
-                       reach, scaling, softcap, sink);
+    attend_tasks<Narrow, BFloat16>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
 }
 
 // Copies new [total, kv_heads, dim] into the slots of pages [blocks, block_size, kv_heads, dim], of the same type.

@@ -18,8 +18,18 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-HEADERS, SOURCES = ("dots.h", "ops.h"), ("attention.cpp", "invariant.cpp", "products.cpp", "rows.cpp")
-OPTIONS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-DNDEBUG", "-Wno-psabi")
+HEADERS, SOURCES = ("dots.h", "functions.h", "ops.h"), ("attention.cpp", "invariant.cpp", "products.cpp", "rows.cpp")
+OPTIONS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-DNDEBUG",
+    "-Wno-psabi",
+)
 
 _TRIAL = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.tandem.isa())"
 

@@ -191,6 +191,39 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
   if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
 }
 
+// A panel is PANEL columns side by side, as [k / GROUP][PANEL][GROUP]: each sum goes along k in order, in a lane of its own.
+constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
+
+// What is read into the cache while a panel is in work: with one pass over the panel the bytes that come soon (SOON), with
+// several passes each its share of the panel behind it (LATER).
+enum class Fetch { NOTHING, SOON, LATER };
+
+// sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline: the
+// sums are to stay in registers.
+template <typename D, int R, Fetch FETCH>
+[[gnu::always_inline]] inline void add_panel(const typename D::X* x, int64_t stride, int64_t k,
+                                             const typename D::W* panel, const char* later, Vec (&sums)[R][COLS]) {
+  const auto step = [&](int64_t group, int64_t count) {
+    const typename D::W* at = panel + group * PANEL * D::GROUP;
+    decltype(D::get(panel)) w[COLS];
+    for (int c = 0; c < COLS; ++c) {
+      w[c] = D::get(at + c * LANES * D::GROUP);
+      if constexpr (FETCH == Fetch::SOON)
+        __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
+    }
+    if constexpr (FETCH == Fetch::LATER)
+      for (int line = 0; line < COLS / 2; ++line, later += LINE) __builtin_prefetch(later, 0, 2);
+    for (int r = 0; r < R; ++r) {
+      const auto value = D::spread(x + r * stride + group * D::GROUP, count);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
+    }
+  };
+  const int64_t whole = k / D::GROUP;
+  for (int64_t group = 0; group < whole; ++group) step(group, D::GROUP);
+  if (whole * D::GROUP < k) step(whole, k - whole * D::GROUP);
+}
+
 // out[r] = (sum over t of p[r][t] * v(t)) / total[r], for R rows and `dim` elements of v(t).
 template <typename T, int R, typename V>
 void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, int64_t to, int64_t dim,

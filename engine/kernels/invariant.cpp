@@ -9,6 +9,7 @@
 #include "ops.h"
 
 #include "dots.h"
+#include "functions.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
@@ -105,14 +106,6 @@ Vec one_by_one(Vec x, const F& f) {
   x.store(lanes);
   for (float& lane : lanes) lane = f(lane);
   return Vec::loadu(lanes);
-}
-
-Vec sigmoid_of(Vec x) { return Vec(1.0f) / (Vec(1.0f) + x.neg().exp()); }
-Vec silu_of(Vec x) { return x / (Vec(1.0f) + x.neg().exp()); }
-Vec gelu_of(Vec x) { return Vec(0.5f) * x * (Vec(1.0f) + (x * Vec(0.70710678118654752f)).erf()); }
-Vec tanh_gelu_of(Vec x) {
-  const Vec inner = Vec(0.79788456080286536f) * (x + Vec(0.044715f) * x * x * x);
-  return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
 }
 
 #define TANDEM_ELEMENTWISE(NAME, F)                                             \

@@ -4,6 +4,7 @@
 #include "dots.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -113,12 +114,9 @@ namespace {
 
 // ---- linear layers
 
-// Weights are packed once, into panels of PANEL columns: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up
-// with zeros. A panel is read from front to back, so a decode step streams through memory in one direction. Every sum
-// goes along k in order, in a lane of its own: its bits do not depend on the other rows, nor on how a tile is cut.
-constexpr int64_t PANEL = COLS * LANES;
-constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
-
+// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up with zeros. A panel
+// is read from front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend
+// on the other rows, nor on how a tile is cut.
 template <typename D>
 int64_t packed_size(int64_t n, int64_t k) {
   return (n + PANEL - 1) / PANEL * PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
@@ -139,48 +137,54 @@ void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* ou
   });
 }
 
-// R rows of x times one panel.
-template <typename D, int R, typename T>
-void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y, int64_t stride,
-                int64_t columns) {
+// Where the product with one weight goes: y [m, n] = x times the weight, plus bias [n], and to that, once it is rounded,
+// plus beside [m, n]. `bias` and `beside` may be null.
+template <typename W, typename T>
+struct Product {
+  const W* packed;
+  const T* bias;
+  const T* beside;
+  T* y;
+  int64_t n;
+  int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+};
+
+// R rows of x times one panel; bias, beside and y are those of its first row and column.
+template <typename D, Fetch FETCH, int R, typename T>
+void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const char* later, const T* bias,
+                const T* beside, T* y, int64_t stride, int64_t columns) {
   Vec sums[R][COLS];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
-  const auto step = [&](int64_t group, int64_t count) {
-    const typename D::W* at = panel + group * PANEL * D::GROUP;
-    decltype(D::get(panel)) w[COLS];
-    for (int c = 0; c < COLS; ++c) {
-      w[c] = D::get(at + c * LANES * D::GROUP);
-      __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
-    }
-    for (int r = 0; r < R; ++r) {
-      const auto value = D::spread(x + r * k + group * D::GROUP, count);
-      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
-    }
-  };
-  const int64_t whole = k / D::GROUP;
-  for (int64_t group = 0; group < whole; ++group) step(group, D::GROUP);
-  if (whole * D::GROUP < k) step(whole, k - whole * D::GROUP);
+  add_panel<D, R, FETCH>(x, k, k, panel, later, sums);
   for (int c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
     Vec add(0.0f);
     if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
-    for (int r = 0; r < R; ++r) put(bias == nullptr ? sums[r][c] : sums[r][c] + add, y + r * stride + c * LANES, count);
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = r * stride + c * LANES;
+      Vec sum = bias == nullptr ? sums[r][c] : sums[r][c] + add;
+      if (beside != nullptr)
+        sum = rounded<T>(sum) + (count == LANES ? load(beside + at) : load(beside + at, static_cast<int>(count)));
+      put(sum, y + at, count);
+    }
   }
 }
 
-template <typename D, typename T, int R = ROWS>
-void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const T* bias, T* y,
-                int64_t stride, int64_t columns) {
-  if (rows == R) return panel_tile<D, R, T>(x, k, panel, bias, y, stride, columns);
-  if constexpr (R > 1) panel_rows<D, T, R - 1>(rows, x, k, panel, bias, y, stride, columns);
+template <typename D, Fetch FETCH, typename T, int R = ROWS>
+void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const char* later,
+                const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
+  if (rows == R) return panel_tile<D, FETCH, R, T>(x, k, panel, later, bias, beside, y, stride, columns);
+  if constexpr (R > 1) panel_rows<D, FETCH, T, R - 1>(rows, x, k, panel, later, bias, beside, y, stride, columns);
 }
 
+// x [m, k] times several weights, whose panels are shared out to the threads together.
 template <typename D, typename T>
-void linear_rows(const typename D::X* x, const typename D::W* packed, const T* bias, T* y, int64_t m, int64_t k,
-                 int64_t n) {
-  const int64_t panels = (n + PANEL - 1) / PANEL, threads = at::get_num_threads();
+void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Product<typename D::W, T>>& products) {
+  int64_t panels = 0;
+  for (const auto& each : products) panels += each.panels();
+  const int64_t threads = at::get_num_threads();
   const int64_t panel_size = PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
   // Few panels are shared out with their rows, so that every thread has work.
   const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
@@ -189,13 +193,29 @@ void linear_rows(const typename D::X* x, const typename D::W* packed, const T* b
                                                            part * k * static_cast<int64_t>(sizeof(float))));
   at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t panel = task / parts, first = panel * PANEL, from = task % parts * part;
-      const int64_t rows = std::min(part, m - from);
+      int64_t panel = task / parts;
+      const auto* to = products.data();
+      for (; panel >= to->panels(); ++to) panel -= to->panels();
+      const int64_t n = to->n, first = panel * PANEL, from = task % parts * part, rows = std::min(part, m - from);
       if (rows <= 0) continue;
       const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
-      for (int64_t row = from; row < from + rows; row += height)
-        panel_rows<D, T>(std::min(height, from + rows - row), x + row * k, k, packed + panel * panel_size,
-                         bias == nullptr ? nullptr : bias + first, y + row * n + first, n, n - first);
+      const typename D::W* here = to->packed + panel * panel_size;
+      const int64_t bytes = panel_size * sizeof(typename D::W);
+      const char* later = reinterpret_cast<const char*>(here + panel_size);
+      for (int64_t row = from; row < from + rows; row += height, later += bytes / 2) {
+        const auto run = [&](auto fetch) {
+          panel_rows<D, decltype(fetch)::value, T>(
+              std::min(height, from + rows - row), x + row * k, k, here, later,
+              to->bias == nullptr ? nullptr : to->bias + first,
+              to->beside == nullptr ? nullptr : to->beside + row * n + first, to->y + row * n + first, n, n - first);
+        };
+        if (tiles == 1)
+          run(std::integral_constant<Fetch, Fetch::SOON>());
+        else if (row < from + 2 * height)  // half of the next panel each
+          run(std::integral_constant<Fetch, Fetch::LATER>());
+        else
+          run(std::integral_constant<Fetch, Fetch::NOTHING>());
+      }
     }
   });
 }
@@ -215,30 +235,61 @@ Tensor pack(const Tensor& weight) {
   return out;
 }
 
+using Biases = c10::List<std::optional<Tensor>>;
+
+template <typename D, typename T>
+void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases, const Tensor& beside, int64_t k,
+                   const std::vector<Tensor>& out) {
+  const int64_t m = x.numel() / std::max<int64_t>(1, k);
+  std::vector<Product<typename D::W, T>> products;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    const int64_t n = out[i].size(-1);
+    TORCH_CHECK(packed[i].scalar_type() == x.scalar_type() && packed[i].numel() == packed_size<D>(n, k),
+                "tandem::linear: not packed for this size or type");
+    TORCH_CHECK(!bias.has_value() ||
+                    (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
+                "tandem::linear wants a bias of the weight's type and size");
+    products.push_back({packed[i].const_data_ptr<T>(), bias.has_value() ? bias->const_data_ptr<T>() : nullptr,
+                        beside.defined() ? beside.const_data_ptr<T>() : nullptr, out[i].data_ptr<T>(), n});
+  }
+  const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<typename D::X>::value);
+  multiply<D, T>(rows.const_data_ptr<typename D::X>(), m, k, products);
+}
+
+std::vector<Tensor> multiply_all(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n,
+                                 int64_t k, const Tensor& beside) {
+  TORCH_CHECK(x.size(-1) == k && served(x.scalar_type()) && packed.size() == n.size() && biases.size() == n.size(),
+              "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weights' rows have ", k, " elements");
+  std::vector<int64_t> sizes = x.sizes().vec();
+  std::vector<Tensor> out;
+  for (const int64_t columns : n) {
+    sizes.back() = columns;
+    out.push_back(at::empty(sizes, x.options()));
+  }
+  if (x.scalar_type() == at::kFloat)
+    multiply_into<Widened<float>, float>(x, packed, biases, beside, k, out);
+  else
+    multiply_into<Bf16, BFloat16>(x, packed, biases, beside, k, out);
+  return out;
+}
+
 // x [..., k] times a packed weight [n, k] transposed, plus bias [n].
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k) {
-  TORCH_CHECK(x.size(-1) == k && x.scalar_type() == packed.scalar_type() && served(packed.scalar_type()),
-              "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weight ", n, " x ", k, " of ",
-              packed.scalar_type());
-  TORCH_CHECK(!bias.has_value() || (bias->scalar_type() == packed.scalar_type() && bias->is_contiguous()),
-              "tandem::linear wants a bias of the weight's type");
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = n;
-  Tensor y = at::empty(sizes, x.options());
-  const int64_t m = n == 0 ? 0 : y.numel() / n;
-  const Tensor rows = x.contiguous();
-  if (packed.scalar_type() == at::kFloat) {
-    TORCH_CHECK(packed.numel() == packed_size<Widened<float>>(n, k), "tandem::linear: not packed for this size");
-    linear_rows<Widened<float>>(rows.const_data_ptr<float>(), packed.const_data_ptr<float>(),
-                                bias.has_value() ? bias->const_data_ptr<float>() : nullptr, y.data_ptr<float>(), m, k,
-                                n);
-  } else {
-    TORCH_CHECK(packed.numel() == packed_size<Bf16>(n, k), "tandem::linear: not packed for this size");
-    const Tensor fit = rows.to(c10::CppTypeToScalarType<Bf16::X>::value);
-    linear_rows<Bf16>(fit.const_data_ptr<Bf16::X>(), packed.const_data_ptr<BFloat16>(),
-                      bias.has_value() ? bias->const_data_ptr<BFloat16>() : nullptr, y.data_ptr<BFloat16>(), m, k, n);
-  }
-  return y;
+  return multiply_all(x, packed, Biases({bias}), n, k, {})[0];
+}
+
+// beside [..., n] plus `linear`, as two operators would round it.
+Tensor linear_add(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k,
+                  const Tensor& beside) {
+  TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
+              "tandem::linear_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
+  return multiply_all(x, packed, Biases({bias}), n, k, beside.contiguous())[0].view(beside.sizes());
+}
+
+// `linear` of the same x with several weights.
+std::vector<Tensor> linears(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n, int64_t k) {
+  return multiply_all(x, packed, biases, n, k, {});
 }
 
 }  // namespace
@@ -247,9 +298,13 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("pack(Tensor weight) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
+  m.def("linear_add(Tensor x, Tensor packed, Tensor? bias, int n, int k, Tensor beside) -> Tensor");
+  m.def("linears(Tensor x, Tensor[] packed, Tensor?[] biases, int[] n, int k) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("pack", &tandem::pack);
   m.impl("linear", &tandem::linear);
+  m.impl("linear_add", &tandem::linear_add);
+  m.impl("linears", &tandem::linears);
 }

@@ -2,10 +2,12 @@
 #include "ops.h"
 
 #include "dots.h"
+#include "functions.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -67,6 +69,82 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset
   return y;
 }
 
+// ---- what several operators of a recording do at once, each rounded as if it stood alone
+
+// x [..., d] turned by angles: x * cos + (-x2, x1) * sin, with x1 and x2 the halves of a row and cos and sin [..., d] of
+// x's type, which may be broadcast.
+template <typename T>
+void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& y) {
+  const int64_t d = x.size(3), half = d / 2, rows = x.size(0) * x.size(1) * x.size(2);
+  const auto *from = x.const_data_ptr<T>(), *c = cos.const_data_ptr<T>(), *s = sin.const_data_ptr<T>();
+  T* to = y.data_ptr<T>();
+  const auto start = [&](const Tensor& t, int64_t row) {
+    const int64_t i2 = row % x.size(2), i1 = row / x.size(2) % x.size(1), i0 = row / x.size(2) / x.size(1);
+    return i0 * t.stride(0) + i1 * t.stride(1) + i2 * t.stride(2);
+  };
+  at::parallel_for(0, rows, std::max<int64_t>(1, TASK_BYTES / (d * sizeof(T))), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T *in = from + start(x, row), *co = c + start(cos, row), *si = s + start(sin, row);
+      T* out = to + start(y, row);
+      const auto turn = [&](int64_t at, int64_t other, bool minus) {
+        for (int64_t i = 0; i < half; i += LANES) {
+          const int64_t count = std::min<int64_t>(LANES, half - i);
+          const auto get = [count](const T* p) { return count == LANES ? load(p) : load(p, static_cast<int>(count)); };
+          const Vec across = get(in + other + i);
+          const Vec straight = rounded<T>(get(in + at + i) * get(co + at + i));
+          put(straight + rounded<T>((minus ? across.neg() : across) * get(si + at + i)), out + at + i, count);
+        }
+      };
+      turn(0, half, true);
+      turn(half, 0, false);
+    }
+  });
+}
+
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  TORCH_CHECK(served(x.scalar_type()) && x.dim() == 4 && x.size(3) % 2 == 0 && x.stride(3) == 1,
+              "tandem::rotate wants rows of an even number of float32 or bfloat16");
+  for (const Tensor& each : {cos, sin})
+    TORCH_CHECK(each.scalar_type() == x.scalar_type() && each.size(-1) == x.size(3) && each.stride(-1) == 1,
+                "tandem::rotate: angles of ", each.sizes(), " for rows of ", x.sizes());
+  Tensor y = at::empty_like(x);
+  TORCH_CHECK(y.stride(3) == 1, "tandem::rotate: strides of x");
+  const Tensor c = cos.expand(x.sizes()), s = sin.expand(x.sizes());
+  x.scalar_type() == at::kFloat ? rotate_rows<float>(x, c, s, y) : rotate_rows<BFloat16>(x, c, s, y);
+  return y;
+}
+
+template <typename T, typename F>
+void gate_rows(const Tensor& gate, const Tensor& up, Tensor& y, const F& f) {
+  const auto *a = gate.const_data_ptr<T>(), *b = up.const_data_ptr<T>();
+  T* to = y.data_ptr<T>();
+  at::parallel_for(0, y.numel(), 1 << 14, [&](int64_t at, int64_t end) {
+    for (; at + LANES <= end; at += LANES) put(rounded<T>(f(load(a + at))) * load(b + at), to + at, LANES);
+    const int rest = static_cast<int>(end - at);
+    if (rest > 0) put(rounded<T>(f(load(a + at, rest))) * load(b + at, rest), to + at, rest);
+  });
+}
+
+// act(gate) * up, elementwise; act is "silu", "gelu" or "gelu_tanh".
+Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
+  TORCH_CHECK(served(gate.scalar_type()) && gate.scalar_type() == up.scalar_type() && gate.sizes() == up.sizes(),
+              "tandem::gated: ", gate.sizes(), " and ", up.sizes());
+  const Tensor a = gate.contiguous(), b = up.contiguous();
+  Tensor y = at::empty(gate.sizes(), gate.options());
+  const auto run = [&](const auto& f) {
+    gate.scalar_type() == at::kFloat ? gate_rows<float>(a, b, y, f) : gate_rows<BFloat16>(a, b, y, f);
+  };
+  if (act == "silu")
+    run(silu_of);
+  else if (act == "gelu")
+    run(gelu_of);
+  else if (act == "gelu_tanh")
+    run(tanh_gelu_of);
+  else
+    TORCH_CHECK(false, "tandem::gated: unknown function ", act);
+  return y;
+}
+
 // ---- the machine
 
 // Asks for large pages behind what lies in whole ones of t; before anything is written there. A wish, not a need.
@@ -97,10 +175,14 @@ std::string isa() {
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("isa() -> str", &tandem::isa);
   m.def("huge_pages(Tensor t) -> ()");
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  m.def("gated(Tensor gate, Tensor up, str act) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("huge_pages", &tandem::huge_pages);
+  m.impl("rotate", &tandem::rotate);
+  m.impl("gated", &tandem::gated);
   m.impl("rms_norm", &tandem::rms_norm);
 }

@@ -5,6 +5,7 @@ That it gives the tokens of the modules is what test_models.py and test_exactnes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import flat, kernels
+from engine import flat, fuse, kernels
 from engine.checkpoints import TINY
 from engine.model import Model
 
@@ -72,19 +73,52 @@ def test_a_recording_that_differs_does_not_serve(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit in one logit of one batch is enough."""
-    model, real = load(checkpoint("tiny-llama")), flat.trace
+    model, real = load(checkpoint("tiny-llama")), flat.run
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        replay = real(*args, **kwargs)
+    def wrong(replay: Any, step: Any, wanted: torch.Tensor, model: Model) -> torch.Tensor:
+        logits = real(replay, step, wanted, model)
+        if len(wanted) == 1:
+            logits[0, 7] = torch.nextafter(logits[0, 7], logits[0, 7] + 1)
+        return logits
 
-        def run(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = replay(wanted, *tensors)
-            if len(wanted) == 1:
-                logits[0, 7] = torch.nextafter(logits[0, 7], logits[0, 7] + 1)
-            return logits
-
-        return run
-
-    monkeypatch.setattr(flat, "trace", wrong)
+    monkeypatch.setattr(flat, "run", wrong)
     with pytest.raises(flat.Unrecordable, match="differs"):
         flat.record(model)
+
+
+# ---- operators that are done together
+
+
+def kinds(model: Model) -> Counter[str]:
+    replay: Any = model.recorded
+    return Counter(node.kind() for node in replay.graph.nodes())
+
+
+@built
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """Projections of the same rows, turned heads, sums and gates are one operator each, wherever a model has them."""
+    model = load(checkpoint(f"tiny-{family}"))
+    found, layers = kinds(model), len(model.facts)
+    assert found["tandem::rotate"] == 2 * layers
+    assert found["tandem::linears"] >= layers
+    assert not found["aten::neg"]
+    assert not found["aten::silu"]
+    if family in ("llama", "qwen3"):  # gemma2 has a norm before its sums
+        assert found["tandem::linear_add"] == found["tandem::linears"] == 2 * layers
+        assert found["tandem::gated"] == layers
+        assert found["tandem::linear"] == 1
+
+
+@built
+def test_a_wrong_rule_costs_speed_and_no_token(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the rules make is proven like the recording: here they take every function for another one."""
+    expected = kinds(load(checkpoint("tiny-gemma2")))
+    assert expected["tandem::gated"]
+    monkeypatch.setattr(fuse, "GELUS", {"tanh": "gelu"})
+    found = kinds(load(checkpoint("tiny-gemma2")))
+    assert found["aten::gelu"]
+    assert not found["tandem::gated"]
+    assert "the fused recording does not serve" in caplog.text
