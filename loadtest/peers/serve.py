@@ -85,8 +85,8 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
                         measured, cores = _load(peers, plan, server, others, concurrency)
                     if number:  # the first run warms up
                         found.setdefault((server.name, concurrency), []).append(measured)
-                        for name, used in cores.items():
-                            idle[name].append(used)
+                        for other, used in cores.items():
+                            idle[other].append(used)
     theirs, *ours = SERIES[name]
     rows = [
         row
@@ -99,9 +99,9 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
         f"{plan.input} tokens in, {plan.output} out, bfloat16, two cores; the load client has them, too; new prompts in"
         f" each run; {plan.runs} runs in turn after one that warms up",
         *(
-            f"{name} used {Spread.of(cores).median:.2f} cores (median; {max(cores):.2f} at most) while another one was"
+            f"{side} used {Spread.of(used).median:.2f} cores (median; {max(used):.2f} at most) while another one was"
             " measured"
-            for name, cores in idle.items()
+            for side, used in idle.items()
         ),
     ]
     details = {f"{side} {count}": [vars(one) for one in runs] for (side, count), runs in found.items()}

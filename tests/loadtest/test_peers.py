@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -67,6 +68,54 @@ def test_a_ratio_is_of_neighbouring_runs_and_says_whether_the_promise_is_kept() 
     assert "≥ 1.5: kept" in rows[0].what
     assert "≤ 0.7: NOT KEPT" in rows[1].what  # equal times to first token are not 0.7 times theirs
     assert serve.promised("tandem-pd", "vllm-pd", "output", 1, 9.0) == ""
+
+
+class Fake(servers.Server):
+    """A server that needs no process."""
+
+    frozen_now = 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def processes(self) -> list[psutil.Process]:
+        return []
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        self.frozen_now += 1
+        yield
+        self.frozen_now -= 1
+
+
+@pytest.mark.parametrize("series", list(serve.SERIES))
+def test_a_series_takes_turns_and_only_one_side_runs_at_a_time(
+    series: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A B A B ...; the first round does not count; every other side is frozen meanwhile; each of ours has its rows."""
+    order = []
+
+    def load(
+        peers: Peers, plan: serve.Plan, server: Fake, others: list[Fake], concurrency: int
+    ) -> tuple[serve.Run, dict[str, float]]:
+        order.append((concurrency, server.name))
+        assert [server.frozen_now, *(one.frozen_now for one in others)] == [0] + [1] * len(others)
+        return run_of(10.0 if server.name.startswith("vllm") else 20.0), {one.name: 0.01 for one in others}
+
+    monkeypatch.setattr(serve, "make", lambda side, model, peers: Fake(side, model))
+    monkeypatch.setattr(serve, "_load", load)
+    monkeypatch.setattr(Peers, "checkpoint", lambda self, shape: tmp_path)
+    plan = serve.Plan(shapes=("SmolLM2-135M",), series=(series,), concurrency=(1, 8), runs=2)
+    ticks: list[str] = []
+    (section,) = serve.run(Peers(None, tmp_path), plan, ticks.append)
+    sides = serve.SERIES[series]
+    once = [(1, side) for side in sides] + [(8, side) for side in sides]
+    assert order == [(8, side) for side in sides] + once * 2
+    assert len(ticks) == plan.ticks
+    assert len(section.rows) == 2 * len(serve.METRICS) * (len(sides) - 1)
+    assert {row.ratio.median for row in section.rows if "output" in row.what} == {2.0}
+    assert len(section.details) == 2 * len(sides)
 
 
 def test_a_run_in_which_requests_failed_is_no_result() -> None:
