@@ -41,6 +41,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         device=device,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
+        kv_dtype=settings.kv_dtype,
         progress=say,
     )
     draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None

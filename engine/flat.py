@@ -37,14 +37,21 @@ Replay = Callable[..., torch.Tensor]
 class _Pages:
     """The pages as inputs of the recording: another worker's, or of another size, may come next."""
 
-    def __init__(self, views: Sequence[torch.Tensor], block_size: int) -> None:
+    def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
         self._views, self.block_size = views, block_size
+        self._calls, self._scaled = calls, len(views) == 4 * calls  # the scales come behind all K and V
 
     def k(self, call: int) -> torch.Tensor:
         return self._views[2 * call]
 
     def v(self, call: int) -> torch.Tensor:
         return self._views[2 * call + 1]
+
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call)] if self._scaled else None
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call) + 1] if self._scaled else None
 
 
 class _Recorded:
@@ -55,7 +62,7 @@ class _Recorded:
     def __init__(self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int) -> None:
         self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
         self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
-        self.pages = _Pages(tensors[7:], block_size)
+        self.pages = _Pages(tensors[7:], len(facts), block_size)
         self.facts = facts
         self.calls = 0
 
@@ -70,7 +77,10 @@ class Unrecordable(Exception):
 
 def inputs(step: Step) -> tuple[torch.Tensor, ...]:
     """What `_Recorded` is made of."""
-    pages = [view for call in range(len(step.facts)) for view in (step.pages.k(call), step.pages.v(call))]
+    calls = range(len(step.facts))
+    pages = [view for call in calls for view in (step.pages.k(call), step.pages.v(call))]
+    scales = [view for call in calls for view in (step.pages.k_scales(call), step.pages.v_scales(call))]
+    pages += [view for view in scales if view is not None]
     own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
     return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *pages)
 

@@ -23,11 +23,14 @@ from engine import attention, flat, mla, probe, selfcheck, weights
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
+from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
+
+KvDtype = Literal["auto", "int8", "fp8"]
 
 
 class Model:
@@ -47,6 +50,7 @@ class Model:
         device: torch.device,
         block_size: int = 16,
         kernels: str = REFERENCE,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         config = module.config.get_text_config()
         parameters = list(module.parameters())
@@ -61,6 +65,7 @@ class Model:
         self.device = device
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.kv_dtype = kv_dtype
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -80,12 +85,14 @@ class Model:
         max_model_len: int | None = None,
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
+        kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `kernels` "reference" leaves the compiled operators out. `progress` receives a line for each stage.
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `kv_dtype` is what pages keep K and V in,
+        "auto" for `dtype` (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's.
         """
@@ -111,6 +118,7 @@ class Model:
             device=device,
             block_size=block_size,
             kernels=serving(device) if kernels == "auto" else REFERENCE,
+            kv_dtype=kv_dtype,
         )
         if model.kernels != REFERENCE:
             modules.prepare(module)
@@ -138,12 +146,13 @@ class Model:
 
     def allocate(self, num_blocks: int, block_size: int | None = None) -> Pages:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint)
+        kept = element_dtype(self.kv_dtype)
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
         return Pages(layout, num_blocks, self.device)
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens."""
-        return block_bytes(self.facts, block_size or self.block_size, self.dtype)
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
 
     def forward(self, pages: Pages, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
@@ -188,9 +197,12 @@ class Model:
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
 
-    def use_eager_attention(self) -> None:
-        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
-        probe.switch(self.module, "eager")
+    def use_eager_attention(self, name: str = "eager") -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+
+        `name` is that of `engine.stored`, whose K and V are those that pages keep.
+        """
+        probe.switch(self.module, name)
         modules.switch(self.module, False)
 
 
