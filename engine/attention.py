@@ -94,7 +94,7 @@ def attend(
 ) -> torch.Tensor:
     """Attends packed queries over their contexts in pages.
 
-    `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `scales` are those of
+    `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `scales` of
     quantised K and V; `sinks [heads]` are the logits of attention sinks. Returns `[total, heads, v_dim]`.
     """
     fits = query.dtype == k_pages.dtype or scales[0] is not None

@@ -38,10 +38,7 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     scale = torch.where(top < float("inf"), scale, float("nan"))  # false for NaN
     some = scale > 0
     y = torch.where(some.unsqueeze(-1), x / torch.where(some, scale, 1.0).unsqueeze(-1), 0.0)
-    if dtype == torch.int8:
-        y = y.round()
-    else:
-        y = torch.where(y.abs() < SMALLEST_FP8, 0.0, y)
+    y = y.round() if dtype == torch.int8 else torch.where(y.abs() < SMALLEST_FP8, 0.0, y)
     return y.to(dtype), scale.bfloat16()
 
 

@@ -1,10 +1,10 @@
 """What int8 and fp8 KV cost and bring: CPU time of a decode step's attention, bytes, and how far the logits go.
 
-    python -m loadtest.kv [--model demo/model] [--contexts 2048,4096] [--batches 1,8] [--repeats 15] [--only speed,quality]
+    python -m loadtest.kv [--model demo/model] [--contexts 2048,4096] [--batches 1,8] [--repeats 15] [--only quality]
 
 Speed: the attention calls of one decode step of the shape of SmolLM2-135M (30 layers, 9 heads on 3 of K and V, 64
-elements), one thread, bfloat16; seconds of CPU of each KV dtype in turn, and the least of each. Every layer has pages of
-its own, so they come from memory as in a step.
+elements), one thread, bfloat16; seconds of CPU of each KV dtype in turn, and the least of each. Every layer has pages
+of its own, so they come from memory as in a step.
 
 Quality: the model's logits over text of Python's standard library, windows of 512 tokens through pages, against its own
 in float32 with float32 KV. bfloat16 throughout is the yardstick: that is what everybody accepts.
@@ -86,7 +86,7 @@ def speed(batches: list[int], contexts: list[int], repeats: int) -> None:
     size: dict[str, int] = {}
     for batch in batches:
         for context in contexts:
-            sides = {}
+            sides: dict[str, Callable[[], float]] = {}
             for kind in KINDS:
                 sides[kind], size[kind] = decode_attention(kind, batch, context)
             least = {kind: min(found) for kind, found in in_turn(sides, repeats).items()}
@@ -102,7 +102,7 @@ def speed(batches: list[int], contexts: list[int], repeats: int) -> None:
 @dataclass(frozen=True)
 class Quality:
     """Against the reference: the root mean square of the logits' difference in their standard deviations, the mean KL
-    divergence in nats, the share of positions with the same likeliest token; and the mean negative log likelihood of the
+    divergence in nats, the share of positions with the same likeliest token; the mean negative log likelihood of the
     text. Of `NEW` greedy tokens: how many of the texts are the same, and after how many tokens they part."""
 
     distance: float

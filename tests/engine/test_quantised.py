@@ -142,10 +142,9 @@ class Case:
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         self.lengths, self.queries = lengths, queries
         self.query = [torch.randn(count, heads, k_dim).to(dtype) for count in queries]
-        self.k = [self._fill(self.pages.k(1), self.pages.k_scales(1), index, kv_heads, k_dim) for index in
-                  range(len(lengths))]  # fmt: skip
-        self.v = [self._fill(self.pages.v(1), self.pages.v_scales(1), index, kv_heads, v_dim) for index in
-                  range(len(lengths))]  # fmt: skip
+        each = range(len(lengths))
+        self.k = [self._fill(self.pages.k(1), self.pages.k_scales(1), index, kv_heads, k_dim) for index in each]
+        self.v = [self._fill(self.pages.v(1), self.pages.v_scales(1), index, kv_heads, v_dim) for index in each]
 
     def _fill(self, pages: torch.Tensor, scales: Any, index: int, heads: int, dim: int) -> torch.Tensor:
         length, size = self.lengths[index], pages.shape[1]
@@ -301,7 +300,7 @@ def test_logits_do_not_depend_on_the_step(name: str, kv: str, checkpoint: Callab
 def test_the_same_comparison_catches_scales_of_a_whole_step(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One scale for everything that a step writes, as some systems have it, would make a token depend on its company."""
+    """One scale for all that a step writes, as some systems have it, would make a token depend on its company."""
     model = load(checkpoint("tiny-llama"), "int8")
     model.recorded = None
     real = attention.write
@@ -356,7 +355,7 @@ def test_slots_of_wrong_drafts_are_written_again(kv: str, checkpoint: Callable[[
 
 
 def truncated(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    elements, scales = quantised.quantise(x, dtype)
+    _, scales = quantised.quantise(x, dtype)
     cut = (x.float() / scales.float().unsqueeze(-1).clamp(min=1e-30)).trunc()
     return cut.to(dtype), scales
 

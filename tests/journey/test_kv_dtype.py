@@ -46,8 +46,8 @@ def cluster(model: Path, kv: str) -> Iterator[LocalCluster]:
 
 def test_tokens_and_bytes(cluster: LocalCluster, model: Path, kv: str) -> None:
     """Alone and many at once, cache cold and warm, over NIXL between two processes: always the same tokens, those of a
-    decoder that rounds likewise. The receipt's bytes are those of the plan, some 53 % of bfloat16 (32 elements and 16 to
-    a head); workers say what they keep."""
+    decoder that rounds likewise. The receipt's bytes are those of the plan, some 53 % of bfloat16 where a head has 32
+    elements; workers say what they keep."""
     client = cluster.client()
     prompts = oracle.prompts(model, LENGTHS)
     shape = read_shape(model)
@@ -175,7 +175,7 @@ async def mixed(inside: Any, prompt: list[int], *pool: dict[str, Any]) -> tuple[
 async def test_a_prefill_worker_with_another_kv_dtype_is_refused(
     inside: Any, tiny: Path, decode: dict[str, Any], prefill: dict[str, Any], says: str
 ) -> None:
-    """Nothing of it is read, the request runs locally, and receipt and doctor say why. int8 and fp8 blocks have the same
+    """Nothing of it is read, the request runs locally, and receipt and doctor say why. int8 and fp8 blocks have one
     size, and so have int8 blocks of a float32 and of a bfloat16 model."""
     done, report = await mixed(inside, oracle.prompts(tiny, [50])[0], decode, prefill)
     assert done.receipt.path == "local"
