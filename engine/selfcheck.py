@@ -22,7 +22,7 @@ is affordable; `Report.window_reached` says whether it was.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -67,25 +67,26 @@ class Report:
         )
 
 
-def run(model: Model) -> Report:
-    """Measures the gap and leaves the model switched to the paged path."""
+def run(model: Model, adapters: Sequence[int] = ()) -> Report:
+    """Measures the gap and leaves the model switched to the paged path. `adapters` has a slot for each of the four
+    prompts (engine.lora)."""
     copied = not _exact(model) and 4 * model.parameters <= COPY_LIMIT
     with _float32_copy(model) if copied else nullcontext():
-        return _run(model)
+        return _run(model, adapters)
 
 
-def _run(model: Model) -> Report:
+def _run(model: Model, adapters: Sequence[int]) -> Report:
     prompts = _prompts(model)
     ends = [_compared(len(prompt)) for prompt in prompts]
     model.use_eager_attention()
-    eager = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+    eager = _all_eager(model, prompts, ends, adapters)
     threshold = FP32_THRESHOLD
     if not _exact(model):
         with _perturbed_embeddings(model):
-            noisy = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+            noisy = _all_eager(model, prompts, ends, adapters)
         threshold = min(max(NOISE_FACTOR * _gap(model, noisy, eager), NOISE_FLOOR), NOISE_CEILING)
     model.use_paged_attention()
-    paged = _paged(model, prompts, ends)
+    paged = _paged(model, prompts, ends, adapters)
     smallest = smallest_reach(model.facts)
     return Report(
         gap=_gap(model, paged, eager),
@@ -118,6 +119,16 @@ def _compared(length: int) -> list[int]:
     return [*range(CHUNK - 1, body, CHUNK - 1), *range(body, length + 1)]
 
 
+def _all_eager(
+    model: Model, prompts: list[list[int]], ends: list[list[int]], adapters: Sequence[int]
+) -> list[torch.Tensor]:
+    logits = []
+    for index, (prompt, at) in enumerate(zip(prompts, ends, strict=True)):
+        with model.lora.eagerly(adapters[index]) if model.lora and adapters else nullcontext():
+            logits.append(_eager(model, prompt, at))
+    return logits
+
+
 def _eager(model: Model, prompt: list[int], ends: list[int]) -> torch.Tensor:
     """Logits after each of `ends`, `[len(ends), vocab]`, by a plain forward over the whole prompt."""
     ids = torch.tensor([prompt], device=model.device)
@@ -127,7 +138,9 @@ def _eager(model: Model, prompt: list[int], ends: list[int]) -> torch.Tensor:
     return logits[0, [end - 1 for end in ends]].float()
 
 
-def _paged(model: Model, prompts: list[list[int]], ends: list[list[int]]) -> list[torch.Tensor]:
+def _paged(
+    model: Model, prompts: list[list[int]], ends: list[list[int]], adapters: Sequence[int]
+) -> list[torch.Tensor]:
     """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
     pages, tables = scrambled_pages(model, [len(prompt) for prompt in prompts], BLOCK_SIZE)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -137,6 +150,7 @@ def _paged(model: Model, prompts: list[list[int]], ends: list[list[int]]) -> lis
         batch = pack(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )
+        batch.adapters = [adapters[index] for index in active] if adapters else []
         for index, row in zip(active, model.forward(pages, batch), strict=True):
             logits[index].append(row)
     return [torch.stack(rows) for rows in logits]
