@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -20,11 +20,19 @@ import grpc
 
 from engine import hashing
 from engine.loop import Watch
-from engine.sequence import Finish, Sampling, Sequence
+from engine.sequence import Finish, InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
-from services.convert import FINISH, logprobs_to, prompt_logprobs_to, ready_from, sampling_from, sequence_tokens
+from services.convert import (
+    FINISH,
+    adapter_to,
+    logprobs_to,
+    prompt_logprobs_to,
+    ready_from,
+    sampling_from,
+    sequence_tokens,
+)
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -71,12 +79,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         started = monotonic()
         vocab_size = self._worker.engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
-        sequence = _sequence(request, sampling, await self._worker.loop.compiled(sampling), vocab_size)
-        async with self._worker.in_progress(sequence.id):
+        grammar = await self._worker.loop.compiled(sampling)
+        self._check_adapter(request)
+        async with AsyncExitStack() as stack:
+            adapter = await stack.enter_async_context(self._worker.adapters.held(request.adapter.name))
+            sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
+            await stack.enter_async_context(self._worker.in_progress(sequence.id))
             try:
                 await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
                 admitted = decode_pb2.Admitted(
-                    incarnation=self._worker.incarnation, cached_tokens=min(sequence.cached, sequence.prompt_len)
+                    incarnation=self._worker.incarnation,
+                    cached_tokens=min(sequence.cached, sequence.prompt_len),
+                    adapter_fingerprint=sequence.fingerprint,
                 )
                 yield decode_pb2.DecodeResponse(admitted=admitted)
                 handover = _Handover()
@@ -103,6 +117,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield decode_pb2.DecodeResponse(ended=ended)
             finally:
                 await self._worker.loop.drop(sequence.id)
+
+    def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
+        """What was generated so far must have been by the adapter that is here."""
+        wanted = request.adapter.fingerprint
+        if wanted and wanted != self._worker.adapters.fingerprint(request.adapter.name):
+            raise Unavailable(
+                f"{self._worker.worker_id} has another adapter named {request.adapter.name} than the one that began",
+                reason="OTHER_ADAPTER",
+            )
 
     async def _prefill_elsewhere(
         self,
@@ -223,12 +246,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             incarnation=request.prefill.incarnation,
             source_progress=not self._worker.transport.one_sided(peer),
             stop_token_ids=request.stop_token_ids,
+            adapter=adapter_to(request.adapter.name, sequence.adapter),
         )
 
     def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:
         """Expect exactly the blocks of the prompt that are not cached here, each for its own place."""
         pool = self._worker.engine.pool
-        contexts = hashing.chain(sequence.tokens, pool.block_size, sequence.salt, partial=True)
+        contexts = hashing.chain(
+            sequence.tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True
+        )
         missing = range(sequence.cached // pool.block_size, len(contexts))
         table = pool.table(sequence.id)
         return Pull(
@@ -265,7 +291,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-def _sequence(request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, vocab_size: int) -> Sequence:
+def _sequence(
+    request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, adapter: InSlot | None, vocab_size: int
+) -> Sequence:
     if request.HasField("prefill"):
         sampling = replace(sampling, prompt_logprobs=None)  # who computes the prompt computes them
     return Sequence(
@@ -277,6 +305,7 @@ def _sequence(request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: An
         sampling=sampling,
         grammar=grammar,
         salt=request.cache_salt,
+        adapter=adapter,
     )
 
 

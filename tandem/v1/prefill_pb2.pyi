@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress", "stop_token_ids")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress", "stop_token_ids", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PrefillRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -29,7 +30,8 @@ class PrefillRequest(_message.Message):
     incarnation: str
     source_progress: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: _common_pb2.Adapter
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("opened", "ready", "first_token")
