@@ -54,14 +54,17 @@ class Adapters:
         self._freed = asyncio.Event()
         self._uses = 0
 
+    def fingerprints(self) -> dict[str, bytes]:
+        return {name: one.fingerprint for name, one in self._lora.known.items()} if self._lora else {}
+
     def fingerprint(self, name: str) -> bytes:
         """Of the adapter as this worker found it when it started. Raises NotFound."""
-        known = self._lora.known if self._lora else {}
+        known = self.fingerprints()
         if name not in known:
             raise NotFound(
                 f"there is no adapter {name!r:.140} on this worker", field="adapter", bound=", ".join(known) or "none"
             )
-        return known[name].fingerprint
+        return known[name]
 
     @asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[InSlot | None]:

@@ -150,8 +150,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             with calling(where.worker_id):
                 async for event in call:
                     if event.HasField("opened"):
+                        _check_opened(event.opened, sequence, where.worker_id)
                         pull = self._open_pull(source.peer, event.opened, sequence)
                     elif event.HasField("first_token"):
+                        if pull is None:
+                            raise InternalError(f"{where.worker_id} sent a token before it opened a transfer")
                         first, first_at = event.first_token, monotonic()
                         yield _first_token(first, sequence, started, reserved, first_at)
                         handover.finish = _ends_at_once(sequence, first.token_id)
@@ -286,8 +289,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 speed = await measure_link(worker.transport, source.peer, list(pool.table(owner)))
             finally:
                 await worker.loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+        here, there = worker.adapters.fingerprints(), source.adapters
         return decode_pb2.ProbePairResponse(
-            compatible=True, transport=worker.transport.link(source.peer), bytes_per_second=speed
+            compatible=True,
+            differences=[
+                f"adapter {name} is not the same on both"
+                for name in sorted(here.keys() | there.keys())
+                if here.get(name) != there.get(name)
+            ],
+            transport=worker.transport.link(source.peer),
+            bytes_per_second=speed,
         )
 
 
@@ -307,6 +318,12 @@ def _sequence(
         salt=request.cache_salt,
         adapter=adapter,
     )
+
+
+def _check_opened(opened: prefill_pb2.Opened, sequence: Sequence, source: str) -> None:
+    """Before its first token goes up: it computes with the adapter that is here."""
+    if opened.adapter_fingerprint != sequence.fingerprint:
+        raise IncompatibleLayout(f"{source} computes with another adapter of the same name, or with none")
 
 
 def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:

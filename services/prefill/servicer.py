@@ -65,6 +65,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                                 transfer_id=ticket.transfer_id,
                                 generation=ticket.generation,
                                 incarnation=ticket.incarnation,
+                                adapter_fingerprint=adapter.fingerprint if adapter else b"",
                             )
                         )
                         async with aclosing(
@@ -139,7 +140,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GetPeerRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.GetPeerResponse:
         return prefill_pb2.GetPeerResponse(
-            peer=peer_to(self._worker.transport.peer()), layout_json=self._worker.layout.to_json()
+            peer=peer_to(self._worker.transport.peer()),
+            layout_json=self._worker.layout.to_json(),
+            adapters=self._worker.adapters.fingerprints(),
         )
 
     def _check(self, request: prefill_pb2.PrefillRequest) -> None:

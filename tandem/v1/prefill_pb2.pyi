@@ -44,16 +44,18 @@ class PrefillResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("transfer_id", "generation", "incarnation", "cached_tokens")
+    __slots__ = ("transfer_id", "generation", "incarnation", "cached_tokens", "adapter_fingerprint")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     generation: int
     incarnation: str
     cached_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    adapter_fingerprint: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("blocks", "last")
@@ -104,12 +106,21 @@ class GetPeerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetPeerResponse(_message.Message):
-    __slots__ = ("peer", "layout_json")
+    __slots__ = ("peer", "layout_json", "adapters")
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     layout_json: str
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., layout_json: _Optional[str] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, bytes]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., layout_json: _Optional[str] = ..., adapters: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("worker_id", "incarnation", "agent_name", "metadata", "layout_hash", "address", "num_blocks", "block_bytes", "device", "memory", "transport")

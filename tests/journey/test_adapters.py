@@ -7,8 +7,9 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PrefillServicer
 from services.server import Channels
 from tandem.client import AsyncClient
-from tandem.errors import Busy, CheckpointRefused, DataLoss, NotFound, TandemError, Unavailable
+from tandem.errors import Busy, CheckpointRefused, NotFound, ResumeFailed, TandemError, Unavailable
 from tandem.status import calling
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests import oracle
@@ -164,8 +165,7 @@ async def test_control_without_the_adapter_in_the_hash_they_are(
     second: str,
 ) -> None:
     """The same with hashes that know tenants only: the wrong KV is found, and the tokens are wrong."""
-    root = hashing.root
-    monkeypatch.setattr(hashing, "root", lambda salt, adapter=b"": root(salt))
+    without_the_adapter_in_hashes(monkeypatch)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(adapters=given) as cluster:
         tokens, cached = await cached_after(cluster, prompt, first, second)
@@ -273,42 +273,82 @@ async def test_an_adapter_that_changed_on_disk_is_refused(
 
 
 async def differing(inside: Any, given: dict[str, str], prompt: list[int]) -> Any:
-    """A request for "red" where the prefill worker has blue's content under that name."""
-    async with inside(adapters=given, prefill=0) as cluster:
-        cluster.settings = cluster.settings.model_copy(update={"adapters": {"red": given["blue"]}})
-        await cluster.start_worker("prefill-0")
-        await cluster.seen(2)
+    """A request for "red" where the prefill worker has blue's content under that name, and no "green"."""
+    async with unlike(inside, given) as cluster:
         return await cluster.client.generate(prompt, adapter="red", max_tokens=NEW, ignore_eos=True)
 
 
+@asynccontextmanager
+async def unlike(inside: Any, given: dict[str, str]) -> AsyncIterator[Any]:
+    async with inside(adapters=given, prefill=0) as cluster:
+        cluster.settings = cluster.settings.model_copy(
+            update={"adapters": {"red": given["blue"], "blue": given["blue"]}}
+        )
+        await cluster.start_worker("prefill-0")
+        await cluster.seen(2)
+        yield cluster
+
+
+async def test_doctor_names_adapters_that_differ(inside: Any, given: dict[str, str]) -> None:
+    """Those of other content and those that only one of the two has; the pair may still hand over."""
+    async with unlike(inside, given) as cluster:
+        diagnosis = await cluster.client.diagnose()
+        (pair,) = diagnosis.pairs
+        assert pair.compatible
+        assert pair.differences == [f"adapter {name} is not the same on both" for name in ("green", "red")]
+        assert any("adapter red" in problem for problem in diagnosis.problems)
+
+
+def without_the_prefills_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillServicer, "_check", lambda self, request: None)
+
+
+def without_the_decodes_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.servicer._check_opened", lambda *given: None)
+
+
+def without_the_adapter_in_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = hashing.root
+    monkeypatch.setattr(hashing, "root", lambda salt, adapter=b"": root(salt))
+
+
+@pytest.mark.parametrize("off", [[], [without_the_prefills_check]])
 async def test_other_content_under_the_same_name_is_refused(
-    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
+    inside: Any,
+    given: dict[str, str],
+    references: dict[str, Path],
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    off: list[Any],
 ) -> None:
-    """The prefill worker refuses, the decode worker computes the prompt itself, and the receipt says why."""
+    """The prefill worker refuses, or, if it does not, the decode worker does before the first token goes up; it then
+    computes the prompt itself, and the receipt says why."""
+    for switch in off:
+        switch(monkeypatch)
     prompt = oracle.prompts(tiny, [50])[0]
     done = await differing(inside, given, prompt)
     assert done.token_ids == expected(references, "red", prompt)
     assert done.receipt.path == "local"
-    assert any("another adapter named red" in note for note in done.receipt.notes)
+    assert any("another adapter" in note for note in done.receipt.notes)
 
 
-async def test_without_that_check_the_digest_refuses_it(
+async def test_without_both_checks_the_digest_refuses_its_blocks(
+    inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are bound to the adapter, too: nothing that another one computed is ever committed."""
+    without_the_prefills_check(monkeypatch)
+    without_the_decodes_check(monkeypatch)
+    with pytest.raises(ResumeFailed, match="digest"):
+        await differing(inside, given, oracle.prompts(tiny, [50])[0])
+
+
+async def test_control_without_any_of_them_the_answer_is_wrong(
     inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digests of blocks are bound to the adapter, too: nothing that another one computed is ever committed."""
-    monkeypatch.setattr(PrefillServicer, "_check", lambda self, request: None)
-    prompt = oracle.prompts(tiny, [50])[0]
-    with pytest.raises(DataLoss, match="digest"):
-        await differing(inside, given, prompt)
-
-
-async def test_control_without_both_the_answer_is_wrong(
-    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With neither the check nor the adapter in the hash, another adapter's KV gives wrong tokens with status OK."""
-    root = hashing.root
-    monkeypatch.setattr(hashing, "root", lambda salt, adapter=b"": root(salt))
-    monkeypatch.setattr(PrefillServicer, "_check", lambda self, request: None)
+    """Another adapter's KV gives wrong tokens, with status OK."""
+    without_the_prefills_check(monkeypatch)
+    without_the_decodes_check(monkeypatch)
+    without_the_adapter_in_hashes(monkeypatch)
     prompt = oracle.prompts(tiny, [50])[0]
     done = await differing(inside, given, prompt)
     assert done.receipt.path == "disaggregated"

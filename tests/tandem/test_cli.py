@@ -362,6 +362,13 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: getattr(seen[0], name) for name in given} == given
 
 
+@pytest.mark.parametrize("given", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
+def test_up_refuses_adapters_that_are_none(given: list[str]) -> None:
+    """Each is NAME=FOLDER, and no name comes twice."""
+    options = [part for one in given for part in ("--adapter", one)]
+    assert CliRunner().invoke(app, ["up", "--model", "m", *options]).exit_code == 2
+
+
 def test_up_refuses_impossible_settings() -> None:
     """A wrong option is a usage error (2) that names it; nothing is started."""
     result = CliRunner().invoke(app, ["up", "--model", "m", "--decode", "0"])
