@@ -114,15 +114,16 @@ async def test_a_stream_with_an_adapter_goes_on_when_its_decode_worker_dies(
     cluster: LocalCluster, references: dict[str, Path], tiny: Path
 ) -> None:
     """The other worker goes on with the same adapter, and with the same tokens."""
-    prompt, new = oracle.prompts(tiny, [30], seed=5)[0], 200
+    prompt, new = oracle.prompts(tiny, [30], seed=5)[0], 500
     client = AsyncClient(cluster.target)
     tokens: list[int] = []
     killed = ""
     async for piece in client.stream(prompt, adapter="red", max_tokens=new, ignore_eos=True, timeout=90):
         tokens += piece.token_ids
-        if not killed and len(tokens) > 10:
-            running = (await client.workers()).workers
-            killed = next(one.worker_id for one in running if one.role == "decode" and one.running)
+        if not killed:
+            books = {ledger.worker_id: ledger.entries for ledger in (await client.audit()).ledgers}
+            running = [name for name, entries in books.items() if any("sequence:" in one.owner for one in entries)]
+            (killed,) = running
             await asyncio.to_thread(cluster.kill, killed)
         if piece.receipt is not None:
             assert piece.receipt.attempts > 1
