@@ -43,6 +43,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         block_size=settings.block_size,
         adapters=settings.adapters,
         adapter_slots=settings.adapter_slots,
+        kv_dtype=settings.kv_dtype,
         progress=say,
     )
     draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None

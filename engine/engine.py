@@ -135,7 +135,8 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One packed forward over whatever is most useful now. Empty when nothing could run."""
-        plan = self.scheduler.plan(self.pace.prompt_tokens_within(self.stretch) if self.stretch else None)
+        beside_streams = self.pace.prompt_tokens_within(self.stretch) if self.stretch else None
+        plan = self.scheduler.plan(beside_streams, self.pace.prompt_tokens_alone())
         if not plan:
             return []
         self.streams = sum(chunk.tokens == 1 for chunk in plan)

@@ -38,8 +38,9 @@ Replay = Callable[..., torch.Tensor]
 class _Pages:
     """The pages as inputs of the recording: another worker's, or of another size, may come next."""
 
-    def __init__(self, views: Sequence[torch.Tensor], block_size: int) -> None:
+    def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
         self._views, self.block_size = views, block_size
+        self._calls, self._scaled = calls, len(views) == 4 * calls  # the scales come behind all K and V
 
     def k(self, call: int) -> torch.Tensor:
         return self._views[2 * call]
@@ -47,18 +48,26 @@ class _Pages:
     def v(self, call: int) -> torch.Tensor:
         return self._views[2 * call + 1]
 
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call)] if self._scaled else None
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call) + 1] if self._scaled else None
+
 
 class _Recorded:
     """A Step with its tensors and nothing else."""
 
     compiled = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int) -> None:
-        pages = 2 * len(facts)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int, adapters: int
+    ) -> None:
+        """`adapters` of the tensors are those of engine.lora."""
         self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
         self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
-        self.lora = Rows(tuple(tensors[7:-pages])) if len(tensors) > 7 + pages else None
-        self.pages = _Pages(tensors[-pages:], block_size)
+        self.lora = Rows(tuple(tensors[7 : 7 + adapters])) if adapters else None
+        self.pages = _Pages(tensors[7 + adapters :], len(facts), block_size)
         self.facts = facts
         self.calls = 0
 
@@ -73,7 +82,10 @@ class Unrecordable(Exception):
 
 def inputs(step: Step) -> tuple[torch.Tensor, ...]:
     """What `_Recorded` is made of."""
-    pages = [view for call in range(len(step.facts)) for view in (step.pages.k(call), step.pages.v(call))]
+    calls = range(len(step.facts))
+    pages = [view for call in calls for view in (step.pages.k(call), step.pages.v(call))]
+    scales = [view for call in calls for view in (step.pages.k_scales(call), step.pages.v_scales(call))]
+    pages += [view for view in scales if view is not None]
     own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
     adapters = step.lora.tensors if step.lora is not None else ()
     return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *adapters, *pages)
@@ -88,12 +100,13 @@ def record(model: Model) -> Replay:
         parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
 
     def forward(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE)
+        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE, adapters)
         return model.by_modules(step, wanted)
 
     batches = _batches(model)
     pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
     first = model.step(pages, batches[0])
+    adapters = len(first.lora.tensors) if first.lora is not None else 0
     with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
         warnings.simplefilter("always")
         wanted = first.tensor(batches[0].logits_at)

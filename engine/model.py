@@ -23,11 +23,14 @@ from engine import attention, flat, lora, mla, probe, selfcheck, weights
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
+from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
+
+KvDtype = Literal["auto", "int8", "fp8"]
 
 
 class Model:
@@ -47,6 +50,7 @@ class Model:
         device: torch.device,
         block_size: int = 16,
         kernels: str = REFERENCE,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         config = module.config.get_text_config()
         parameters = list(module.parameters())
@@ -61,6 +65,7 @@ class Model:
         self.device = device
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.kv_dtype = kv_dtype
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
@@ -83,13 +88,15 @@ class Model:
         kernels: Literal["auto", "reference"] = "auto",
         adapters: Mapping[str, str | Path] | None = None,
         adapter_slots: int = 8,
+        kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
         `allocate`. `kernels` "reference" leaves the compiled operators out. `adapters` are LoRA folders by name,
-        of which `adapter_slots` are in the model at a time (engine.lora). `progress` receives a line for each stage.
+        of which `adapter_slots` are in the model at a time (engine.lora). `kv_dtype` is what pages keep K and V in,
+        "auto" for `dtype` (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's.
         """
@@ -115,6 +122,7 @@ class Model:
             device=device,
             block_size=block_size,
             kernels=serving(device) if kernels == "auto" else REFERENCE,
+            kv_dtype=kv_dtype,
         )
         if model.kernels != REFERENCE:
             modules.prepare(module)
@@ -147,12 +155,13 @@ class Model:
 
     def allocate(self, num_blocks: int, block_size: int | None = None) -> Pages:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint)
+        kept = element_dtype(self.kv_dtype)
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
         return Pages(layout, num_blocks, self.device)
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens."""
-        return block_bytes(self.facts, block_size or self.block_size, self.dtype)
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
 
     def forward(self, pages: Pages, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
@@ -208,10 +217,13 @@ class Model:
         if self.lora is not None:
             self.lora.switch(True)
 
-    def use_eager_attention(self) -> None:
-        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
+    def use_eager_attention(self, name: str = "eager") -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+
+        `name` is that of `engine.stored`, whose K and V are those that pages keep.
+        """
         self._without_adapters()
-        probe.switch(self.module, "eager")
+        probe.switch(self.module, name)
         modules.switch(self.module, False)
 
     def _without_adapters(self) -> None:

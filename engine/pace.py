@@ -10,6 +10,8 @@ from __future__ import annotations
 
 LEAST_TOKENS = 16  # a step with fewer prompt tokens says nothing about their rate
 WEIGHT = 0.2  # of the newest step
+PROMPTS_S = 0.25  # seconds of a step without streams: so long must wait who comes in the middle of it
+WORTHWHILE = 64  # tokens that a step of prompts has at least: with fewer, reading the weights is most of its work
 
 
 class Pace:
@@ -30,6 +32,10 @@ class Pace:
     def prompt_tokens_within(self, stretch: float) -> int:
         """Prompt tokens that make a step with streams at most `stretch` times as long; at least LEAST_TOKENS."""
         return max(LEAST_TOKENS, int((stretch - 1.0) * self.step_s * self.prompt_rate))
+
+    def prompt_tokens_alone(self) -> int | None:
+        """Prompt tokens of a step without streams; None while nothing is known."""
+        return max(WORTHWHILE, int(PROMPTS_S * self.prompt_rate)) if self.prompt_rate else None
 
 
 def _mean(old: float, new: float) -> float:

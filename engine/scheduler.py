@@ -5,8 +5,12 @@
                └────────── preempted (blocks dropped, tokens kept) ◀──┘
 
 One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
-prompts, oldest first, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them.
-What is left after that may be lent to drafted tokens, which must never cost anybody a place, a block or a turn.
+prompts, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them. What is left
+after that may be lent to drafted tokens, which must never cost anybody a place, a block or a turn.
+
+Of the prompts the one with the fewest tokens left comes first, and every token that a later one computes before it
+counts as one less for a prompt that waits. So a short prompt does not wait for a long one to end, equals keep their
+order, and those that came later delay a prompt by no more tokens than it has itself.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival; the last one is preempted first
         self.preemptions = 0
+        self.arrivals = 0
 
     @property
     def has_work(self) -> bool:
@@ -44,6 +49,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
+        self.arrivals += 1
+        sequence.arrival = self.arrivals
         if self.pool.owns(sequence.id):
             self.running.append(sequence)
         else:
@@ -56,35 +63,36 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def plan(self, beside_streams: int | None = None) -> list[Chunk]:
+    def plan(self, beside_streams: int | None = None, alone: int | None = None) -> list[Chunk]:
         """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
 
-        `beside_streams`: prompt tokens at most in a step in which streams advance too.
+        `beside_streams`: prompt tokens at most in a step in which streams advance too; `alone`: in any other.
         """
         plan: list[Chunk] = []
         streams = [sequence for sequence in self.running if sequence.todo == 1]
-        prompts = [sequence for sequence in self.running if sequence.todo > 1]
         budget, rows = self._advance(streams, self.token_budget, EXTRA_LOGITS, plan)
-        if plan and beside_streams is not None:
-            budget = min(budget, beside_streams)
-        budget, rows = self._advance(prompts, budget, rows, plan)
-        while budget and self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
-            self.running.append(self.waiting.popleft())
-            if count := _stretch(sequence, budget, rows):
-                plan.append(Chunk(sequence, count))
-                budget -= count
-                rows -= len(sequence.to_score(count))
+        if (most := beside_streams if plan else alone) is not None:
+            budget = min(budget, most)
+        prompts = [sequence for sequence in self.running if sequence.todo > 1]
+        self._advance(sorted([*prompts, *self.waiting], key=_turn), budget, rows, plan)
+        self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])
         return plan
 
     def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
         """Adds a chunk of each to the plan, in order, as far as the budget of tokens and of extra rows of logits goes;
-        returns what is left of both."""
+        returns what is left of both. The first that waits and cannot be admitted keeps all others waiting."""
+        closed = False
+        waiting = set(map(id, self.waiting))  # not those that are preempted from here on
         for sequence in sequences:
             if budget == 0:
                 break
+            if id(sequence) in waiting:
+                closed = closed or len(self.running) >= self.max_running or not self._admit(sequence)
+                if not closed and (count := _stretch(sequence, budget, rows)):
+                    plan.append(Chunk(sequence, count))
+                    budget -= count
+                    rows -= len(sequence.to_score(count))
+                continue
             if sequence not in self.running:  # preempted by one before it
                 continue
             count = _stretch(sequence, budget, rows)
@@ -93,6 +101,11 @@ class Scheduler:
                 budget -= count
                 rows -= len(sequence.to_score(count))
         return budget, rows
+
+    def _count_overtaken(self, plan: list[Chunk]) -> None:
+        for sequence in (*self.running, *self.waiting):
+            if sequence.todo > 1:
+                sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
 
     def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
         """How many drafted tokens each chunk may carry behind its own, at most as many as wanted. Their places are in
@@ -115,6 +128,8 @@ class Scheduler:
         reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
         if reused is None:
             return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         sequence.done = reused * self.pool.block_size
         if sequence.preemptions == 0:
             sequence.cached = sequence.done
@@ -141,6 +156,11 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
+
+
+def _turn(sequence: Sequence) -> tuple[bool, int, int]:
+    """Whose turn it is: preempted ones first, then by tokens left, less those that overtook it."""
+    return not sequence.preemptions, sequence.todo - sequence.overtaken, sequence.arrival
 
 
 def _stretch(sequence: Sequence, budget: int, rows: int) -> int:

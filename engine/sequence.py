@@ -111,6 +111,8 @@ class Sequence:
     done: int = 0
     cached: int = 0  # of `done` at admission: tokens found in the prefix cache
     preemptions: int = 0
+    arrival: int = 0  # a number that grows with each sequence the scheduler takes
+    overtaken: int = 0  # prompt tokens of later ones that were computed while this one waited
     drafted: int = 0  # tokens that were proposed and verified
     accepted: int = 0  # of them, those that were the right ones
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of prompt tokens 1, 2, ..., as far as computed

@@ -142,6 +142,8 @@ class Worker:
             address=self.address,
             model=self.settings.model,
             layout_hash=self.layout_hash,
+            kv_dtype=self.layout.dtype,
+            kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
             max_model_len=min(model.max_model_len, pool.total * pool.block_size),
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),

@@ -312,6 +312,10 @@ class Worker(_Dict):
     blocks_held: int
     """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
     heartbeat_age: float
+    kv_dtype: str = ""
+    """What an element of K or V is kept and moved in, such as int8; empty for a router."""
+    kv_token_bytes: float = 0.0
+    """Of one token's KV, scales and padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +443,8 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         waiting=worker.waiting,
         blocks_total=worker.blocks_total,
         blocks_held=worker.blocks_held,
+        kv_dtype=worker.kv_dtype,
+        kv_token_bytes=worker.kv_token_bytes,
         heartbeat_age=worker.heartbeat_age_seconds,
     )
 

@@ -237,7 +237,7 @@ def pools(answer: Pools) -> RenderableType:
     table = Table(header_style="bold", box=None, padding=(0, 1))
     for name in ("id", "role", "state", "pid", "incarnation", "address"):
         table.add_column(name)
-    for name in ("running", "waiting", "KV use", "last beat"):
+    for name in ("running", "waiting", "KV use", "KV dtype", "last beat"):
         table.add_column(name, justify="right")
     for worker in answer.workers:
         used = share(worker.blocks_held, worker.blocks_total) or "-"
@@ -251,6 +251,7 @@ def pools(answer: Pools) -> RenderableType:
             str(worker.running),
             str(worker.waiting),
             f"{used} ({worker.blocks_held}/{worker.blocks_total})",
+            worker.kv_dtype or "-",
             seconds(worker.heartbeat_age),
         )
     return Group(table, Text(f"wanted: {wanted(answer.wanted)}"))

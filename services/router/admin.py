@@ -170,6 +170,8 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         waiting=record.waiting,
         blocks_total=record.blocks_total,
         blocks_held=record.blocks_held,
+        kv_dtype=record.kv_dtype,
+        kv_token_bytes=record.kv_token_bytes,
         heartbeat_age_seconds=record.age(),
     )
 

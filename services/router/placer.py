@@ -131,7 +131,7 @@ class Placer:
             block_size=record.block_size,
             max_model_len=record.max_model_len,
             streams=max(0, record.running + since.running - len(since.awaited)),
-            backlog=sum(since.prompts.values()),
+            prompts=tuple(since.prompts.values()),
             prompt_rate=record.prompt_rate,
             last_used=since.last_used,
             usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,

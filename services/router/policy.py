@@ -5,8 +5,12 @@ the least to do before this prompt. Then whether that is worth it: the decode wo
 that costs everybody together clearly less time. Costs are seconds, from what the workers measured of themselves.
 
     there   (prompt tokens before this one + its own) / the prefill worker's rate
+            + what the prompts that wait there lose: each of them, or one that comes instead, waits for this one
     here    the same on the decode worker, which also goes on with its streams
             + what its streams lose: each of them waits for this prompt's tokens
+
+Workers compute the shorter prompt first (engine.scheduler), so of one that is longer than this one no more than this
+one's own length comes before it.
 """
 
 from __future__ import annotations
@@ -29,10 +33,14 @@ class Candidate:
     block_size: int
     max_model_len: int
     streams: int = 0  # of `running`, those that have their first token
-    backlog: int = 0  # prompt tokens sent there that have not led to a first token yet
+    prompts: tuple[int, ...] = ()  # tokens of each prompt sent there that has not led to a first token yet
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
+
+    def before(self, tokens: int) -> int:
+        """Prompt tokens that are computed there before a new prompt of so many."""
+        return sum(min(tokens, waiting) for waiting in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def place(
     decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     if able:
-        prefill = min(able, key=lambda one: (_wait(one), one.running, -one.free_blocks, *_turn(one)))
+        prefill = min(able, key=lambda one: (_wait(one, tokens), one.running, -one.free_blocks, *_turn(one)))
         why = _why_here(decode, prefill, tokens, rules) if rules.weigh else ""
         return Placement(decode, None if why else prefill, why)
     if not prefills:
@@ -93,16 +101,16 @@ def place(
     return Placement(decode, None, why)
 
 
-def _wait(prefill: Candidate) -> float:
+def _wait(prefill: Candidate, tokens: int) -> float:
     """Seconds until it would begin with a prompt; the tokens alone where its rate is not known."""
-    return prefill.backlog / (prefill.prompt_rate or 1.0)
+    return prefill.before(tokens) / (prefill.prompt_rate or 1.0)
 
 
 def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules) -> str:
     """The reason for computing the prompt on the decode worker, in words; empty when there is none."""
     if not decode.prompt_rate or not prefill.prompt_rate:
         return ""
-    there = (prefill.backlog + tokens) / prefill.prompt_rate
+    there = cost_there(prefill, tokens)
     here = cost_here(decode, tokens, rules.stretch)
     if here >= CLEARLY * there:
         return ""
@@ -112,11 +120,16 @@ def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules) 
     )
 
 
+def cost_there(prefill: Candidate, tokens: int) -> float:
+    """Seconds to the first token when the prefill worker computes the prompt, and what those who wait there lose."""
+    return (prefill.before(tokens) + tokens * (1 + len(prefill.prompts))) / prefill.prompt_rate
+
+
 def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:
     """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it."""
     computing = tokens / decode.prompt_rate
     share = (stretch - 1.0) / stretch if decode.streams and stretch > 1.0 else 1.0  # of the time goes to prompts
-    return (decode.backlog / decode.prompt_rate + computing) / share + decode.streams * computing
+    return (decode.before(tokens) / decode.prompt_rate + computing) / share + decode.streams * computing
 
 
 def _turn(one: Candidate) -> tuple[int, str]:

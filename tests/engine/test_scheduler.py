@@ -65,6 +65,36 @@ def test_prompts_are_packed_into_one_step() -> None:
     assert run_step(scheduler) == [("a", 5), ("b", 5), ("c", 5)]
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """It comes next, whatever the long one still has to do, which goes on with what is left of the budget."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
+    scheduler.add(sequence("long", 40, new=1))
+    assert run_step(scheduler) == [("long", 8)]
+    scheduler.add(sequence("short", 5, new=1, first=50))
+    assert run_step(scheduler) == [("short", 5), ("long", 3)]
+
+
+def test_a_long_prompt_is_overtaken_by_no_more_than_its_own_length() -> None:
+    """Short prompts that never end come in between, and the long one has its turn all the same."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
+    scheduler.add(long := sequence("long", 40, new=1, first=1000))
+    before = 0
+    for number in range(100):
+        scheduler.add(sequence(f"short-{number}", 6, new=1, first=7 * number))
+        before += sum(count for name, count in run_step(scheduler) if name != "long")
+        if long.done == 40:
+            break
+    assert long.done == 40
+    assert 20 < before <= 40 + 8  # the control: they did come before it
+
+
+def test_prompts_alone_have_a_budget_of_their_own() -> None:
+    """So that a step of prompts is short; it does not hold beside streams."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
+    scheduler.add(sequence("a", 20))
+    assert [chunk.tokens for chunk in scheduler.plan(beside_streams=4, alone=10)] == [10]
+
+
 def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:
     """A prompt that is wholly cached still computes its last block, for the logits."""
     pool = BlockPool(16, SIZE)

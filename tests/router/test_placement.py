@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.policy import CLEARLY, Candidate, Placement, Rules, cost_here, place
+from services.router.policy import CLEARLY, Candidate, Placement, Rules, cost_here, cost_there, place
 
 RULES = Rules(weigh=True, stretch=3.0)
 DECODE = Candidate("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
@@ -27,7 +27,7 @@ candidates = st.builds(
     free_blocks=st.integers(0, 200),
     block_size=st.just(16),
     max_model_len=st.integers(1, 4096),
-    backlog=st.integers(0, 100_000),
+    prompts=st.lists(st.integers(1, 10_000), max_size=8).map(tuple),
     prompt_rate=st.sampled_from([0.0, 1.0, 500.0, 1e6]),
     usable=st.booleans(),
 )
@@ -77,41 +77,53 @@ def test_an_idle_pair_disaggregates() -> None:
 
 
 def test_a_queue_at_the_prefill_worker_sends_prompts_to_an_idle_decode_worker() -> None:
-    """Two prompts before this one are 1.5 s there against 0.5 s here, and the receipt will say so."""
-    found = placed(DECODE, replace(PREFILL, backlog=1000))
+    """Two prompts before this one are 1.5 s there, and two that wait, against 0.5 s here: the receipt will say so."""
+    found = placed(DECODE, replace(PREFILL, prompts=(500, 500)))
     assert found.prefill is None
     assert "0.50 s here" in found.why_local
-    assert "1.50 s on prefill-0" in found.why_local
+    assert "2.50 s on prefill-0" in found.why_local
 
 
 def test_streams_beside_it_count() -> None:
     """The same queue, but eight streams would lose half a second each: the prompt waits its turn."""
-    assert placed(replace(DECODE, running=8, streams=8), replace(PREFILL, backlog=1000)).prefill is not None
+    assert placed(replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500, 500))).prefill is not None
 
 
 def test_unknown_rates_decide_nothing() -> None:
     """A worker that has not measured itself yet is not compared."""
-    assert placed(replace(DECODE, prompt_rate=0.0), replace(PREFILL, backlog=10**6)).prefill is not None
-    assert placed(DECODE, replace(PREFILL, backlog=10**6, prompt_rate=0.0)).prefill is not None
+    assert placed(replace(DECODE, prompt_rate=0.0), replace(PREFILL, prompts=(10**6,))).prefill is not None
+    assert placed(DECODE, replace(PREFILL, prompts=(10**6,), prompt_rate=0.0)).prefill is not None
 
 
-@given(st.integers(0, 15), st.integers(1, 4096), st.integers(0, 100_000), st.integers(0, 100_000))
-def test_the_choice_is_monotone_in_load(running: int, tokens: int, backlog: int, more: int) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """The worker computes it first, so it is worth going there, and eight streams are left in peace."""
+    busy = replace(DECODE, running=8, streams=8)
+    assert placed(busy, replace(PREFILL, prompts=(30_000,)), tokens=64).prefill is not None
+    assert placed(busy, replace(PREFILL, prompts=(64,) * 8), tokens=64).prefill is None
+
+
+queues = st.lists(st.integers(1, 10_000), max_size=8).map(tuple)
+
+
+@given(st.integers(0, 15), st.integers(1, 4096), queues, queues)
+def test_the_choice_is_monotone_in_load(
+    running: int, tokens: int, queue: tuple[int, ...], more: tuple[int, ...]
+) -> None:
     """More queue at the prefill worker never brings a prompt back to it; one more stream never sends one here."""
-    decode, prefill = replace(DECODE, streams=running, free_blocks=10**6), replace(PREFILL, backlog=backlog)
+    decode, prefill = replace(DECODE, streams=running, free_blocks=10**6), replace(PREFILL, prompts=queue)
     here = placed(decode, prefill, tokens).prefill is None
     if here:
-        assert placed(decode, replace(prefill, backlog=backlog + more), tokens).prefill is None
+        assert placed(decode, replace(prefill, prompts=queue + more), tokens).prefill is None
     elif running < 15:
         assert placed(replace(decode, streams=running + 1), prefill, tokens).prefill is not None
-    assert here == (cost_here(decode, tokens, 3.0) < CLEARLY * (backlog + tokens) / 1000)
+    assert here == (cost_here(decode, tokens, 3.0) < CLEARLY * cost_there(prefill, tokens))
 
 
 def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
     """By seconds of its queue, not by its number of prompts."""
-    slow = replace(PREFILL, worker_id="prefill-1", backlog=1000, prompt_rate=500.0, running=1)
-    fast = replace(PREFILL, worker_id="prefill-2", backlog=3000, prompt_rate=2000.0, running=3)
-    found = place([replace(DECODE, running=15, streams=15)], [slow, fast], 100, 0, RULES)
+    slow = replace(PREFILL, worker_id="prefill-1", prompts=(1000,), prompt_rate=500.0, running=1)
+    fast = replace(PREFILL, worker_id="prefill-2", prompts=(3000,), prompt_rate=8000.0, running=3)
+    found = place([replace(DECODE, running=15, streams=15)], [slow, fast], 1000, 0, RULES)
     assert found == Placement(replace(DECODE, running=15, streams=15), fast)
 
 
