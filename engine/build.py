@@ -42,6 +42,8 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
         weights=settings.weights,
+        adapters=settings.adapters,
+        adapter_slots=settings.adapter_slots,
         kv_dtype=settings.kv_dtype,
         progress=say,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, foreign, mla, probe, selfcheck
+from engine import attention, flat, foreign, lora, mla, probe, selfcheck
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, lowbit, modules, serving
@@ -74,6 +74,7 @@ class Model:
         self.weights = CHECKPOINT  # or the format that their products have
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
+        self.lora: lora.Lora | None = None  # set by load, if there are adapters
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
         self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -89,6 +90,8 @@ class Model:
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
         weights: str = CHECKPOINT,
+        adapters: Mapping[str, str | Path] | None = None,
+        adapter_slots: int = 8,
         kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
@@ -96,7 +99,8 @@ class Model:
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
         `allocate`. `kernels` "reference" leaves the compiled operators out. `weights` is the format that
-        products are rounded to (engine/formats.py). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
+        products are rounded to (engine/formats.py). `adapters` are LoRA folders by name, of which `adapter_slots` are
+        in the model at a time (engine.lora). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
         (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's and for `weights` that cannot be here.
@@ -139,7 +143,12 @@ class Model:
             modules.prepare(module)
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
+        if adapters:
+            model.lora = lora.attach(model, adapters, adapter_slots)
+            say(f"{len(adapters)} adapters in {len(model.lora.slots)} slots: self-check passed: {model.lora.check()}")
         say(f"step: {model.record()}")
+        if model.lora:
+            model.lora.clear()
         return model
 
     def quantise(self, format: str) -> str:
@@ -209,7 +218,7 @@ class Model:
 
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
-        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
+        step = self.step(pages, batch)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
         if self.recorded is not None and step.compiled and step.facts is self.facts:
             logits = flat.run(self.recorded, step, wanted, self)
@@ -217,6 +226,14 @@ class Model:
             with torch.inference_mode(), self.exact():
                 logits = self.by_modules(step, wanted)
         return logits[: len(batch.logits_at)].float()
+
+    def step(self, pages: Pages, batch: Batch) -> Step:
+        """The tensors of one forward."""
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
+        if self.lora is not None:
+            step.lora = self.lora.rows(batch)
+        assert self.lora is not None or all(slot == lora.BASE for slot in batch.adapters), "a model without adapters"
+        return step
 
     def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
@@ -244,18 +261,26 @@ class Model:
 
     def use_paged_attention(self) -> None:
         """Switches to the paged path; the state in which the model serves."""
+        self._without_adapters()
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
         lowbit.switch(self.module, on=True)
+        if self.lora is not None:
+            self.lora.switch(True)
 
     def use_eager_attention(self, name: str = "eager") -> None:
         """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
 
         `name` is that of `engine.stored`, whose K and V are those that pages keep.
         """
+        self._without_adapters()
         probe.switch(self.module, name)
         modules.switch(self.module, False)
         lowbit.switch(self.module, on=False)
+
+    def _without_adapters(self) -> None:
+        if self.lora is not None:
+            self.lora.switch(False)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -28,7 +28,7 @@ is affordable; `Report.window_reached` says whether it was.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -83,30 +83,31 @@ class Report:
         )
 
 
-def run(model: Model) -> Report:
-    """Measures the gap and leaves the model switched to the paged path."""
+def run(model: Model, adapters: Sequence[int] = ()) -> Report:
+    """Measures the gap and leaves the model switched to the paged path. `adapters` has a slot for each of the four
+    prompts (engine.lora)."""
     copied = not _exact(model) and 4 * model.parameters <= COPY_LIMIT
     with _float32_copy(model) if copied else nullcontext():
-        return _run(model)
+        return _run(model, adapters)
 
 
-def _run(model: Model) -> Report:
+def _run(model: Model, adapters: Sequence[int]) -> Report:
     prompts = _prompts(model)
     ends = [_compared(len(prompt)) for prompt in prompts]
     model.use_paged_attention()
     pages, tables = scrambled_pages(model, [len(prompt) for prompt in prompts], BLOCK_SIZE)
-    paged = _paged(model, prompts, ends, pages, tables)
+    paged = _paged(model, prompts, ends, pages, tables, adapters)
     kept: list[Stored | None] = [
         Stored(pages, len(model.facts), table, len(prompt)) if pages.quantised else None
         for table, prompt in zip(tables, prompts, strict=True)
     ]
     model.use_eager_attention(stored.NAME if pages.quantised else "eager")
-    eager = [_eager(model, *each) for each in zip(prompts, ends, kept, strict=True)]
+    eager = _all_eager(model, prompts, ends, kept, adapters)
     kept_gap = _kept_gap(model, [each for each in kept if each is not None])
     threshold = FP32_THRESHOLD
     if not _exact(model):
         with _perturbed_embeddings(model):
-            noisy = [_eager(model, *each) for each in zip(prompts, ends, kept, strict=True)]
+            noisy = _all_eager(model, prompts, ends, kept, adapters)
         threshold = min(max(NOISE_FACTOR * _gap(model, noisy, eager), NOISE_FLOOR), NOISE_CEILING)
     model.use_paged_attention()
     smallest = smallest_reach(model.facts)
@@ -142,6 +143,20 @@ def _compared(length: int) -> list[int]:
     return [*range(CHUNK - 1, body, CHUNK - 1), *range(body, length + 1)]
 
 
+def _all_eager(
+    model: Model,
+    prompts: list[list[int]],
+    ends: list[list[int]],
+    kept: list[Stored | None],
+    adapters: Sequence[int],
+) -> list[torch.Tensor]:
+    logits = []
+    for index, each in enumerate(zip(prompts, ends, kept, strict=True)):
+        with model.lora.eagerly(adapters[index]) if model.lora and adapters else nullcontext():
+            logits.append(_eager(model, *each))
+    return logits
+
+
 def _eager(model: Model, prompt: list[int], ends: list[int], kept: Stored | None) -> torch.Tensor:
     """Logits after each of `ends`, `[len(ends), vocab]`, by a plain forward over the whole prompt."""
     ids = torch.tensor([prompt], device=model.device)
@@ -152,7 +167,12 @@ def _eager(model: Model, prompt: list[int], ends: list[int], kept: Stored | None
 
 
 def _paged(
-    model: Model, prompts: list[list[int]], ends: list[list[int]], pages: Pages, tables: list[list[int]]
+    model: Model,
+    prompts: list[list[int]],
+    ends: list[list[int]],
+    pages: Pages,
+    tables: list[list[int]],
+    adapters: Sequence[int],
 ) -> list[torch.Tensor]:
     """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -162,6 +182,7 @@ def _paged(
         batch = pack(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )
+        batch.adapters = [adapters[index] for index in active] if adapters else []
         for index, row in zip(active, model.forward(pages, batch), strict=True):
             logits[index].append(row)
     return [torch.stack(rows) for rows in logits]

@@ -85,6 +85,8 @@ class Receipt(_Dict):
     choice: int
     """Which of the `choices` answers to the same prompt this is."""
     choices: int
+    adapter: str
+    """Empty: the base model."""
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
 
@@ -138,6 +140,8 @@ class ModelInfo(_Dict):
     eos_token_ids: list[int]
     has_tokenizer: bool
     has_chat_template: bool
+    adapters: list[str]
+    """What a request may name as its adapter."""
 
 
 class StreamReader:
@@ -244,6 +248,7 @@ def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:
         eos_token_ids=list(answer.eos_token_ids),
         has_tokenizer=answer.has_tokenizer,
         has_chat_template=answer.has_chat_template,
+        adapters=list(answer.adapters),
     )
 
 
@@ -277,6 +282,7 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
         accepted=receipt.accepted,
         choice=receipt.choice,
         choices=max(1, receipt.choices),
+        adapter=receipt.adapter,
         client_ttft=client_ttft,
     )
 

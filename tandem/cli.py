@@ -96,9 +96,14 @@ def up(
     ] = None,
     speculation_tokens: Annotated[int | None, typer.Option(help="Guesses for one step. [default: 8]")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
+    ] = None,
+    adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
     given = dict(locals())
+    given["adapters"] = _parse_adapters(given.pop("adapter"))
     with _reported():
         from tandem.settings import load
 
@@ -106,6 +111,19 @@ def up(
         from cluster.up import run_forever
 
         raise typer.Exit(run_forever(settings))
+
+
+def _parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """None if there are none, so that the environment may have some."""
+    adapters: dict[str, str] = {}
+    for text in given or ():
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise typer.BadParameter(f"{text!r} is not NAME=FOLDER")
+        if name in adapters:
+            raise typer.BadParameter(f"two adapters are named {name}")
+        adapters[name] = folder
+    return adapters or None
 
 
 @app.command()
@@ -177,6 +195,7 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
     ] = None,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="With --json: a list of so many answers.")] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -220,6 +239,7 @@ def generate(
         "grammar": grammar or None,
         "stop": stop,
         "include_stop": include_stop,
+        "adapter": adapter,
         "request_id": request_id,
     }
     if chat:

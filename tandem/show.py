@@ -104,6 +104,8 @@ def _facts(item: Receipt) -> Table:
     table.add_column()
     table.add_row("request", Text(printable(item.request_id)))
     table.add_row("model", Text(printable(item.model)))
+    if item.adapter:
+        table.add_row("adapter", Text(printable(item.adapter)))
     table.add_row("path", Text(f"{item.path}: {workers_of(item)}"))
     table.add_row(
         "tokens",

@@ -176,6 +176,12 @@ def is_nothing(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
+def weight_in(layer: Any) -> Any:
+    """A layer's weight, also where codes stand for it; None if it has none."""
+    codes: Codes | None = layer.__dict__.get(_CODES)
+    return codes.weight() if codes is not None else getattr(layer, "weight", None)
+
+
 def codes_in(model: nn.Module) -> Iterator[Codes]:
     """Those of each weight, once."""
     found = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
@@ -185,10 +191,11 @@ def codes_in(model: nn.Module) -> Iterator[Codes]:
 def switch(model: nn.Module, on: bool) -> None:
     """Products by the compiled operators, or by torch with the same weights; after `modules.switch`."""
     for layer in model.modules():
-        if _CODES in layer.__dict__:
-            kind: Any = type(layer)
+        kind: Any = type(layer)
+        wanted = Quantised if on else Dequantised
+        if _CODES in layer.__dict__ and not issubclass(kind, wanted):
             own = kind.__bases__[1] if issubclass(kind, Quantised | Dequantised) else kind
-            layer.__class__ = modules.compiled(own, Quantised if on else Dequantised)
+            layer.__class__ = modules.compiled(own, wanted)
 
 
 class Quantised(modules.Compiled):

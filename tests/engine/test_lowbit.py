@@ -13,12 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine import kernels
-from engine.checkpoints import TINY, make_checkpoint
+from engine.checkpoints import TINY, make_adapter, make_checkpoint
 from engine.formats import BITS, group_of
 from engine.kernels import lowbit, modules
 from engine.model import Model
 from tandem.errors import CheckpointRefused, SettingsError
+from tests import oracle
 from tests.engine.test_exactness import all_logits, differing, prompts, torchs_own, whole
+from tests.engine.test_lora import placed, run
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -180,6 +182,28 @@ def test_a_model_is_transformers_with_the_rounded_weights(checkpoint: Callable[[
         with torch.inference_mode():
             theirs = plain(torch.tensor([tokens])).logits[0]
         assert (logits - theirs).abs().max() < 1e-3 * theirs.std()
+
+
+@built
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_over_rounded_weights(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The tokens of transformers with the adapter merged into the rounded weights, beside the base's own in a batch."""
+    base = checkpoint(f"tiny-{family}")
+    auto: Any = AutoModelForCausalLM
+    rounded = auto.from_pretrained(base, dtype=torch.float32)
+    for module in rounded.modules():
+        if (weight := modules.weight_of(module)) is not None:
+            codes = lowbit.quantise(weight, "int8").weight()
+            module.weight = nn.Parameter(codes if type(module) is nn.Linear else codes.T.contiguous())
+    rounded.save_pretrained(tmp_path / "rounded")
+    folder = make_adapter(tmp_path / "a", base, seed=1, rank=4)
+    references = {"": tmp_path / "rounded", "a": oracle.merged(tmp_path / "rounded", folder, tmp_path / "merged")}
+    asked = list(itertools.product(references, oracle.prompts(base, [4, 21, 40])))
+    expected = [oracle.greedy(references[name], prompt, 12) for name, prompt in asked]
+    model = Model.load(str(base), dtype=torch.float32, device=CPU, weights="int8", adapters={"a": folder})
+    at = placed(model, {"a": 0})
+    assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
+    assert run(model, [(at["a"], prompt) for _, prompt in asked]) != expected
 
 
 @built
