@@ -43,6 +43,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         block_size=settings.block_size,
         adapters=settings.adapters,
         adapter_slots=settings.adapter_slots,
+        weights=settings.weights,
         kv_dtype=settings.kv_dtype,
         progress=say,
     )
@@ -55,7 +56,10 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     elif generates and settings.speculation == "ngram":
         drafter = Ngram()
     pace = _calibrate(model, settings)
-    say(f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream")
+    say(
+        f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
+        f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
+    )
     return Engine(
         model,
         num_blocks=blocks,
@@ -95,6 +99,7 @@ def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) 
         dtype=target.dtype,
         device=target.device,
         block_size=settings.block_size,
+        weights=settings.weights,
         progress=lambda line: say(f"draft model: {line}"),
     )
     if draft.vocab_size != target.vocab_size:

@@ -19,14 +19,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, lora, mla, probe, selfcheck, weights
+from engine import attention, flat, foreign, lora, mla, probe, selfcheck
+from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
-from engine.kernels import REFERENCE, exact, modules, serving
+from engine.kernels import REFERENCE, exact, lowbit, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
 from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
-from tandem.errors import CheckpointRefused
+from tandem.errors import CheckpointRefused, SettingsError
+
+CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class Model:
         self.kv_dtype = kv_dtype
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
-        self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.weights = CHECKPOINT  # or the format that their products have
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
         self.lora: lora.Lora | None = None  # set by load, if there are adapters
@@ -88,6 +91,7 @@ class Model:
         kernels: Literal["auto", "reference"] = "auto",
         adapters: Mapping[str, str | Path] | None = None,
         adapter_slots: int = 8,
+        weights: str = CHECKPOINT,
         kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
@@ -95,21 +99,28 @@ class Model:
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
         `allocate`. `kernels` "reference" leaves the compiled operators out. `adapters` are LoRA folders by name,
-        of which `adapter_slots` are in the model at a time (engine.lora). `kv_dtype` is what pages keep K and V in,
-        "auto" for `dtype` (engine/quantised.py has the others). `progress` receives a line for each stage.
+        of which `adapter_slots` are in the model at a time (engine.lora). `weights` is the format that products are
+        rounded to (engine/formats.py). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
+        (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
-        the config's.
+        the config's and for `weights` that cannot be here.
         """
         say = progress if progress is not None else log.info
-        folder = weights.resolve(path)
-        files = weights.check_folder(folder)
+        folder = files_on_disk.resolve(path)
+        files = files_on_disk.check_folder(folder)
         config = _read_config(folder)
         limit = max_length(config, max_model_len)
         check_positions(config, limit)
+        method = foreign.check(config)
+        if method is not None and weights != CHECKPOINT:
+            raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
         say(f"fingerprint of {len(files)} weight files")
-        fingerprint = weights.fingerprint(folder, files)
+        fingerprint = files_on_disk.fingerprint(folder, files)
         say(f"loading {config.model_type} from {folder}")
         module = _load_module(folder, config, dtype, device)
+        served_by = serving(device) if kernels == "auto" else REFERENCE
+        if method is not None:
+            say(foreign.adopt(module, compiled=served_by != REFERENCE))
         latent = mla.use_latent_pages(module)
         facts = probe.learn_facts(module)
         say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
@@ -121,9 +132,13 @@ class Model:
             dtype=dtype,
             device=device,
             block_size=block_size,
-            kernels=serving(device) if kernels == "auto" else REFERENCE,
+            kernels=served_by,
             kv_dtype=kv_dtype,
         )
+        if method is not None:
+            model.weights = method
+        if weights != CHECKPOINT:
+            say(model.quantise(weights))
         if model.kernels != REFERENCE:
             modules.prepare(module)
         model.check = model.self_check()
@@ -135,6 +150,41 @@ class Model:
         if model.lora:
             model.lora.clear()
         return model
+
+    def quantise(self, format: str) -> str:
+        """Rounds the products' weights to a format, and drops what they were; says what that saved.
+
+        The fingerprint changes with it: KV of other weights is other KV.
+        """
+        if format == "bf16" and self.dtype == torch.bfloat16:
+            return "weights: bf16, as they are"
+        if self.kernels == REFERENCE:
+            raise SettingsError(
+                f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
+                " (`python -m engine.kernels.build`)",
+                field="weights",
+                bound=CHECKPOINT,
+            )
+        before = self.weight_bytes
+        count = lowbit.apply(self.module, format)
+        self.weights, self.fingerprint = format, f"{self.fingerprint}-{format}"
+        return (
+            f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {self.weight_bytes / 2**20:.0f}"
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are served; what is packed a second time for speed is not counted."""
+        own = sum(each.nbytes for each in self.module.parameters() if not lowbit.is_nothing(each))
+        return own + sum(codes.nbytes for codes in lowbit.codes_in(self.module))
+
+    @property
+    def step_bytes(self) -> int:
+        """Which of them every step reads: not an embedding that is only looked up."""
+        module: Any = self.module  # transformers' accessors are not typed
+        table: torch.Tensor = module.get_input_embeddings().weight
+        head = getattr(module.get_output_embeddings(), "weight", None)
+        return self.weight_bytes - (0 if head is table else table.nbytes)
 
     def self_check(self) -> selfcheck.Report:
         """Compares the paged path with plain eager attention on random prompts; leaves the model on the paged path.
@@ -214,6 +264,7 @@ class Model:
         self._without_adapters()
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
+        lowbit.switch(self.module, on=True)
         if self.lora is not None:
             self.lora.switch(True)
 
@@ -225,6 +276,7 @@ class Model:
         self._without_adapters()
         probe.switch(self.module, name)
         modules.switch(self.module, False)
+        lowbit.switch(self.module, on=False)
 
     def _without_adapters(self) -> None:
         if self.lora is not None:
@@ -265,6 +317,7 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
+    foreign.check_keys(sorted(map(str, report.get("unexpected_keys") or ())))
     ready: PreTrainedModel = module.to(device).eval()
     return ready
 

@@ -15,6 +15,9 @@ a prompt is the median over its positions, and it is held against twice what rou
 between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
 families in bfloat16: correct paths have 0.1 to 0.7 of that noise, ignored windows and forgotten pasts gaps above 1.7.)
 
+Quantised weights are compared with torch's products over what their codes stand for, in float32: this checks the path,
+and says nothing about what the rounding of the weights does to the answers (`python -m loadtest.quality`).
+
 Quantised pages are compared with an eager forward over the K and V that they keep, and these with the forward's own:
 what is beyond one rounding is held against the same threshold (engine/stored.py).
 
@@ -35,6 +38,7 @@ import torch
 
 from engine import stored
 from engine.facts import smallest_reach
+from engine.kernels import lowbit
 from engine.pages import Pages, dtype_name
 from engine.step import Batch
 from engine.stored import Stored
@@ -248,7 +252,8 @@ def _float32_copy(model: Model) -> Iterator[None]:
     own, dtype = [tensor.data for tensor in tensors], model.dtype
     try:
         for tensor in tensors:
-            tensor.data = tensor.data.float()
+            data = tensor.data
+            tensor.data = lowbit.nothing(data.shape, torch.float32) if lowbit.is_nothing(data) else data.float()
         model.dtype = torch.float32
         yield
     finally:

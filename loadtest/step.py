@@ -77,7 +77,7 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
     flop = 2 * inner * plan.prompt
     kv = plan.batch * plan.context * model.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
     gemm, read = [_gemm_flop() / one for one in prefill["floor"]], [STREAM_BYTES / one for one in decode["floor"]]
-    moved = model.weight_bytes + kv
+    moved = model.step_bytes + kv
     rows = _rows(f"prefill {plan.prompt} tokens, {name}", prefill, [flop / one for one in gemm])
     rows[-1].beside["GEMM"] = (Spread.of(gemm), "FLOP/s")
     rows += _rows(f"decode {plan.batch} x context {plan.context}, {name}", decode, [moved / one for one in read])

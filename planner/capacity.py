@@ -19,11 +19,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from engine.formats import BITS, of_head, weight_bytes
 from engine.layout import QUANTISED, SCALE_BYTES, plan_calls
 from tandem.errors import CheckpointRefused, SettingsError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES = ("auto", *QUANTISED)
+CHECKPOINT = "checkpoint"  # weights as they are, in the model's dtype
+_TOKENS = (".embed_tokens.", ".wte.", ".word_embeddings.", ".embed_in.")
+_LOOKED_UP = (*_TOKENS, ".wpe.", ".embed_positions.", ".position_embeddings.")
+_ROUTERS = (".gate.", ".router.", ".experts.")  # of a mixture: no plain products in transformers
+_TURNED = (".c_attn.", ".c_proj.", ".c_fc.")  # GPT-2 stores these [in, out]
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
 
 
@@ -40,6 +46,9 @@ class Shape:
     parameters: int
     stored_bytes: int
     why: str  # how the KV size was found, in words
+    products: int  # parameters of the products, whose weights can be quantised
+    quantised: dict[str, int]  # format -> bytes of these
+    ready: bool = False  # quantised by whoever made the checkpoint: then its parameters cannot be told from its files
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
@@ -53,8 +62,12 @@ class Shape:
         of_head = (self.k_dim + self.v_dim) * itemsize + (2 * SCALE_BYTES if scaled else 0)
         return self.layers * self.kv_heads * of_head
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.parameters * DTYPE_BYTES[dtype]
+    def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
+        if self.ready:
+            return self.stored_bytes
+        if weights == CHECKPOINT or (weights == "bf16" and DTYPE_BYTES[dtype] == 2):
+            return self.parameters * DTYPE_BYTES[dtype]
+        return (self.parameters - self.products) * DTYPE_BYTES[dtype] + self.quantised[weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +88,12 @@ def read_shape(folder: Path) -> Shape:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointRefused(f"{folder} has no readable config.json: {error}") from error
+    ready = bool(config.get("quantization_config"))
     config = config.get("text_config") or config
     layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
-    parameters, stored, key_width = _weights(folder)
+    shapes, stored, key_width = _weights(folder)
     if config.get("kv_lora_rank"):
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         kv_heads, k_dim, v_dim = 1, latent, rope
@@ -96,9 +110,12 @@ def read_shape(folder: Path) -> Shape:
         k_dim=k_dim,
         v_dim=v_dim,
         context=_first(config, "max_position_embeddings", "n_positions", "n_ctx"),
-        parameters=parameters,
+        parameters=sum(map(math.prod, shapes.values())),
         stored_bytes=stored,
         why=why,
+        products=sum(map(math.prod, _products(shapes).values())),
+        quantised={} if ready else {format: _quantised(shapes, format) for format in BITS},
+        ready=ready,
     )
 
 
@@ -108,6 +125,7 @@ def capacity(
     memory: int,
     utilization: float,
     dtype: str,
+    weights: str = CHECKPOINT,
     block_size: int,
     kv_dtype: str = "auto",
     contexts: tuple[int, ...],
@@ -117,17 +135,18 @@ def capacity(
 
     Raises SettingsError when the weights alone do not fit.
     """
-    weights = shape.weight_bytes(dtype)
-    if weights >= memory:
+    taken = shape.weight_bytes(dtype, weights)
+    if taken >= memory:
         raise SettingsError(
-            f"the weights take {weights / 2**30:.1f} GiB as {dtype}, there are {memory / 2**30:.1f} GiB",
+            f"the weights take {taken / 2**30:.1f} GiB as {format_name(dtype, weights)},"
+            f" there are {memory / 2**30:.1f} GiB",
             field="memory",
-            bound=f"over {weights / 2**30:.1f} GiB",
+            bound=f"over {taken / 2**30:.1f} GiB",
         )
-    kv = int((memory - weights) * utilization)
+    kv = int((memory - taken) * utilization)
     blocks = kv // shape.block_bytes(block_size, dtype, kv_dtype)
     return Capacity(
-        weights=weights,
+        weights=taken,
         kv=kv,
         blocks=blocks,
         tokens=blocks * block_size,
@@ -141,26 +160,54 @@ def _element(dtype: str, kv_dtype: str) -> tuple[int, bool]:
     return (1, True) if kv_dtype in QUANTISED else (DTYPE_BYTES[dtype], False)
 
 
-def _weights(folder: Path) -> tuple[int, int, int]:
-    """Parameters, stored bytes, and the width of a key projection (0 without one), from the files' headers."""
+def format_name(dtype: str, weights: str) -> str:
+    return dtype if weights == CHECKPOINT else f"{weights}, the rest {dtype}"
+
+
+def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int, int]:
+    """Shapes of the parameters, stored bytes, and the width of a key projection (0 without one), by the headers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointRefused(f"{folder} has no safetensors files; convert or download them first")
-    parameters = stored = key_width = 0
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored = key_width = 0
     for path in files:
         try:
             with safe_open(path, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     view = tensors.get_slice(name)
-                    shape = view.get_shape()
-                    count = math.prod(shape)
+                    shapes[name] = tuple(view.get_shape())
                     if name.endswith("k_proj.weight"):
-                        key_width = shape[0]
-                    parameters += count
-                    stored += count * _STORED_BYTES.get(view.get_dtype(), 1)
+                        key_width = shapes[name][0]
+                    stored += math.prod(shapes[name]) * _STORED_BYTES.get(view.get_dtype(), 1)
         except (SafetensorError, OSError) as error:
             raise CheckpointRefused(f"{path} is not a readable safetensors file: {error}") from error
-    return parameters, stored, key_width
+    return shapes, stored, key_width
+
+
+def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The plain matrices that a token is multiplied with, as far as names tell."""
+    others = (*_LOOKED_UP, *_ROUTERS)
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not any(part in f".{name}" for part in others)
+    }
+
+
+def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
+    """Bytes of the products in a format. A head that is tied to the embedding becomes one of its own."""
+    found = 0
+    products = _products(shapes)
+    for name, (n, k) in products.items():
+        if any(part in name for part in _TURNED):
+            n, k = k, n
+        found += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
+    if not any(name.startswith("lm_head.") for name in products):
+        tied = (shape for name, shape in shapes.items() if any(part in f".{name}" for part in _TOKENS))
+        n, k = next(tied, (0, 0))
+        found += weight_bytes(n, k, of_head(format)) if n else 0
+    return found
 
 
 def _first(config: dict[str, Any], *names: str) -> int:

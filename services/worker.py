@@ -41,6 +41,7 @@ class Worker:
         self.loop = engine
         self.engine = engine.engine
         self.layout = self.engine.pages.layout
+        self.weight_bytes = self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
         self.transport = make_transport(
             settings.transport, region_of(self.engine.pages), worker_id, self.incarnation, self.layout_hash
@@ -153,6 +154,8 @@ class Worker:
             max_running=scheduler.max_running,
             blocks_total=pool.total,
             blocks_held=pool.held,
+            weights=model.weights,
+            weight_bytes=self.weight_bytes,
             step_s=self.engine.pace.step_s,
             prompt_rate=self.engine.pace.prompt_rate,
         )

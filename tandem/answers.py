@@ -312,6 +312,9 @@ class Worker(_Dict):
     blocks_held: int
     """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
     heartbeat_age: float
+    weights: str = ""
+    """Format of the weights of its products: checkpoint, or what they were rounded to; empty of a router."""
+    weight_bytes: int = 0
     kv_dtype: str = ""
     """What an element of K or V is kept and moved in, such as int8; empty for a router."""
     kv_token_bytes: float = 0.0
@@ -446,6 +449,8 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         kv_dtype=worker.kv_dtype,
         kv_token_bytes=worker.kv_token_bytes,
         heartbeat_age=worker.heartbeat_age_seconds,
+        weights=worker.weights,
+        weight_bytes=worker.weight_bytes,
     )
 
 

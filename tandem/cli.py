@@ -70,6 +70,9 @@ def up(
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")
+    ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="What KV is kept and moved in: auto, int8 or fp8. [default: auto]")
     ] = None,
@@ -405,6 +408,7 @@ def plan(
     memory: Annotated[float, typer.Option(help="Memory of one worker in GiB, weights included.", min=0.001)] = 80.0,
     utilization: Annotated[float, typer.Option(help="Share of what the weights leave.", min=0.01, max=1.0)] = 0.9,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of weights and KV.")] = "bfloat16",
+    weights: Annotated[str, typer.Option(help="checkpoint, bf16, int8, int4 or fp8.")] = "checkpoint",
     kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
@@ -413,18 +417,22 @@ def plan(
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
     with _reported():
         from planner import report
-        from planner.capacity import DTYPE_BYTES, KV_DTYPES, capacity, read_shape
+        from planner.capacity import CHECKPOINT, DTYPE_BYTES, KV_DTYPES, capacity, read_shape
 
         if dtype not in DTYPE_BYTES:
             raise SettingsError(f"dtype is {dtype}", field="dtype", bound=", ".join(DTYPE_BYTES))
         if kv_dtype not in KV_DTYPES:
             raise SettingsError(f"kv_dtype is {kv_dtype}", field="kv_dtype", bound=", ".join(KV_DTYPES))
         shape = read_shape(model)
+        formats = (CHECKPOINT, *shape.quantised)
+        if weights not in formats:
+            raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
         found = capacity(
             shape,
             memory=int(memory * 2**30),
             utilization=utilization,
             dtype=dtype,
+            weights=weights,
             block_size=block_size,
             kv_dtype=kv_dtype,
             contexts=tuple(
@@ -433,9 +441,9 @@ def plan(
             concurrencies=(1, 8, 32, 128),
         )
         if as_json:
-            _print_json(report.facts(shape, found, dtype=dtype, kv_dtype=kv_dtype, link=link * 1e9))
+            _print_json(report.facts(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
         else:
-            _print(report.table(shape, found, dtype=dtype, kv_dtype=kv_dtype, link=link * 1e9))
+            _print(report.table(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
 
 
 # ---- output

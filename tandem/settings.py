@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).
     On CPU float32: bfloat16 is faster there, but only float32 resumes a stream token for token."""
+    weights: Literal["checkpoint", "bf16", "int8", "int4", "fp8"] = "checkpoint"
+    """What the weights of products are rounded to at load; checkpoint: nothing, they are as the checkpoint has them, in
+    `dtype`. Fewer bits are less memory and faster decoding, and other answers. On CPU only."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What K and V are kept and moved in. auto: the model's dtype. int8 and fp8 take about half the bytes of bfloat16,
     scales included, and round; both pools must say the same."""

@@ -43,9 +43,9 @@ def switch(model: nn.Module, on: bool) -> None:
         if not on and issubclass(kind, Compiled):
             module.__class__ = kind.__bases__[1]
         elif on and _PACKED in module.__dict__ and not issubclass(kind, Compiled):
-            module.__class__ = _compiled(kind, Linear)
+            module.__class__ = compiled(kind, Linear)
         elif on and _NORM in module.__dict__ and not issubclass(kind, Compiled):
-            module.__class__ = _compiled(kind, RmsNorm)
+            module.__class__ = compiled(kind, RmsNorm)
 
 
 def pack(model: nn.Module) -> None:
@@ -129,7 +129,8 @@ class RmsNorm(Compiled):
 
 
 @functools.cache
-def _compiled(own: Any, replacement: type[Compiled]) -> Any:
+def compiled(own: Any, replacement: type) -> Any:
+    """The module's own class with the forward of another."""
     return type(own.__name__, (replacement, own), {"__module__": own.__module__})
 
 

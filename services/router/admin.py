@@ -173,6 +173,8 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         kv_dtype=record.kv_dtype,
         kv_token_bytes=record.kv_token_bytes,
         heartbeat_age_seconds=record.age(),
+        weights=record.weights,
+        weight_bytes=record.weight_bytes,
     )
 
 

@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import kernels
 from engine.checkpoints import SHAPES, make_checkpoint
+from engine.formats import BITS
 from engine.model import Model
 from planner.capacity import capacity, read_shape
 from tandem.errors import CheckpointRefused, SettingsError
+
+built = pytest.mark.skipif(
+    kernels.serving(torch.device("cpu")) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
+)
 
 
 @pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
@@ -28,6 +34,18 @@ def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: st
         assert shape.block_bytes(16, "float32", kv_dtype) == model.block_bytes(16)
     assert shape.context == model.max_model_len
     assert shape.stored_bytes == shape.parameters * 4
+
+
+@built
+@pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
+@pytest.mark.parametrize("weights", ["checkpoint", *BITS])
+def test_weight_bytes_equal_the_engines(tmp_path: Path, family: str, weights: str) -> None:
+    """In every format, and with a tied head too: what the planner promises is what a worker keeps."""
+    for tied in (False, True):
+        make_checkpoint(tmp_path, family, dtype="float32", tie_word_embeddings=tied)
+        model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
+        planned = read_shape(tmp_path).weight_bytes("float32", weights)
+        assert planned == pytest.approx(model.weight_bytes, rel=1e-3)  # buffers are a parameter on disk
 
 
 def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:

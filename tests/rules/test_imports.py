@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tandem.errors": set(),
     "tandem.v1": {"tandem.v1"},
     "tandem.cli": {"tandem", "cluster.up", "planner"},
-    "planner": {"planner", "engine.layout", "tandem.errors"},
+    "planner": {"planner", "engine.formats", "engine.layout", "tandem.errors"},
     "tandem.demo": {"tandem", "cluster.up"},
     "tandem": {"tandem"},
     "engine": {"engine", "tandem.errors", "tandem.settings"},
@@ -53,6 +53,7 @@ ONLY_IN = {
     "xgrammar": ["engine/grammar.py"],
     "starlette": ["services/router/http.py"],
     "uvicorn": ["services/router/http.py"],
+    "compressed_tensors": ["engine/foreign.py"],
 }
 
 

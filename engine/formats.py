@@ -1,0 +1,21 @@
+"""Formats of quantised weights, as arithmetic: what a product's weight takes. Pure, for the planner."""
+
+from __future__ import annotations
+
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "bf16": 16}
+GROUP = 32  # neighbours along the input that share a scale in int4; in the others a whole row does
+
+
+def group_of(format: str, k: int) -> int:
+    """Neighbours that share a scale, of k; even, as codes are read in pairs."""
+    return GROUP if format == "int4" else k + k % 2
+
+
+def of_head(format: str) -> str:
+    """The head's own format: it decides at once, and int8 costs it nothing measurable."""
+    return format if format == "bf16" else "int8"
+
+
+def weight_bytes(n: int, k: int, format: str, group: int | None = None) -> int:
+    """Bytes of codes and float32 scales of a weight `[n, k]`."""
+    return n * -(-k * BITS[format] // 8) + 4 * n * -(-k // (group or group_of(format, k)))

@@ -1,0 +1,524 @@
+// Products with weights of 4, 8 or 16 bits, which are widened as they are read.
+//
+// A weight is the value of its code times a scale: one for the whole row, or one for each `group` of neighbours along k.
+// Codes lie in panels, [n / PANEL][k / 2][what a step reads], the last ones filled up with zeros, and scales beside them,
+// [n / PANEL][groups][PANEL]. The value of every code is exact in bfloat16, so the products are those of bfloat16 (or
+// float32) weights; a group is summed in float32 along k, in order, and its sum is scaled once. Each column has a lane of
+// its own: a row's bits do not depend on the other rows, nor on whether a panel was widened as it was read or before.
+#include "ops.h"
+
+#include "dots.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VBMI__)
+#define TANDEM_TABLES  // codes are widened by permuting a table of bytes
+#endif
+#define TANDEM_INLINE inline __attribute__((always_inline))  // the inner loop keeps its vectors in registers
+
+namespace tandem {
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+
+constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t AHEAD = 4096;  // bytes between what is in work and what is on its way from memory
+constexpr int64_t WIDEN_FROM = 3 * ROWS;  // more rows have their panel widened first
+
+// ---- formats: what a code is worth
+
+inline float with_sign(float magnitude, uint32_t code) {
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | (code & 0x80u) << 24);
+}
+
+struct Int8 {  // sign and magnitude; minus nothing is -128
+  static constexpr int BITS = 8;
+  static float value(uint32_t code) {
+    const float plain = with_sign(static_cast<float>(static_cast<int32_t>(code & 0x7fu)), code);
+    return code == 0x80u ? -128.0f : plain;
+  }
+};
+
+struct Fp8 {  // e4m3fn, without its NaN
+  static constexpr int BITS = 8;
+  static float value(uint32_t code) { return with_sign(std::bit_cast<float>((code & 0x7fu) << 20) * 0x1p120f, code); }
+};
+
+struct Int4 {  // two's complement
+  static constexpr int BITS = 4;
+  static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code ^ 8u) - 8); }
+};
+
+struct Bf16Code {
+  static constexpr int BITS = 16;
+  static float value(uint32_t code) { return std::bit_cast<float>(code << 16); }
+};
+
+// Bytes of one step: the codes of two neighbours along k for every column of a panel.
+template <typename F>
+constexpr int64_t STEP_BYTES = 2 * PANEL * F::BITS / 8;
+
+inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
+
+// ---- one step, widened
+
+#ifdef TANDEM_TABLES
+
+struct Wide {
+  __m512i columns[COLS];  // of each column the two neighbours, as bfloat16
+};
+
+inline Vec even(const Wide& w, int c) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(w.columns[c], 16))); }
+inline Vec odd(const Wide& w, int c) {
+  return Vec(_mm512_castsi512_ps(_mm512_and_si512(w.columns[c], _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+}
+#ifdef TANDEM_BF16_DOT
+inline __m512bh both(const Wide& w, int c) { return (__m512bh)w.columns[c]; }
+#endif
+
+// The bytes of the bfloat16 that a code, less its sign, is worth.
+template <typename F>
+struct Table {
+  static constexpr int SIZE = F::BITS == 4 ? 16 : 128;
+  alignas(64) uint8_t low[128], high[128];
+  Table() {
+    for (int i = 0; i < 128; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(F::value(i % SIZE));
+      low[i] = bits >> 16 & 0xff;
+      high[i] = bits >> 24;
+    }
+  }
+};
+
+template <typename F>
+inline const Table<F> table{};
+
+// Sixteen places of each vector's two halves stand in every quarter of 64 codes, as unpacking takes them apart.
+inline int64_t place_of_64(int64_t column, int64_t i) {
+  const int64_t vector = column / LANES % 2, element = column % LANES * 2 + i;
+  return element / 8 * 16 + vector * 8 + element % 8;
+}
+
+template <typename F>
+struct Reader {
+  __m512i low[2], high[2];
+
+  Reader() {
+    if constexpr (F::BITS == 8)
+      for (int i = 0; i < 2; ++i) {
+        low[i] = _mm512_load_si512(table<F>.low + 64 * i);
+        high[i] = _mm512_load_si512(table<F>.high + 64 * i);
+      }
+    if constexpr (F::BITS == 4) {
+      low[0] = _mm512_load_si512(table<F>.low);
+      high[0] = _mm512_load_si512(table<F>.high);
+    }
+  }
+
+  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
+    Wide w;
+    if constexpr (F::BITS == 16) {
+      for (int c = 0; c < COLS; ++c) w.columns[c] = _mm512_loadu_si512(at + 64 * c);
+    } else {
+      for (int half = 0; half < 2; ++half) {
+        __m512i lows, highs;
+        if constexpr (F::BITS == 8) {
+          const __m512i codes = _mm512_loadu_si512(at + 64 * half);
+          lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+          highs = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+          highs = _mm512_ternarylogic_epi32(highs, codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // a | b & c
+          if constexpr (std::is_same_v<F, Int8>)
+            highs = _mm512_mask_mov_epi8(highs, _mm512_cmpeq_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(0x80))),
+                                         _mm512_set1_epi8(static_cast<char>(0xc3)));
+        } else {
+          __m512i codes = _mm512_loadu_si512(at);
+          if (half == 1) codes = _mm512_srli_epi16(codes, 4);
+          codes = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
+          lows = _mm512_shuffle_epi8(low[0], codes);
+          highs = _mm512_shuffle_epi8(high[0], codes);
+        }
+        w.columns[2 * half] = _mm512_unpacklo_epi8(lows, highs);
+        w.columns[2 * half + 1] = _mm512_unpackhi_epi8(lows, highs);
+      }
+    }
+    return w;
+  }
+};
+
+// Where the code of (column, i) stands in a step: its byte, and its shift there.
+template <typename F>
+std::pair<int64_t, int> place(int64_t column, int64_t i) {
+  if constexpr (F::BITS == 16) return {(2 * column + i) * 2, 0};
+  const int64_t at = place_of_64(column, i), half = column / LANES / 2;
+  if constexpr (F::BITS == 4) return {at, static_cast<int>(4 * half)};
+  return {64 * half + at, 0};
+}
+
+#else
+
+struct Wide {
+  float evens[PANEL], odds[PANEL];
+};
+
+inline Vec even(const Wide& w, int c) { return load(w.evens + c * LANES); }
+inline Vec odd(const Wide& w, int c) { return load(w.odds + c * LANES); }
+#ifdef TANDEM_BF16_DOT
+inline __m512bh both(const Wide& w, int c) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even(w, c)), 16);
+  return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_castps_si512(odd(w, c)));
+}
+#endif
+
+template <typename F>
+struct Reader {
+  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
+    Wide w;
+    for (int64_t column = 0; column < PANEL; ++column) {
+      if constexpr (F::BITS == 4) {
+        w.evens[column] = F::value(at[column] & 0x0fu);
+        w.odds[column] = F::value(at[column] >> 4);
+      } else if constexpr (F::BITS == 8) {
+        w.evens[column] = F::value(at[column]);
+        w.odds[column] = F::value(at[PANEL + column]);
+      } else {
+        w.evens[column] = F::value(reinterpret_cast<const uint16_t*>(at)[column]);
+        w.odds[column] = F::value(reinterpret_cast<const uint16_t*>(at)[PANEL + column]);
+      }
+    }
+    return w;
+  }
+};
+
+template <typename F>
+std::pair<int64_t, int> place(int64_t column, int64_t i) {
+  if constexpr (F::BITS == 4) return {column, static_cast<int>(4 * i)};
+  return {(i * PANEL + column) * F::BITS / 8, 0};
+}
+
+#endif
+
+// ---- a step of a tile
+
+struct ByFloats {
+  using X = float;
+  static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a step, widened
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const Wide& w, Vec (&sums)[R][COLS]) {
+    for (int r = 0; r < R; ++r) {
+      const Vec first(x[r * stride]), second(COUNT == 2 ? x[r * stride + 1] : 0.0f);
+      for (int c = 0; c < COLS; ++c)
+        sums[r][c] = at::vec::fmadd(second, odd(w, c), at::vec::fmadd(first, even(w, c), sums[r][c]));
+    }
+  }
+  TANDEM_INLINE static void keep(const Wide& w, uint8_t* to) {
+    float* at = reinterpret_cast<float*>(to);
+    for (int c = 0; c < COLS; ++c) {
+      even(w, c).store(at + c * LANES);
+      odd(w, c).store(at + PANEL + c * LANES);
+    }
+  }
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
+    const float* at = reinterpret_cast<const float*>(kept);
+    for (int i = 0; i < COUNT; ++i) {
+      Vec w[COLS];
+      for (int c = 0; c < COLS; ++c) w[c] = load(at + i * PANEL + c * LANES);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < COLS; ++c) sums[r][c] = at::vec::fmadd(Vec(x[r * stride + i]), w[c], sums[r][c]);
+    }
+  }
+};
+
+#ifdef TANDEM_BF16_DOT
+struct ByPairs {
+  using X = BFloat16;
+  static constexpr int64_t BYTES = 2 * PANEL * sizeof(BFloat16);
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const Wide& w, Vec (&sums)[R][COLS]) {
+    for (int r = 0; r < R; ++r) {
+      const auto pair = Pairs::spread(x + r * stride, COUNT);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, both(w, c), sums[r][c]);
+    }
+  }
+  TANDEM_INLINE static void keep(const Wide& w, uint8_t* to) {
+    for (int c = 0; c < COLS; ++c) _mm512_storeu_si512(to + 64 * c, (__m512i)both(w, c));
+  }
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
+    __m512bh w[COLS];
+    for (int c = 0; c < COLS; ++c) w[c] = Pairs::get(reinterpret_cast<const BFloat16*>(kept + 64 * c));
+    for (int r = 0; r < R; ++r) {
+      const auto pair = Pairs::spread(x + r * stride, COUNT);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, w[c], sums[r][c]);
+    }
+  }
+};
+using ForBf16 = ByPairs;
+#else
+using ForBf16 = ByFloats;
+#endif
+
+// What a tile reads a step from: codes that it widens, or a panel that has been widened before.
+template <typename F>
+struct AsCodes {
+  explicit AsCodes(const uint8_t* panel) : panel(panel) {}
+  const uint8_t* panel;
+  const Reader<F> read;
+  TANDEM_INLINE Wide operator()(int64_t pair) const {
+    const uint8_t* at = panel + pair * STEP_BYTES<F>;
+    for (int64_t line = 0; line < STEP_BYTES<F>; line += LINE)
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, 0, 2);
+    return read(at);
+  }
+};
+
+template <typename D>
+struct AsKept {
+  explicit AsKept(const uint8_t* panel) : panel(panel) {}
+  const uint8_t* panel;
+  TANDEM_INLINE const uint8_t* operator()(int64_t pair) const { return panel + pair * D::BYTES; }
+};
+
+struct Scales {
+  const float* of_panel;
+  int64_t count, pairs;  // groups, and pairs of neighbours in each
+};
+
+// Adds R rows of x times one panel to `totals`, group by group. A function of its own, with the totals in memory, or the
+// compiler runs out of registers for the sums.
+template <typename D, int R, typename S>
+__attribute__((noinline)) void group_tiles(const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales,
+                                           float (*totals)[PANEL]) {
+  const S source(panel);
+  const int64_t whole = k / 2;
+  const float* of_group = scales.of_panel;
+  for (int64_t begin = 0, group = 0; group < scales.count; ++group, of_group += PANEL) {
+    Vec sums[R][COLS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+    const int64_t end = std::min(whole, begin + scales.pairs);
+    for (; begin < end; ++begin) D::template step<2>(x + 2 * begin, k, source(begin), sums);
+    if (2 * end + 1 == k && group == scales.count - 1) D::template step<1>(x + 2 * end, k, source(end), sums);
+    asm volatile("" ::: "memory");  // the totals stay where they are
+    for (int c = 0; c < COLS; ++c) {
+      const Vec scale = load(of_group + c * LANES);
+      for (int r = 0; r < R; ++r) {
+        float* total = totals[r] + c * LANES;
+        at::vec::fmadd(sums[r][c], scale, load(total)).store(total);
+      }
+    }
+    asm volatile("" ::: "memory");
+  }
+}
+
+// R rows of x times one panel.
+template <typename D, int R, typename S, typename T>
+void tile(const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales, const T* bias, T* y,
+          int64_t stride, int64_t columns) {
+  alignas(LINE) float totals[R][PANEL] = {};
+  group_tiles<D, R, S>(x, k, panel, scales, totals);
+  for (int c = 0; c < COLS; ++c) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    Vec add(0.0f);
+    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
+    for (int r = 0; r < R; ++r) {
+      const Vec total = load(totals[r] + c * LANES);
+      put(bias == nullptr ? total : total + add, y + r * stride + c * LANES, count);
+    }
+  }
+}
+
+template <typename D, typename S, int R = ROWS, typename T>
+void tiles(int64_t rows, const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales, const T* bias,
+           T* y, int64_t stride, int64_t columns) {
+  if (rows == R) return tile<D, R, S>(x, k, panel, scales, bias, y, stride, columns);
+  if constexpr (R > 1) tiles<D, S, R - 1>(rows, x, k, panel, scales, bias, y, stride, columns);
+}
+
+template <typename F, typename D>
+__attribute__((noinline)) void widen(const uint8_t* panel, int64_t pairs, uint8_t* to) {
+  const AsCodes<F> source(panel);
+  for (int64_t pair = 0; pair < pairs; ++pair) D::keep(source(pair), to + pair * D::BYTES);
+}
+
+template <typename F, typename D, typename T>
+void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
+                 const T* bias, T* y, int64_t m, int64_t k, int64_t n) {
+  const int64_t panels = panels_of(n), pairs = pairs_of(k), threads = at::get_num_threads();
+  // Few panels are shared out with their rows, so that every thread has work.
+  const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
+  const int64_t part = (m + parts - 1) / parts;
+  const int64_t grain =
+      std::max<int64_t>(1, TASK_BYTES / (pairs * STEP_BYTES<F> + part * k * static_cast<int64_t>(sizeof(float))));
+  at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> kept;
+    int64_t held = -1;  // the panel that `kept` has
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task / parts, first = panel * PANEL, from = task % parts * part;
+      const int64_t rows = std::min(part, m - from);
+      if (rows <= 0) continue;
+      const uint8_t* own = codes + panel * pairs * STEP_BYTES<F>;
+      const Scales scale{scales + panel * groups * PANEL, groups, group / 2};
+      const int64_t height = (rows + (rows + ROWS - 1) / ROWS - 1) / ((rows + ROWS - 1) / ROWS);
+      if (rows > WIDEN_FROM && held != panel) {
+        kept.resize(pairs * D::BYTES);
+        widen<F, D>(own, pairs, kept.data());
+        held = panel;
+      }
+      const auto run = rows > WIDEN_FROM ? tiles<D, AsKept<D>, ROWS, T> : tiles<D, AsCodes<F>, ROWS, T>;
+      for (int64_t row = from; row < from + rows; row += height)
+        run(std::min(height, from + rows - row), x + row * k, k, rows > WIDEN_FROM ? kept.data() : own, scale,
+            bias == nullptr ? nullptr : bias + first, y + row * n + first, n, n - first);
+    }
+  });
+}
+
+// ---- the operators
+
+template <typename Do>
+void with_format(c10::string_view format, const Do& go) {
+  if (format == "int8") return go(Int8{});
+  if (format == "fp8") return go(Fp8{});
+  if (format == "int4") return go(Int4{});
+  if (format == "bf16") return go(Bf16Code{});
+  TORCH_CHECK(false, "tandem: no format ", format, " of quantised weights");
+}
+
+int64_t groups_of(int64_t k, int64_t group) { return std::max<int64_t>(1, (k + group - 1) / group); }
+
+void check_sizes(const Tensor& codes, const Tensor& scales, int64_t n, int64_t k, int64_t group, int64_t step_bytes) {
+  TORCH_CHECK(n > 0 && k > 0 && group > 0 && group % 2 == 0, "tandem: a weight of ", n, " x ", k, " in groups of ", group);
+  TORCH_CHECK(codes.scalar_type() == at::kByte && codes.is_contiguous() &&
+                  codes.numel() == panels_of(n) * pairs_of(k) * step_bytes,
+              "tandem: the codes are not packed for this size");
+  TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
+                  scales.numel() == panels_of(n) * groups_of(k, group) * PANEL,
+              "tandem: the scales are not packed for this size");
+}
+
+// codes [n, k], int16 of which the low bits count, in panels to be used by `linear_codes`; flat bytes.
+Tensor pack_codes(const Tensor& codes, c10::string_view format) {
+  TORCH_CHECK(codes.dim() == 2 && codes.scalar_type() == at::kShort, "tandem::pack_codes wants a matrix of int16");
+  const Tensor from = codes.contiguous();
+  const int64_t n = from.size(0), k = from.size(1), pairs = pairs_of(k);
+  Tensor packed;
+  with_format(format, [&](auto kind) {
+    using F = decltype(kind);
+    packed = at::zeros({panels_of(n) * pairs * STEP_BYTES<F>}, from.options().dtype(at::kByte));
+    const int16_t* code = from.const_data_ptr<int16_t>();
+    uint8_t* out = packed.data_ptr<uint8_t>();
+    at::parallel_for(0, panels_of(n), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin * PANEL; row < std::min(n, end * PANEL); ++row)
+        for (int64_t at = 0; at < k; ++at) {
+          const auto [byte, shift] = place<F>(row % PANEL, at % 2);
+          uint8_t* to = out + (row / PANEL * pairs + at / 2) * STEP_BYTES<F> + byte;
+          const auto bits = static_cast<uint16_t>(code[row * k + at]);
+          if constexpr (F::BITS == 16)
+            std::memcpy(to, &bits, sizeof(bits));
+          else
+            *to |= static_cast<uint8_t>((bits & ((1u << F::BITS) - 1)) << shift);
+        }
+    });
+  });
+  return packed;
+}
+
+// scales [n, groups] float32, likewise.
+Tensor pack_scales(const Tensor& scales) {
+  TORCH_CHECK(scales.dim() == 2 && scales.scalar_type() == at::kFloat, "tandem::pack_scales wants a matrix of float32");
+  const Tensor from = scales.contiguous();
+  const int64_t n = from.size(0), groups = from.size(1);
+  Tensor packed = at::zeros({panels_of(n) * groups * PANEL}, from.options());
+  const float* scale = from.const_data_ptr<float>();
+  float* out = packed.data_ptr<float>();
+  for (int64_t row = 0; row < n; ++row)
+    for (int64_t group = 0; group < groups; ++group)
+      out[(row / PANEL * groups + group) * PANEL + row % PANEL] = scale[row * groups + group];
+  return packed;
+}
+
+// The weights themselves, [n, k] float32.
+Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_t k, int64_t group,
+                    c10::string_view format) {
+  Tensor out = at::empty({n, k}, scales.options());
+  with_format(format, [&](auto kind) {
+    using F = decltype(kind);
+    check_sizes(codes, scales, n, k, group, STEP_BYTES<F>);
+    const int64_t groups = groups_of(k, group), pairs = pairs_of(k);
+    const uint8_t* from = codes.const_data_ptr<uint8_t>();
+    const float* scale = scales.const_data_ptr<float>();
+    float* to = out.data_ptr<float>();
+    at::parallel_for(0, n, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t at = 0; at < k; ++at) {
+          const auto [byte, shift] = place<F>(row % PANEL, at % 2);
+          const uint8_t* where = from + (row / PANEL * pairs + at / 2) * STEP_BYTES<F> + byte;
+          uint16_t bits = *where;
+          if constexpr (F::BITS == 16) std::memcpy(&bits, where, sizeof(bits));
+          if constexpr (F::BITS < 16) bits = bits >> shift & ((1u << F::BITS) - 1);
+          to[row * k + at] = F::value(bits) * scale[(row / PANEL * groups + at / group) * PANEL + row % PANEL];
+        }
+    });
+  });
+  return out;
+}
+
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n].
+Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                    int64_t n, int64_t k, int64_t group, c10::string_view format) {
+  TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
+              x.scalar_type(), ", the weight ", n, " x ", k);
+  TORCH_CHECK(!bias.has_value() ||
+                  (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
+              "tandem::linear_codes wants a bias of x's type");
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = n;
+  Tensor y = at::empty(sizes, x.options());
+  with_format(format, [&](auto kind) {
+    using F = decltype(kind);
+    check_sizes(codes, scales, n, k, group, STEP_BYTES<F>);
+    const auto run = [&](auto* into) {
+      using T = std::remove_pointer_t<decltype(into)>;
+      using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
+      using X = typename D::X;
+      const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
+      linear_rows<F, D>(rows.const_data_ptr<X>(), codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
+                        groups_of(k, group), group, bias.has_value() ? bias->const_data_ptr<T>() : nullptr, into,
+                        y.numel() / n, k, n);
+    };
+    x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+  });
+  return y;
+}
+
+}  // namespace
+}  // namespace tandem
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.def("pack_codes(Tensor codes, str format) -> Tensor");
+  m.def("pack_scales(Tensor scales) -> Tensor");
+  m.def("unpack_codes(Tensor codes, Tensor scales, int n, int k, int group, str format) -> Tensor");
+  m.def("linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format)"
+        " -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tandem, CPU, m) {
+  m.impl("pack_codes", &tandem::pack_codes);
+  m.impl("pack_scales", &tandem::pack_scales);
+  m.impl("unpack_codes", &tandem::unpack_codes);
+  m.impl("linear_codes", &tandem::linear_codes);
+}
