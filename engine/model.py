@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, mla, probe, selfcheck, weights
+from engine import attention, flat, mla, probe, selfcheck, varlen, weights
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
@@ -64,6 +64,7 @@ class Model:
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.varlen: varlen.Kernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
         self._keeps_logits = "logits_to_keep" in accepted
@@ -114,6 +115,8 @@ class Model:
         )
         if model.kernels != REFERENCE:
             modules.prepare(module)
+        if device.type == "cuda" and kernels == "auto":
+            say(f"attention: {model.choose_attention()}")
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
         say(f"step: {model.record()}")
@@ -150,14 +153,16 @@ class Model:
 
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
-        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
+        return self.run(step, wanted)[: len(batch.logits_at)].float()
+
+    def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""
         if self.recorded is not None and step.compiled and step.facts is self.facts:
-            logits = flat.run(self.recorded, step, wanted, self)
-        else:
-            with torch.inference_mode(), self.exact():
-                logits = self.by_modules(step, wanted)
-        return logits[: len(batch.logits_at)].float()
+            return flat.run(self.recorded, step, wanted, self)
+        with torch.inference_mode(), self.exact():
+            return self.by_modules(step, wanted)
 
     def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
@@ -179,6 +184,11 @@ class Model:
         except flat.Unrecordable as error:
             return f"by modules, because it cannot be recorded: {error}"
         return "recorded"
+
+    def choose_attention(self) -> str:
+        """Tries what CUDA has for attention over pages; says what serves."""
+        self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device)
+        return line
 
     def exact(self) -> AbstractContextManager[None]:
         return exact(self.device) if self.kernels != REFERENCE else nullcontext()
