@@ -80,9 +80,9 @@ def attend(
     """
     if step.compiled and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, step, facts, sinks, expand)
-    if step.varlen is not None and query.dtype == k_pages.dtype:
-        if varlen.refusal(step.varlen, facts, query.dtype, k_pages.shape[1]) is None:
-            return varlen.attend(step.varlen, query, k_pages, v_pages, step, facts)
+    kernel = step.varlen if query.dtype == k_pages.dtype else None
+    if kernel is not None and varlen.refusal(kernel, facts, query.dtype, k_pages.shape[1]) is None:
+        return varlen.attend(kernel, query, k_pages, v_pages, step, facts)
     outs = [attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach)]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -17,6 +17,7 @@ import torch
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from engine.build import build_engine
+from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.pages import Pages
 from kvtransfer.blocks import Region
@@ -42,7 +43,7 @@ class Worker:
         self.layout = self.engine.pages.layout
         self.layout_hash = self.layout.hash()
         self.transport = make_transport(
-            settings.transport, region_of(self.engine.pages), worker_id, self.incarnation, self.layout_hash
+            settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.grpc = GrpcServer()
@@ -208,7 +209,8 @@ async def load_engine(settings: Settings, say: Callable[[str], None], *, generat
     return EngineLoop(await asyncio.to_thread(build_engine, settings, say, generates=generates))
 
 
-def region_of(pages: Pages) -> Region:
+def region_of(engine: Engine) -> Region:
+    pages = engine.pages
     on_host = pages.buffer.device.type == "cpu"
     return Region(
         address=pages.base_address,
@@ -216,6 +218,7 @@ def region_of(pages: Pages) -> Region:
         block_bytes=pages.block_bytes,
         device=pages.device_id,
         memory="dram" if on_host else "vram",
+        spare_block=engine.spare,
         keepalive=pages.buffer,
     )
 
