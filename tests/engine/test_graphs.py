@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from engine import graphs, kernels
+from engine.checkpoints import TINY
 from engine.engine import Engine
 from engine.graphs import Call, Decode, Uncapturable, buckets, plain
 from engine.model import Model
@@ -19,7 +20,7 @@ from engine.sequence import Sampling, Sequence
 from engine.speculation import Ngram, Speculation
 from engine.step import Batch
 from engine.varlen import FA3
-from tests.engine.test_varlen import checked
+from tests.engine.stand_ins import Asked, checked
 
 CPU = torch.device("cpu")
 BLOCKS, BLOCK_SIZE, LONGEST, MOST = 24, 4, 30, 6
@@ -235,6 +236,38 @@ def test_varlen_attention_serves_recorded_steps(
         assert found is not None
         gap = ((found - expected).abs().amax(-1) / expected.std(-1)).max()
         assert gap < 0.3, "roundings of 16 bits in products of other shapes"
+
+
+SERVED = [
+    *("gemma3-text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen2-moe"),
+    *("qwen2-moe-sliding", "qwen2-sliding", "qwen3", "qwen3-moe", "qwen3-sliding"),
+]
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_a_recorded_step_asks_the_device_for_nothing(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in the forward waits for a value or brings one from the host, so that it can be captured. The families
+    that are left out are those whose attention `varlen_attn` has no argument for."""
+    monkeypatch.setattr(torch_varlen, "varlen_attn", lambda query, *given, **named: torch.zeros_like(query))
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # `item` hides from the watch in inference mode
+    path = str(checkpoint(f"tiny-{family}"))
+    model = Model.load(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
+    model.varlen = FA3
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    assert (graphs.unfit(model, pages) is None) == (family in SERVED)
+    if family not in SERVED:
+        return
+    step, wanted = graphs._Static(model, pages, 4, SPARE), torch.arange(4)
+    with Asked() as asked:
+        model.run(step, wanted)
+    assert asked.names == []
+    step.begin()
+    model.module.get_input_embeddings().register_forward_hook(lambda _module, _ids, out: out * out.sum().item())
+    with Asked() as asked:
+        model.run(step, wanted)
+    assert asked.names == ["aten._local_scalar_dense.default"], "the watch sees what it is there to see"
 
 
 # ---- in the engine

@@ -1,8 +1,4 @@
-"""Attention on CUDA as far as a machine without one can tell: which calls are served, and with which arguments.
-
-`checked` stands in for `varlen_attn`. It refuses what the kernels refuse and computes in plain PyTorch what its
-arguments say, with the conventions of torch's documentation.
-"""
+"""Attention on CUDA as far as a machine without one can tell: which calls are served, and with which arguments."""
 
 from __future__ import annotations
 
@@ -20,63 +16,10 @@ from engine.facts import CallFacts, Chunked, Full, Reach, Sliding
 from engine.model import Model
 from engine.step import Batch
 from engine.varlen import FA2, FA3, Kernel, refusal
+from tests.engine.stand_ins import checked
 
 CPU = torch.device("cpu")
 PLAIN = CallFacts(kv_heads=2, heads=4, k_dim=16, v_dim=16, reach=Full(), softcap=None, sinks=False, scaling=0.25)
-
-
-def checked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-    num_splits: int,
-) -> torch.Tensor:
-    """`query [total, heads, d]`, `key` and `value` `[blocks, block_size, kv_heads, d]`."""
-    assert {query.dtype, key.dtype, value.dtype} in ({torch.bfloat16}, {torch.float16})
-    assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (cu_seq_q, seqused_k))
-    assert block_table.dtype == torch.int32
-    assert block_table.stride(-1) == query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert key.shape == value.shape
-    assert query.shape[2] == key.shape[3] <= 256
-    assert query.shape[2] % 8 == 0
-    assert all(stride * 2 % 16 == 0 for stride in (*key.stride()[:-1], *value.stride()[:-1])), "16 bytes at a time"
-    sequences, groups = len(seqused_k), query.shape[1] // key.shape[2]
-    assert cu_seq_q.shape == (sequences + 1,)
-    assert block_table.shape[0] == sequences
-    assert enable_gqa or groups == 1
-    assert isinstance(window_size, tuple)
-    assert num_splits == 1
-    if cu_seq_k is not None:
-        assert cu_seq_k.dtype == torch.int32
-        assert cu_seq_k.tolist() == [0, *seqused_k.cumsum(0).tolist()]
-        assert key.shape[1] % 256 == 0
-    out = torch.full_like(query, torch.nan)
-    for index in range(sequences):
-        start, end, used = int(cu_seq_q[index]), int(cu_seq_q[index + 1]), int(seqused_k[index])
-        assert 0 < end - start <= max_q
-        assert used <= max_k
-        blocks = block_table[index, : -(-used // key.shape[1])].long()
-        k, v = (pages[blocks].flatten(0, 1)[:used].float().repeat_interleave(groups, 1) for pages in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), k) * scale
-        at = torch.arange(end - start).unsqueeze(1) + used - (end - start)  # aligned at the lower right
-        behind = at - torch.arange(used)
-        left, right = window_size
-        seen = (behind >= -right) if right >= 0 else torch.ones_like(behind, dtype=torch.bool)
-        if left >= 0:
-            seen &= behind <= left
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
-    return out
 
 
 @pytest.fixture
