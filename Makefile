@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.complete
 KERNELS := .venv/.kernels
 
-.PHONY: setup demo test lint fast bench proto lock clean
+.PHONY: setup demo test lint fast bench peers proto lock clean
 
 setup: $(STAMP) $(KERNELS)
 
@@ -42,6 +42,11 @@ lint: setup
 
 bench: setup
 	@$(BIN)/python -m loadtest.bench
+
+# Tandem beside other engines: docs/performance.md says how to install them. ARGS is serve, interference, engines, ...
+ARGS ?= --help
+peers: setup
+	@$(BIN)/python -m loadtest.peers $(ARGS)
 
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/tandem/v1/*.proto

@@ -47,6 +47,8 @@ class WorkerRecord:
     address: str  # host:port
     model: str = ""
     layout_hash: str = ""  # of its KV blocks; equal on both sides of a transfer
+    kv_dtype: str = ""  # of an element of K or V there, such as "int8"
+    kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included
     max_model_len: int = 0  # longest sequence that this worker can hold
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)

@@ -29,7 +29,7 @@ from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
 from cluster.valkey import EmbeddedValkey
-from tandem.checkpoint import folder_of
+from tandem.checkpoint import check_adapter, folder_of
 from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
 from tandem.settings import Settings
 
@@ -152,6 +152,8 @@ class Cluster:
         self._began = monotonic()
         if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
             folder_of(self.settings.model)
+            for name, folder in self.settings.adapters.items():
+                check_adapter(name, folder)
         ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
         if self.settings.http_port is not None:
             ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")

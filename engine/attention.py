@@ -9,6 +9,9 @@ it can.
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
 Blocks are gathered whole, and what they hold outside of a sequence's context is overwritten with zeros before it is
 masked, so that neither a stranger's old KV nor a NaN in a recycled block can reach a result.
+
+Quantised pages hold elements and scales. Writing quantises. The operators multiply a logit by the scale of its key and
+a weight by that of its value; the reference multiplies what it has gathered.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from transformers.modeling_utils import AttentionInterface
 from engine import kernels, varlen
 from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.mla import Expander, expander
+from engine.quantised import dequantise, quantise
 from engine.step import Step, current_step
 
 NAME = "paged_kv"
+
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [blocks, block_size, kv_heads] each
 
 
 def paged_attention(
@@ -48,25 +54,39 @@ def paged_attention(
     step = step if step is not None else current_step()
     call = step.next_call()
     facts, k_pages, v_pages = step.facts[call], step.pages.k(call), step.pages.v(call)
-    write(k_pages, key[0].transpose(0, 1), step)
-    write(v_pages, value[0].transpose(0, 1), step)
+    k_scales, v_scales = step.pages.k_scales(call), step.pages.v_scales(call)
+    write(k_pages, k_scales, key[0].transpose(0, 1), step)
+    write(v_pages, v_scales, value[0].transpose(0, 1), step)
     expand = expander(module) if facts.latent else None
-    out = attend(query[0].transpose(0, 1), k_pages, v_pages, step, facts, sinks=s_aux, expand=expand)
+    scales = (k_scales, v_scales)
+    out = attend(query[0].transpose(0, 1), k_pages, v_pages, scales, step, facts, sinks=s_aux, expand=expand)
     return out.unsqueeze(0), None
 
 
-def write(pages: torch.Tensor, new: torch.Tensor, step: Step) -> None:
-    """Puts the new tokens' K or V, `[total, kv_heads, d]`, into their slots of `[blocks, block_size, kv_heads, d]`."""
-    if step.compiled:
-        torch.ops.tandem.write.default(pages, new.to(pages.dtype), step.slot_block, step.slot_offset)
+def write(pages: torch.Tensor, scales: torch.Tensor | None, new: torch.Tensor, step: Step) -> None:
+    """Puts the new tokens' K or V, `[total, kv_heads, d]`, into their slots of `[blocks, block_size, kv_heads, d]`.
+
+    Where there are `scales [blocks, block_size, kv_heads]`, they are quantised on the way.
+    """
+    block, offset = step.slot_block, step.slot_offset
+    if scales is None:
+        if step.compiled:
+            torch.ops.tandem.write.default(pages, new.to(pages.dtype), block, offset)
+        else:
+            pages[block, offset] = new.to(pages.dtype)
+    elif step.compiled and new.dtype in kernels.DTYPES:
+        torch.ops.tandem.write_quantised.default(pages, scales, new, block, offset)
     else:
-        pages[step.slot_block, step.slot_offset] = new.to(pages.dtype)
+        elements, own = quantise(new, pages.dtype)
+        pages.view(torch.uint8)[block, offset] = elements.view(torch.uint8)  # fp8 itself cannot be indexed everywhere
+        scales[block, offset] = own
 
 
 def attend(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
+    scales: Scales,
     step: Step,
     facts: CallFacts,
     *,
@@ -75,15 +95,18 @@ def attend(
 ) -> torch.Tensor:
     """Attends packed queries over their contexts in pages.
 
-    `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `sinks [heads]` are
-    the logits of attention sinks. Returns `[total, heads, v_dim]`.
+    `query [total, heads, d]`, `k_pages [blocks, block_size, kv_heads, k_dim]`, `v_pages` likewise; `scales` of
+    quantised K and V; `sinks [heads]` are the logits of attention sinks. Returns `[total, heads, v_dim]`.
     """
-    if step.compiled and query.dtype == k_pages.dtype and query.dtype in kernels.DTYPES:
-        return attend_compiled(query, k_pages, v_pages, step, facts, sinks, expand)
+    fits = query.dtype == k_pages.dtype or scales[0] is not None
+    if step.compiled and fits and query.dtype in kernels.DTYPES:
+        return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
     kernel = step.varlen if query.dtype == k_pages.dtype else None
     if kernel is not None and varlen.refusal(kernel, facts, query.dtype, k_pages.shape[1]) is None:
         return varlen.attend(kernel, query, k_pages, v_pages, step, facts)
-    outs = [attend_plan(query, k_pages, v_pages, plan, facts, sinks, expand) for plan in plans(step, facts.reach)]
+    outs = [
+        attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand) for plan in plans(step, facts.reach)
+    ]
     order = packed_order(step)
     packed = torch.cat(outs) if len(outs) > 1 else outs[0]
     return packed if order is None else packed[order]
@@ -93,6 +116,7 @@ def attend_compiled(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
+    scales: Scales,
     step: Step,
     facts: CallFacts,
     sinks: torch.Tensor | None,
@@ -107,14 +131,18 @@ def attend_compiled(
     if expand is None:
         out = query.new_empty(query.shape[0], query.shape[1], v_pages.shape[3])
         torch.ops.tandem.attend.default(
-            out, query, k_pages, v_pages, step.cu_seq_q, step.seqused_k, step.block_table, *arguments
+            out, query, k_pages, v_pages, step.cu_seq_q, step.seqused_k, step.block_table, *arguments, *scales
         )
         return out
     outs = []
     for start, count, context, table in zip(
         step.cu_seq_q_host, step.batch.query_lens, step.batch.context_lens, step.batch.block_tables, strict=False
     ):
-        k, v = expand(*(latent_context(pages, table, context) for pages in (k_pages, v_pages)))
+        latent = [
+            latent_context(pages, own, table, context, query.dtype)
+            for pages, own in zip((k_pages, v_pages), scales, strict=True)
+        ]
+        k, v = expand(*latent)
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [1, context, heads, d]: pages of one block
         out = query.new_empty(count, query.shape[1], v.shape[3])
         here = [torch.tensor(values, dtype=torch.int32) for values in ([0, count], [context], [[0]])]
@@ -123,10 +151,16 @@ def attend_compiled(
     return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def latent_context(pages: torch.Tensor, table: list[int], context: int) -> torch.Tensor:
+def latent_context(
+    pages: torch.Tensor, scales: torch.Tensor | None, table: list[int], context: int, dtype: torch.dtype
+) -> torch.Tensor:
     """A sequence's whole context out of latent pages, `[1, 1, context, d]`."""
     blocks = torch.tensor(table[: -(-context // pages.shape[1])])
-    return pages[blocks].flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+    if scales is not None:
+        found = dequantise(pages.view(torch.uint8)[blocks].view(pages.dtype), scales[blocks], dtype)
+    else:
+        found = pages[blocks]
+    return found.flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
 
 
 def unit(t: torch.Tensor) -> torch.Tensor:
@@ -138,6 +172,7 @@ def attend_plan(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
+    scales: Scales,
     plan: Plan,
     facts: CallFacts,
     sinks: torch.Tensor | None,
@@ -145,8 +180,8 @@ def attend_plan(
 ) -> torch.Tensor:
     """Gathers the plan's context and attends its rows over it: `[sequences * queries, heads, v_dim]`."""
     q = query[plan.rows].transpose(1, 2)  # [sequences, heads, queries, d]
-    k = gather(k_pages, plan, "k").transpose(1, 2)  # [sequences, kv_heads, keys, k_dim]
-    v = gather(v_pages, plan, "v").transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
+    k = gather(k_pages, scales[0], plan, "k", query.dtype).transpose(1, 2)  # [sequences, kv_heads, keys, k_dim]
+    v = gather(v_pages, scales[1], plan, "v", query.dtype).transpose(1, 2)  # [sequences, kv_heads, keys, v_dim]
     if expand is not None:
         k, v = expand(k, v)  # latent [., 1, keys, rank] and [., 1, keys, rope_dim] to [., heads, keys, d]
     out = attend_dense(q, k, v, plan, facts, sinks)  # [sequences, heads, queries, v_dim]
@@ -225,16 +260,24 @@ def context_blocks(
     return [row + [row[-1]] * (count - len(row)) for row in rows]
 
 
-def gather(pages: torch.Tensor, plan: Plan, which: str) -> torch.Tensor:
-    """The tokens of the plan's blocks, `[sequences, keys, kv_heads, d]`, out of `[blocks, block_size, kv_heads, d]`."""
+def gather(
+    pages: torch.Tensor, scales: torch.Tensor | None, plan: Plan, which: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """The tokens of the plan's blocks, `[sequences, keys, kv_heads, d]`, out of `[blocks, block_size, kv_heads, d]`;
+    what was quantised comes in `dtype`."""
     sequences, count = plan.blocks.shape
     _, size, heads, dim = pages.shape
-    key = (which, heads, dim)
-    if key not in plan.scratch:
-        plan.scratch[key] = pages.new_empty(sequences * count, size * heads * dim)
-    into = plan.scratch[key]
-    torch.index_select(pages.flatten(1), 0, plan.blocks.flatten(), out=into)
-    tokens = into.view(-1, heads * dim)  # [sequences * count * size, heads * dim]
+    if scales is not None:
+        blocks = plan.blocks.flatten()
+        elements = pages.view(torch.uint8)[blocks].view(pages.dtype)  # [sequences * count, size, heads, dim]
+        tokens = dequantise(elements, scales[blocks], dtype).view(-1, heads * dim)
+    else:
+        key = (which, heads, dim)
+        if key not in plan.scratch:
+            plan.scratch[key] = pages.new_empty(sequences * count, size * heads * dim)
+        into = plan.scratch[key]
+        torch.index_select(pages.flatten(1), 0, plan.blocks.flatten(), out=into)
+        tokens = into.view(-1, heads * dim)  # [sequences * count * size, heads * dim]
     if plan.outside is not None:
         tokens.index_fill_(0, plan.outside, 0)
     return tokens.view(sequences, count * size, heads, dim)[:, plan.keys]

@@ -41,6 +41,9 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         device=device,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
+        adapters=settings.adapters,
+        adapter_slots=settings.adapter_slots,
+        kv_dtype=settings.kv_dtype,
         progress=say,
     )
     draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None

@@ -10,12 +10,16 @@ the prompt. No shape has an end-of-sequence token, so generation always runs to 
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 REAL: dict[str, dict[str, Any]] = {
@@ -44,6 +48,31 @@ REAL: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -159,6 +188,56 @@ def make_checkpoint(folder: str | Path, shape: str, *, seed: int = 0, dtype: str
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def make_adapter(
+    folder: str | Path,
+    base: str | Path,
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    layers: Sequence[str] = (),
+    strength: float = 0.5,
+    **changes: Any,
+) -> Path:
+    """Writes a random LoRA adapter for a checkpoint, as PEFT saves one; returns the folder.
+
+    It is on every linear layer but the head, or on those whose last name is one of `layers`. What it adds is `strength`
+    times as large as what the layer gives. `changes` override adapter_config.json.
+    """
+    config = AutoConfig.from_pretrained(base)
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors, targets = {}, set()
+    for name, layer in model.named_modules():
+        last = name.rpartition(".")[2]
+        if type(layer) not in (torch.nn.Linear, Conv1D) or (last not in layers if layers else last == "lm_head"):
+            continue
+        wide, high = layer.weight.shape if type(layer) is Conv1D else layer.weight.shape[::-1]
+        spread = strength * config.get_text_config().initializer_range * (wide / rank) ** 0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, wide, generator=generator) / wide**0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(high, rank, generator=generator) * spread
+        targets.add(last)
+    values: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "bias": "none",
+    }
+    values |= {"r": rank, "lora_alpha": rank, "target_modules": sorted(targets), **changes}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "adapter_config.json").write_text(json.dumps(values, indent=2))
+    save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+    return Path(folder)
+
+
+def make_module(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of a shape with random weights, made on the device: nothing passes through the host or a file."""
+    auto: Any = AutoModelForCausalLM
+    with device:
+        return auto.from_config(_config(shape, {}), dtype=dtype, attn_implementation="eager").eval()
 
 
 def _config(shape: str, changes: dict[str, Any]) -> PreTrainedConfig:

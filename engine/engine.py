@@ -178,6 +178,8 @@ class Engine:
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:
             raise ValueError(f"{sequence.id} is already here")
+        if sequence.adapter is not None and self.model.lora is None:
+            raise ValueError(f"{sequence.id} has an adapter, the model has none")
         if self.pool.blocks_for(sequence.limit) > self.pool.total:
             raise TooLarge(
                 f"{sequence.limit} tokens need {self.pool.blocks_for(sequence.limit)} blocks,"
@@ -213,6 +215,8 @@ class Engine:
             batch.query_lens.append(count + len(draft))
             batch.context_lens.append(end + len(draft))
             batch.block_tables.append(self.pool.table(sequence.id))
+            if self.model.lora is not None:
+                batch.adapters.append(self.model.lora.slot_of(sequence.adapter))
             batch.logits_at += [start + position - sequence.done for position in sequence.to_score(count)]
             if end == len(sequence.tokens):
                 batch.logits_at += range(start + count - 1, start + count + len(draft))

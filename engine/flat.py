@@ -21,6 +21,7 @@ from torch.jit import TracerWarning, optimized_execution, trace  # type: ignore[
 
 from engine.facts import CallFacts, smallest_reach
 from engine.fuse import fuse
+from engine.lora import BASE, Rows
 from engine.pages import Pages
 from engine.step import Batch, Step
 
@@ -37,8 +38,9 @@ Replay = Callable[..., torch.Tensor]
 class _Pages:
     """The pages as inputs of the recording: another worker's, or of another size, may come next."""
 
-    def __init__(self, views: Sequence[torch.Tensor], block_size: int) -> None:
+    def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
         self._views, self.block_size = views, block_size
+        self._calls, self._scaled = calls, len(views) == 4 * calls  # the scales come behind all K and V
 
     def k(self, call: int) -> torch.Tensor:
         return self._views[2 * call]
@@ -46,16 +48,26 @@ class _Pages:
     def v(self, call: int) -> torch.Tensor:
         return self._views[2 * call + 1]
 
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call)] if self._scaled else None
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call) + 1] if self._scaled else None
+
 
 class _Recorded:
     """A Step with its tensors and nothing else."""
 
     compiled = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int, adapters: int
+    ) -> None:
+        """`adapters` of the tensors are those of engine.lora."""
         self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
         self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
-        self.pages = _Pages(tensors[7:], block_size)
+        self.lora = Rows(tuple(tensors[7 : 7 + adapters])) if adapters else None
+        self.pages = _Pages(tensors[7 + adapters :], len(facts), block_size)
         self.facts = facts
         self.calls = 0
 
@@ -70,9 +82,13 @@ class Unrecordable(Exception):
 
 def inputs(step: Step) -> tuple[torch.Tensor, ...]:
     """What `_Recorded` is made of."""
-    pages = [view for call in range(len(step.facts)) for view in (step.pages.k(call), step.pages.v(call))]
+    calls = range(len(step.facts))
+    pages = [view for call in calls for view in (step.pages.k(call), step.pages.v(call))]
+    scales = [view for call in calls for view in (step.pages.k_scales(call), step.pages.v_scales(call))]
+    pages += [view for view in scales if view is not None]
     own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
-    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *pages)
+    adapters = step.lora.tensors if step.lora is not None else ()
+    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *adapters, *pages)
 
 
 def record(model: Model) -> Replay:
@@ -84,12 +100,13 @@ def record(model: Model) -> Replay:
         parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
 
     def forward(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE)
+        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE, adapters)
         return model.by_modules(step, wanted)
 
     batches = _batches(model)
     pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
-    first = Step(batches[0], pages, model.facts, model.device, compiled=True)
+    first = model.step(pages, batches[0])
+    adapters = len(first.lora.tensors) if first.lora is not None else 0
     with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
         warnings.simplefilter("always")
         wanted = first.tensor(batches[0].logits_at)
@@ -124,7 +141,7 @@ def fused(replay: Any) -> Replay:
 def _differs(replay: Replay, model: Model, pages: Pages, batches: list[Batch]) -> str | None:
     """Says for which batch the replay is not the modules, bit for bit; None if there is none."""
     for batch in batches:
-        step = Step(batch, pages, model.facts, model.device, compiled=True)
+        step = model.step(pages, batch)
         wanted = step.tensor(batch.logits_at)
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
@@ -157,7 +174,7 @@ def _batches(model: Model) -> list[Batch]:
         [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
     ]
     rng = random.Random(0)
-    batches = []
+    batches: list[Batch] = []
     for shape in shapes:
         shape = [(min(done, longest - new), new) for done, new in shape if new <= longest]
         tables, used = [], 0
@@ -174,6 +191,15 @@ def _batches(model: Model) -> list[Batch]:
                 context_lens=[done + new for done, new in shape],
                 block_tables=tables,
                 logits_at=[sum(lens[: index + 1]) - 1 for index in range(len(lens))],
+                adapters=_slots(model, len(batches), len(shape)),
             )
         )
     return batches
+
+
+def _slots(model: Model, number: int, sequences: int) -> list[int]:
+    """Adapters in turn with the base, other ones in every batch; none if the model has none."""
+    if model.lora is None:
+        return []
+    each = [*range(len(model.lora.slots)), BASE]
+    return [each[(number + sequence) % len(each)] for sequence in range(sequences)]

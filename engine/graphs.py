@@ -101,7 +101,7 @@ class Decode:
         """
         rows = len(batch.query_lens)
         fits = rows <= self.sizes[-1] and max(map(len, batch.block_tables)) <= self._width
-        if not fits or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
+        if not fits or batch.adapters or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
             return None
         batch.check(self._block_size, self._spare)  # so nobody's table has the spare block
         bucket = next(one for one in self._buckets if one.rows >= rows)
@@ -116,7 +116,11 @@ def buckets(most: int) -> list[int]:
 
 
 def unfit(model: Model, pages: Pages) -> str | None:
-    """Why a step of this model takes more than tensors; None if it does not."""
+    """Why a step of this model takes more than a bucket's tensors; None if it does not."""
+    if model.lora is not None:
+        return "adapters"
+    if pages.quantised:
+        return "quantised KV"
     if model.kernels.startswith("cpu-") and model.dtype in (torch.float32, torch.bfloat16):
         return "latent pages" if any(fact.latent for fact in model.facts) else None
     if model.varlen is None:

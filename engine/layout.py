@@ -10,15 +10,18 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-VERSION = 1
-ALIGNMENT = 64  # bytes; every K and V region and every block starts at a multiple of it
+VERSION = 2
+ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every block starts at a multiple of it
+QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
+SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
 
 
 @dataclass(frozen=True)
 class CallLayout:
     """Where one attention call keeps its K and V inside a block.
 
-    K is `[block_size, k_heads, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous.
+    K is `[block_size, k_heads, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. Where the elements
+    are quantised, their scales are `[k_heads, block_size]` at byte `k_scale_offset`; 0 where there are none.
     """
 
     k_heads: int
@@ -27,6 +30,8 @@ class CallLayout:
     v_dim: int
     k_offset: int  # bytes from the start of the block
     v_offset: int  # bytes from the start of the block
+    k_scale_offset: int = 0  # likewise
+    v_scale_offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class KvLayout:
 
     version: int
     model_fingerprint: str
-    dtype: str  # torch's name without the prefix, such as "bfloat16"
+    dtype: str  # of an element; torch's name without the prefix, such as "bfloat16"
+    scale_dtype: str  # likewise; "" where elements are not quantised
+    model_dtype: str  # in which K and V were computed: equal elements of another model dtype are other KV
     block_size: int
     block_bytes: int
     calls: tuple[CallLayout, ...]
@@ -82,9 +89,9 @@ class KvLayout:
 
 
 def plan_calls(
-    shapes: list[tuple[int, int, int]], block_size: int, itemsize: int
+    shapes: list[tuple[int, int, int]], block_size: int, itemsize: int, *, scaled: bool = False
 ) -> tuple[tuple[CallLayout, ...], int]:
-    """Places every call's K and V in a block, each at a multiple of 64 bytes.
+    """Places every call's K and V in a block, each at a multiple of 64 bytes, and their scales behind them if `scaled`.
 
     `shapes` holds `(kv_heads, k_dim, v_dim)` per call, `itemsize` is bytes per element. Returns the calls and the
     bytes of a whole block.
@@ -95,7 +102,11 @@ def plan_calls(
         k_offset = end
         v_offset = _aligned(k_offset + block_size * heads * k_dim * itemsize)
         end = _aligned(v_offset + block_size * heads * v_dim * itemsize)
-        calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset))
+        k_scales = v_scales = 0
+        if scaled:
+            k_scales, v_scales = end, end + block_size * heads * SCALE_BYTES
+            end = _aligned(v_scales + block_size * heads * SCALE_BYTES)
+        calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset, k_scales, v_scales))
     return tuple(calls), end
 
 

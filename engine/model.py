@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, mla, probe, selfcheck, varlen, weights
+from engine import attention, flat, lora, mla, probe, selfcheck, varlen, weights
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, modules, serving
 from engine.pages import Pages, block_bytes, layout_of
+from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
 from tandem.errors import CheckpointRefused
 
 log = logging.getLogger(__name__)
+
+KvDtype = Literal["auto", "int8", "fp8"]
 
 
 class Model:
@@ -47,6 +50,7 @@ class Model:
         device: torch.device,
         block_size: int = 16,
         kernels: str = REFERENCE,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         config = module.config.get_text_config()
         parameters = list(module.parameters())
@@ -61,12 +65,14 @@ class Model:
         self.device = device
         self.fingerprint = fingerprint
         self.block_size = block_size
+        self.kv_dtype = kv_dtype
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weight_bytes = sum(parameter.nbytes for parameter in parameters)
         self.varlen: varlen.Kernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
+        self.lora: lora.Lora | None = None  # set by load, if there are adapters
         self._keeps_logits = "logits_to_keep" in accepted
         # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
         self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -81,12 +87,17 @@ class Model:
         max_model_len: int | None = None,
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
+        adapters: Mapping[str, str | Path] | None = None,
+        adapter_slots: int = 8,
+        kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `kernels` "reference" leaves the compiled operators out. `progress` receives a line for each stage.
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `adapters` are LoRA folders by name,
+        of which `adapter_slots` are in the model at a time (engine.lora). `kv_dtype` is what pages keep K and V in,
+        "auto" for `dtype` (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's.
         """
@@ -112,6 +123,7 @@ class Model:
             device=device,
             block_size=block_size,
             kernels=serving(device) if kernels == "auto" else REFERENCE,
+            kv_dtype=kv_dtype,
         )
         if model.kernels != REFERENCE:
             modules.prepare(module)
@@ -119,7 +131,12 @@ class Model:
             say(f"attention: {model.choose_attention()}")
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
+        if adapters:
+            model.lora = lora.attach(model, adapters, adapter_slots)
+            say(f"{len(adapters)} adapters in {len(model.lora.slots)} slots: self-check passed: {model.lora.check()}")
         say(f"step: {model.record()}")
+        if model.lora:
+            model.lora.clear()
         return model
 
     def self_check(self) -> selfcheck.Report:
@@ -141,19 +158,20 @@ class Model:
 
     def allocate(self, num_blocks: int, block_size: int | None = None) -> Pages:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint)
+        kept = element_dtype(self.kv_dtype)
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
         return Pages(layout, num_blocks, self.device)
 
     def block_bytes(self, block_size: int | None = None) -> int:
         """Bytes of one block of `block_size` tokens."""
-        return block_bytes(self.facts, block_size or self.block_size, self.dtype)
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
 
     def forward(self, pages: Pages, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
 
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
-        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
+        step = self.step(pages, batch)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
         return self.run(step, wanted)[: len(batch.logits_at)].float()
 
@@ -163,6 +181,14 @@ class Model:
             return flat.run(self.recorded, step, wanted, self)
         with torch.inference_mode(), self.exact():
             return self.by_modules(step, wanted)
+
+    def step(self, pages: Pages, batch: Batch) -> Step:
+        """The tensors of one forward."""
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
+        if self.lora is not None:
+            step.lora = self.lora.rows(batch)
+        assert self.lora is not None or all(slot == lora.BASE for slot in batch.adapters), "a model without adapters"
+        return step
 
     def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
@@ -187,6 +213,8 @@ class Model:
 
     def choose_attention(self) -> str:
         """Tries what CUDA has for attention over pages; says what serves."""
+        if self.kv_dtype != "auto":
+            return f"{REFERENCE}, because K and V are kept in {self.kv_dtype}"
         self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device)
         return line
 
@@ -195,13 +223,24 @@ class Model:
 
     def use_paged_attention(self) -> None:
         """Switches to the paged path; the state in which the model serves."""
+        self._without_adapters()
         probe.switch(self.module, attention.NAME)
         modules.switch(self.module, self.kernels != REFERENCE)
+        if self.lora is not None:
+            self.lora.switch(True)
 
-    def use_eager_attention(self) -> None:
-        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with."""
-        probe.switch(self.module, "eager")
+    def use_eager_attention(self, name: str = "eager") -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+
+        `name` is that of `engine.stored`, whose K and V are those that pages keep.
+        """
+        self._without_adapters()
+        probe.switch(self.module, name)
         modules.switch(self.module, False)
+
+    def _without_adapters(self) -> None:
+        if self.lora is not None:
+            self.lora.switch(False)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -4,6 +4,11 @@
     block   | K of call 0 | V of call 0 | K of call 1 | ... | V of the last call |     each starts at a multiple of 64 B
     K       [block_size, kv_heads, k_dim] in the model's dtype
 
+Quantised (engine/quantised.py), an element is one byte, and the scales lie behind V, those of one head side by side:
+
+    block   | K of call 0 | V of call 0 | scales of K, scales of V of call 0 | K of call 1 | ...
+    scales  [kv_heads, block_size] bfloat16
+
 A block is contiguous across all attention calls, so that one block is one transfer descriptor. The attention function
 sees strided views of the same memory; nothing is ever copied to be sent.
 """
@@ -16,7 +21,7 @@ import torch
 
 from engine.facts import CallFacts
 from engine.kernels import huge_pages
-from engine.layout import VERSION, KvLayout, plan_calls
+from engine.layout import SCALE_DTYPE, VERSION, KvLayout, plan_calls
 
 
 class Pages:
@@ -33,6 +38,9 @@ class Pages:
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         self._k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
         self._v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
+        self.quantised = bool(layout.scale_dtype)
+        self._k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
+        self._v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
 
     def k(self, call: int) -> torch.Tensor:
         """The keys of attention call `call`: a view, `[num_blocks, block_size, kv_heads, k_dim]`."""
@@ -41,6 +49,14 @@ class Pages:
     def v(self, call: int) -> torch.Tensor:
         """The values of attention call `call`: a view, `[num_blocks, block_size, kv_heads, v_dim]`."""
         return self._v[call]
+
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        """What the keys' elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised."""
+        return self._k_scales[call]
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        """The same of the values."""
+        return self._v_scales[call]
 
     @property
     def base_address(self) -> int:
@@ -66,17 +82,37 @@ class Pages:
         stride = (typed.shape[1], heads * dim, dim, 1)
         return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
 
+    def _scales(self, offset: int, heads: int) -> torch.Tensor | None:
+        if not self.quantised:
+            return None
+        typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
+        size, stride = (self.num_blocks, self.block_size, heads), (typed.shape[1], 1, self.block_size)
+        return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
 
-def layout_of(facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype, fingerprint: str) -> KvLayout:
-    """The layout that `Pages` will have for these facts; `fingerprint` names the model whose KV it is."""
+
+def layout_of(
+    facts: Sequence[CallFacts],
+    block_size: int,
+    dtype: torch.dtype,
+    fingerprint: str,
+    kept: torch.dtype | None = None,
+) -> KvLayout:
+    """The layout that `Pages` will have for these facts; `fingerprint` names the model whose KV it is.
+
+    `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are.
+    """
     shapes = [(fact.kv_heads, fact.k_dim, fact.v_dim) for fact in facts]
-    calls, total = plan_calls(shapes, block_size, dtype.itemsize)
-    return KvLayout(VERSION, fingerprint, dtype_name(dtype), block_size, total, calls)
+    element = dtype if kept is None else kept
+    calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
+    scale = SCALE_DTYPE if kept is not None else ""
+    return KvLayout(VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls)
 
 
-def block_bytes(facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(
+    facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> int:
     """Bytes of one block across all calls, padding included; for sizing a pool before it is allocated."""
-    return layout_of(facts, block_size, dtype, "").block_bytes
+    return layout_of(facts, block_size, dtype, "", kept).block_bytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:

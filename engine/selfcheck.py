@@ -15,6 +15,9 @@ a prompt is the median over its positions, and it is held against twice what rou
 between the eager forward and itself with its input embeddings perturbed by half a unit in the last place. (The tiny
 families in bfloat16: correct paths have 0.1 to 0.7 of that noise, ignored windows and forgotten pasts gaps above 1.7.)
 
+Quantised pages are compared with an eager forward over the K and V that they keep, and these with the forward's own:
+what is beyond one rounding is held against the same threshold (engine/stored.py).
+
 What it cannot see is what its prompts do not reach. One prompt is longer than the smallest window or chunk where that
 is affordable; `Report.window_reached` says whether it was.
 """
@@ -22,7 +25,7 @@ is affordable; `Report.window_reached` says whether it was.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -30,9 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine import stored
 from engine.facts import smallest_reach
 from engine.pages import Pages, dtype_name
 from engine.step import Batch
+from engine.stored import Stored
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -48,44 +53,59 @@ WORK_CPU, WORK_DEVICE = 4e10, 4e13  # parameters x tokens that reaching a window
 
 @dataclass(frozen=True)
 class Report:
-    """What the self-check measured. `gap` and `threshold` are in standard deviations of the logits."""
+    """What the self-check measured. `gap` and `threshold` are in standard deviations of the logits.
+
+    `kept_gap` is of quantised KV alone: by how much the worst element is off beyond its rounding, as a share of the
+    largest of its head.
+    """
 
     gap: float
     threshold: float
     positions: int
     window_reached: bool
     dtype: str  # in which both paths were computed
+    kept_gap: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return self.gap <= self.threshold  # false for NaN
+        return self.gap <= self.threshold and self.kept_gap <= self.threshold  # false for NaN
 
     def __str__(self) -> str:
         reach = "" if self.window_reached else ", no prompt longer than the smallest window"
+        kept = f", KV {self.kept_gap:.1e} beyond its rounding" if self.kept_gap else ""
         return (
-            f"gap {self.gap:.1e} at {self.positions} positions in {self.dtype}, threshold {self.threshold:.1g}{reach}"
+            f"gap {self.gap:.1e} at {self.positions} positions in {self.dtype}{kept}, "
+            f"threshold {self.threshold:.1g}{reach}"
         )
 
 
-def run(model: Model) -> Report:
-    """Measures the gap and leaves the model switched to the paged path."""
+def run(model: Model, adapters: Sequence[int] = ()) -> Report:
+    """Measures the gap and leaves the model switched to the paged path. `adapters` has a slot for each of the four
+    prompts (engine.lora)."""
     copied = not _exact(model) and 4 * model.parameters <= COPY_LIMIT
     with _float32_copy(model) if copied else nullcontext():
-        return _run(model)
+        return _run(model, adapters)
 
 
-def _run(model: Model) -> Report:
+def _run(model: Model, adapters: Sequence[int]) -> Report:
     prompts = _prompts(model)
     ends = [_compared(len(prompt)) for prompt in prompts]
-    model.use_eager_attention()
-    eager = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+    model.use_paged_attention()
+    pages, tables = scrambled_pages(model, [len(prompt) for prompt in prompts], BLOCK_SIZE)
+    paged = _paged(model, prompts, ends, pages, tables, adapters)
+    kept: list[Stored | None] = [
+        Stored(pages, len(model.facts), table, len(prompt)) if pages.quantised else None
+        for table, prompt in zip(tables, prompts, strict=True)
+    ]
+    model.use_eager_attention(stored.NAME if pages.quantised else "eager")
+    eager = _all_eager(model, prompts, ends, kept, adapters)
+    kept_gap = _kept_gap(model, [each for each in kept if each is not None])
     threshold = FP32_THRESHOLD
     if not _exact(model):
         with _perturbed_embeddings(model):
-            noisy = [_eager(model, prompt, at) for prompt, at in zip(prompts, ends, strict=True)]
+            noisy = _all_eager(model, prompts, ends, kept, adapters)
         threshold = min(max(NOISE_FACTOR * _gap(model, noisy, eager), NOISE_FLOOR), NOISE_CEILING)
     model.use_paged_attention()
-    paged = _paged(model, prompts, ends)
     smallest = smallest_reach(model.facts)
     return Report(
         gap=_gap(model, paged, eager),
@@ -93,6 +113,7 @@ def _run(model: Model) -> Report:
         positions=sum(map(len, ends)),
         window_reached=smallest is None or max(map(len, prompts)) > smallest,
         dtype=dtype_name(model.dtype),
+        kept_gap=kept_gap,
     )
 
 
@@ -118,18 +139,38 @@ def _compared(length: int) -> list[int]:
     return [*range(CHUNK - 1, body, CHUNK - 1), *range(body, length + 1)]
 
 
-def _eager(model: Model, prompt: list[int], ends: list[int]) -> torch.Tensor:
+def _all_eager(
+    model: Model,
+    prompts: list[list[int]],
+    ends: list[list[int]],
+    kept: list[Stored | None],
+    adapters: Sequence[int],
+) -> list[torch.Tensor]:
+    logits = []
+    for index, each in enumerate(zip(prompts, ends, kept, strict=True)):
+        with model.lora.eagerly(adapters[index]) if model.lora and adapters else nullcontext():
+            logits.append(_eager(model, *each))
+    return logits
+
+
+def _eager(model: Model, prompt: list[int], ends: list[int], kept: Stored | None) -> torch.Tensor:
     """Logits after each of `ends`, `[len(ends), vocab]`, by a plain forward over the whole prompt."""
     ids = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), stored.running(model.module, kept) if kept else nullcontext():
         positions = torch.arange(len(prompt), device=model.device).unsqueeze(0)
         logits: torch.Tensor = model.module(input_ids=ids, position_ids=positions, use_cache=False).logits
     return logits[0, [end - 1 for end in ends]].float()
 
 
-def _paged(model: Model, prompts: list[list[int]], ends: list[list[int]]) -> list[torch.Tensor]:
+def _paged(
+    model: Model,
+    prompts: list[list[int]],
+    ends: list[list[int]],
+    pages: Pages,
+    tables: list[list[int]],
+    adapters: Sequence[int],
+) -> list[torch.Tensor]:
     """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
-    pages, tables = scrambled_pages(model, [len(prompt) for prompt in prompts], BLOCK_SIZE)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for turn in range(max(map(len, ends))):
         active = [index for index, at in enumerate(ends) if turn < len(at)]
@@ -137,6 +178,7 @@ def _paged(model: Model, prompts: list[list[int]], ends: list[list[int]]) -> lis
         batch = pack(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )
+        batch.adapters = [adapters[index] for index in active] if adapters else []
         for index, row in zip(active, model.forward(pages, batch), strict=True):
             logits[index].append(row)
     return [torch.stack(rows) for rows in logits]
@@ -166,8 +208,18 @@ def pack(sequences: list[tuple[list[int], int, list[int]]]) -> Batch:
 
 def _gap(model: Model, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest gap in float32; in 16 bits the largest of the prompts' medians (see the module's docstring)."""
-    gaps = [((a - b).abs().amax(dim=-1) / b.std(dim=-1)) for a, b in zip(ours, theirs, strict=True)]
-    return max((each.max() if _exact(model) else each.median()).item() for each in gaps)
+    return _worst(model, [(a - b).abs().amax(dim=-1) / b.std(dim=-1) for a, b in zip(ours, theirs, strict=True)])
+
+
+def _kept_gap(model: Model, kept: list[Stored]) -> float:
+    """The same of K and V beyond their rounding, over the tokens of each call; 0 where nothing is quantised."""
+    return _worst(model, [share for each in kept for share in each.beyond])
+
+
+def _worst(model: Model, gaps: list[torch.Tensor]) -> float:
+    if not gaps:
+        return 0.0
+    return torch.stack([each.max() if _exact(model) else each.median() for each in gaps]).max().item()  # NaN stays
 
 
 @contextmanager

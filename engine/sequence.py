@@ -37,6 +37,13 @@ class GrammarSpec(NamedTuple):
         return f"sampling.grammar.{self.kind}"
 
 
+class InSlot(NamedTuple):
+    """The adapter of a sequence, and the slot that holds it until the sequence is dropped."""
+
+    slot: int
+    fingerprint: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen; `temperature` 0 is greedy. Checked at the router, not here."""
@@ -98,6 +105,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = Sampling()
     salt: bytes = b""
+    adapter: InSlot | None = None  # None: the base model
     grammar: Compiled | None = None  # of sampling.grammar; compiled before anything is reserved
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
     done: int = 0
@@ -129,6 +137,11 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def fingerprint(self) -> bytes:
+        """Of its adapter; empty for the base."""
+        return self.adapter.fingerprint if self.adapter else b""
+
     def tally(self) -> Tally:
         """The tokens so far, counted."""
         if self._tally is None:
@@ -154,7 +167,7 @@ class Sequence:
         """Chained hashes of the full blocks of `tokens`, extended as it grows; never more than that many."""
         while (len(self._hashes) + 1) * block_size <= len(self.tokens):
             start = len(self._hashes) * block_size
-            previous = self._hashes[-1] if self._hashes else hashing.root(self.salt)
+            previous = self._hashes[-1] if self._hashes else hashing.root(self.salt, self.fingerprint)
             self._hashes.append(hashing.extend(previous, self.tokens[start : start + block_size]))
         return self._hashes
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from engine.facts import CallFacts
 from engine.pages import Pages
 
 if TYPE_CHECKING:
+    from engine.lora import Rows
     from engine.varlen import Kernel
 
 
@@ -52,6 +53,7 @@ class Batch:
     context_lens: list[int]
     block_tables: list[list[int]]
     logits_at: list[int]
+    adapters: list[int] = field(default_factory=list)  # slot of each sequence, -1 for none; empty: none has one
 
     def check(self, block_size: int, num_blocks: int) -> None:
         """Our own invariants; AssertionError with the numbers when the engine has packed nonsense."""
@@ -69,6 +71,7 @@ class Batch:
                 f"{len(table)} blocks of {block_size} do not hold a context of {context} (query {query})"
             )
             assert 0 <= min(table) <= max(table) < num_blocks, f"block ids {table} outside 0..{num_blocks - 1}"
+        assert len(self.adapters) in (0, sequences), f"{len(self.adapters)} adapters of {sequences} sequences"
         assert all(0 <= index < total for index in self.logits_at), f"logits_at {self.logits_at} outside the batch"
 
 
@@ -99,6 +102,7 @@ class Step:
         self.varlen = varlen  # serves the attention calls that it can, on CUDA
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # what the attention function works out once and uses in every call
+        self.lora: Rows | None = None  # set by the model, if it has adapters
 
         width = max(map(len, batch.block_tables))
         rows = [

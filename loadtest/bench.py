@@ -92,7 +92,7 @@ def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> di
     return found
 
 
-def conditions(size: Size) -> dict[str, Any]:
+def conditions() -> dict[str, Any]:
     """What the numbers depend on."""
     return {
         "cpu": _cpu_model(),
@@ -103,8 +103,6 @@ def conditions(size: Size) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "threads": THREADS,
-        "shape": size.shape,
     }
 
 
@@ -187,7 +185,7 @@ def main(arguments: list[str]) -> int:
     if not parts or set(given.only.split(",")) - set(PARTS):
         parser.error(f"--only takes some of {','.join(PARTS)}")
     size = QUICK if given.quick else Size()
-    before, began = conditions(size), monotonic()
+    before, began = conditions() | {"threads": THREADS, "shape": size.shape}, monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with _Stop() as stop, Progress(*columns, console=Console(stderr=True), transient=True) as progress:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import socket
 import time
@@ -20,6 +19,7 @@ import grpc
 
 from loadtest.local import Local
 from loadtest.stats import Row, Section, Spread, Tick, ratios
+from loadtest.web import stream
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROUTER, WORKER = "router-0", "decode-0"
@@ -96,29 +96,13 @@ class _Through(_Side):
 
 
 class _Web(_Side):
-    """Through the router's HTTP API, read with no library so that the client's share of the cores stays small."""
+    """Through the router's HTTP API."""
 
-    def __init__(self, port: int, vocab: int, prompt: int) -> None:
-        self._port, self._vocab, self._prompt = port, vocab, prompt
+    def __init__(self, port: int, model: str, vocab: int, prompt: int) -> None:
+        self._port, self._model, self._vocab, self._prompt = port, model, vocab, prompt
 
-    async def events(self, max_tokens: int) -> AsyncIterator[int]:
-        fields = {
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        body = json.dumps({"prompt": self.prompt(), **fields})
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
-        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                yield len(json.loads(line[6:])["choices"][0]["token_ids"])
-            elif line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
+    def events(self, max_tokens: int) -> AsyncIterator[int]:
+        return stream(self._port, self._model, self.prompt(), max_tokens)
 
 
 class _Straight(_Side):
@@ -141,11 +125,12 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
         local.launch("router", ROUTER, http_port=port)
         local.launch("decode", WORKER)
         local.wait_seen(ROUTER, 1)
-        return asyncio.run(_measure(local, port, vocab, plan, tick))
+        return asyncio.run(_measure(local, port, str(model), vocab, plan, tick))
 
 
-async def _measure(local: Local, port: int, vocab: int, plan: Plan, tick: Tick) -> Section:
-    through, web = _Through(local.address(ROUTER), vocab, plan.prompt), _Web(port, vocab, plan.prompt)
+async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, tick: Tick) -> Section:
+    through = _Through(local.address(ROUTER), vocab, plan.prompt)
+    web = _Web(port, model, vocab, plan.prompt)
     straight = _Straight(local.address(WORKER), vocab, plan.prompt)
     try:
         tick(f"{plan.requests} requests each way")

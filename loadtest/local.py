@@ -60,13 +60,13 @@ class Process:
             if line.startswith(start):
                 return line.removeprefix(start).strip()
 
-    def stop(self) -> None:
-        """Safe to repeat."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Kills it if it has not ended by itself within the timeout. Safe to repeat."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
         self.popen.terminate()
         try:
-            self.popen.wait(STOP_TIMEOUT_S)
+            self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(STOP_TIMEOUT_S)

@@ -3,6 +3,7 @@
     KV bytes per token = sum over layers of (K + V elements per token) x bytes per element
                        = 2 x layers x KV heads x head dim x bytes          for plain and grouped attention
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
+    int8 and fp8 KV: one byte an element, and a scale of two bytes for each head's K and V
 
 The worker measures for itself what the model really stores (engine/probe.py); a test holds this file against it for
 every family.
@@ -18,10 +19,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.layout import plan_calls
+from engine.layout import QUANTISED, SCALE_BYTES, plan_calls
 from tandem.errors import CheckpointRefused, SettingsError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES = ("auto", *QUANTISED)
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
 
 
@@ -39,13 +41,17 @@ class Shape:
     stored_bytes: int
     why: str  # how the KV size was found, in words
 
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block across all layers, with the engine's own padding."""
+    def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
+        """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
         calls = [(self.kv_heads, self.k_dim, self.v_dim)] * self.layers
-        return plan_calls(calls, block_size, DTYPE_BYTES[dtype])[1]
+        itemsize, scaled = _element(dtype, kv_dtype)
+        return plan_calls(calls, block_size, itemsize, scaled=scaled)[1]
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        return self.layers * self.kv_heads * (self.k_dim + self.v_dim) * DTYPE_BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, kv_dtype: str = "auto") -> int:
+        """Scales included, padding not."""
+        itemsize, scaled = _element(dtype, kv_dtype)
+        of_head = (self.k_dim + self.v_dim) * itemsize + (2 * SCALE_BYTES if scaled else 0)
+        return self.layers * self.kv_heads * of_head
 
     def weight_bytes(self, dtype: str) -> int:
         return self.parameters * DTYPE_BYTES[dtype]
@@ -103,6 +109,7 @@ def capacity(
     utilization: float,
     dtype: str,
     block_size: int,
+    kv_dtype: str = "auto",
     contexts: tuple[int, ...],
     concurrencies: tuple[int, ...],
 ) -> Capacity:
@@ -118,7 +125,7 @@ def capacity(
             bound=f"over {weights / 2**30:.1f} GiB",
         )
     kv = int((memory - weights) * utilization)
-    blocks = kv // shape.block_bytes(block_size, dtype)
+    blocks = kv // shape.block_bytes(block_size, dtype, kv_dtype)
     return Capacity(
         weights=weights,
         kv=kv,
@@ -127,6 +134,11 @@ def capacity(
         concurrency={length: blocks // -(-length // block_size) for length in contexts},
         longest={count: min(shape.context, blocks // count * block_size) for count in concurrencies},
     )
+
+
+def _element(dtype: str, kv_dtype: str) -> tuple[int, bool]:
+    """Bytes of an element of K or V, and whether it has scales beside it."""
+    return (1, True) if kv_dtype in QUANTISED else (DTYPE_BYTES[dtype], False)
 
 
 def _weights(folder: Path) -> tuple[int, int, int]:

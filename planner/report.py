@@ -13,25 +13,27 @@ from planner.capacity import Capacity, Shape
 GIB = 2**30
 
 
-def facts(shape: Shape, found: Capacity, *, dtype: str, link: float) -> dict[str, Any]:
+def facts(shape: Shape, found: Capacity, *, dtype: str, kv_dtype: str, link: float) -> dict[str, Any]:
     """`link` in bytes per second."""
-    per_token = shape.kv_bytes_per_token(dtype)
+    per_token = shape.kv_bytes_per_token(dtype, kv_dtype)
     return {
         **asdict(shape),
         **asdict(found),
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "kv_bytes_per_token": per_token,
         "transfer_seconds": {length: length * per_token / link for length in found.concurrency},
     }
 
 
-def table(shape: Shape, found: Capacity, *, dtype: str, link: float) -> RenderableType:
-    per_token = shape.kv_bytes_per_token(dtype)
+def table(shape: Shape, found: Capacity, *, dtype: str, kv_dtype: str, link: float) -> RenderableType:
+    per_token = shape.kv_bytes_per_token(dtype, kv_dtype)
+    kept = dtype if kv_dtype == "auto" else f"{kv_dtype} and scales"
     head = Table.grid(padding=(0, 2))
     for name, value, why in (
         ("model", shape.name, f"{shape.parameters / 1e9:.2f} B parameters, {shape.layers} layers"),
         ("weights", f"{found.weights / GIB:.2f} GiB", f"as {dtype}; {shape.stored_bytes / GIB:.2f} GiB on disk"),
-        ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.layers} layers, {dtype}"),
+        ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.layers} layers, {kept}"),
         ("KV pool", f"{found.kv / GIB:.2f} GiB", f"{found.blocks:,} blocks, {found.tokens:,} tokens"),
     ):
         head.add_row(f"[bold]{name}[/bold]", value, f"[dim]{why}[/dim]")

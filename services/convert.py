@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable
 
 from engine.sampling import Logprob
-from engine.sequence import Finish, GrammarSpec, Sampling, Sequence
+from engine.sequence import Finish, GrammarSpec, InSlot, Sampling, Sequence
 from kvtransfer.blocks import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, prefill_pb2
@@ -54,6 +54,10 @@ def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec | None:
         return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
     except UnicodeDecodeError as error:
         raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error
+
+
+def adapter_to(name: str, adapter: InSlot | None) -> common_pb2.Adapter | None:
+    return common_pb2.Adapter(name=name, fingerprint=adapter.fingerprint) if adapter else None
 
 
 def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:

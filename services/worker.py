@@ -22,6 +22,7 @@ from engine.loop import EngineLoop
 from engine.pages import Pages
 from kvtransfer.blocks import Region
 from kvtransfer.transport import make_transport
+from services.adapters import Adapters
 from services.server import GrpcServer
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.settings import Settings
@@ -46,6 +47,7 @@ class Worker:
             settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
+        self.adapters = Adapters(engine, settings.queue_timeout_s)
         self.grpc = GrpcServer()
         self.address = ""
         self.state = State.STARTING
@@ -96,6 +98,7 @@ class Worker:
         await self.grpc.stop(0.1)
         await self._heartbeat.stop()  # after the calls: while they run, this worker is to be seen, as draining
         await self.close()
+        await self.adapters.close()
         self.loop.stop()
         await asyncio.to_thread(self.transport.close)
         await self.registry.close()
@@ -140,6 +143,8 @@ class Worker:
             address=self.address,
             model=self.settings.model,
             layout_hash=self.layout_hash,
+            kv_dtype=self.layout.dtype,
+            kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
             max_model_len=min(model.max_model_len, pool.total * pool.block_size),
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),

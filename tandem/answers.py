@@ -85,6 +85,8 @@ class Receipt(_Dict):
     choice: int
     """Which of the `choices` answers to the same prompt this is."""
     choices: int
+    adapter: str
+    """Empty: the base model."""
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
 
@@ -138,6 +140,8 @@ class ModelInfo(_Dict):
     eos_token_ids: list[int]
     has_tokenizer: bool
     has_chat_template: bool
+    adapters: list[str]
+    """What a request may name as its adapter."""
 
 
 class StreamReader:
@@ -244,6 +248,7 @@ def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:
         eos_token_ids=list(answer.eos_token_ids),
         has_tokenizer=answer.has_tokenizer,
         has_chat_template=answer.has_chat_template,
+        adapters=list(answer.adapters),
     )
 
 
@@ -277,6 +282,7 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
         accepted=receipt.accepted,
         choice=receipt.choice,
         choices=max(1, receipt.choices),
+        adapter=receipt.adapter,
         client_ttft=client_ttft,
     )
 
@@ -306,6 +312,10 @@ class Worker(_Dict):
     blocks_held: int
     """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
     heartbeat_age: float
+    kv_dtype: str = ""
+    """What an element of K or V is kept and moved in, such as int8; empty for a router."""
+    kv_token_bytes: float = 0.0
+    """Of one token's KV, scales and padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +443,8 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         waiting=worker.waiting,
         blocks_total=worker.blocks_total,
         blocks_held=worker.blocks_held,
+        kv_dtype=worker.kv_dtype,
+        kv_token_bytes=worker.kv_token_bytes,
         heartbeat_age=worker.heartbeat_age_seconds,
     )
 

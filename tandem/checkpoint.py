@@ -1,10 +1,12 @@
-"""Whether a setting can name a checkpoint at all, from its name and its folder alone: no torch, no network."""
+"""Whether a setting can name a checkpoint or an adapter at all, from name and folder alone: no torch, no network."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tandem.errors import CheckpointRefused
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def folder_of(model: str) -> Path | None:
@@ -24,3 +26,9 @@ def folder_of(model: str) -> Path | None:
             f"there is no folder {model}; pass an existing checkpoint folder or a hub id like org/name"
         )
     return None
+
+
+def check_adapter(name: str, folder: str) -> None:
+    """Raises CheckpointRefused for what is no folder of an adapter."""
+    if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
+        raise CheckpointRefused(f"adapter {name}: {folder} has no {ADAPTER_CONFIG}; pass a folder that PEFT has saved")

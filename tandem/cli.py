@@ -70,6 +70,9 @@ def up(
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="What KV is kept and moved in: auto, int8 or fp8. [default: auto]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
@@ -90,9 +93,14 @@ def up(
     ] = None,
     speculation_tokens: Annotated[int | None, typer.Option(help="Guesses for one step. [default: 8]")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
+    ] = None,
+    adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
     given = dict(locals())
+    given["adapters"] = _parse_adapters(given.pop("adapter"))
     with _reported():
         from tandem.settings import load
 
@@ -100,6 +108,19 @@ def up(
         from cluster.up import run_forever
 
         raise typer.Exit(run_forever(settings))
+
+
+def _parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """None if there are none, so that the environment may have some."""
+    adapters: dict[str, str] = {}
+    for text in given or ():
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise typer.BadParameter(f"{text!r} is not NAME=FOLDER")
+        if name in adapters:
+            raise typer.BadParameter(f"two adapters are named {name}")
+        adapters[name] = folder
+    return adapters or None
 
 
 @app.command()
@@ -171,6 +192,7 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
     ] = None,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="With --json: a list of so many answers.")] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -214,6 +236,7 @@ def generate(
         "grammar": grammar or None,
         "stop": stop,
         "include_stop": include_stop,
+        "adapter": adapter,
         "request_id": request_id,
     }
     if chat:
@@ -382,6 +405,7 @@ def plan(
     memory: Annotated[float, typer.Option(help="Memory of one worker in GiB, weights included.", min=0.001)] = 80.0,
     utilization: Annotated[float, typer.Option(help="Share of what the weights leave.", min=0.01, max=1.0)] = 0.9,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of weights and KV.")] = "bfloat16",
+    kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
     as_json: AsJson = False,
@@ -389,10 +413,12 @@ def plan(
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
     with _reported():
         from planner import report
-        from planner.capacity import DTYPE_BYTES, capacity, read_shape
+        from planner.capacity import DTYPE_BYTES, KV_DTYPES, capacity, read_shape
 
         if dtype not in DTYPE_BYTES:
             raise SettingsError(f"dtype is {dtype}", field="dtype", bound=", ".join(DTYPE_BYTES))
+        if kv_dtype not in KV_DTYPES:
+            raise SettingsError(f"kv_dtype is {kv_dtype}", field="kv_dtype", bound=", ".join(KV_DTYPES))
         shape = read_shape(model)
         found = capacity(
             shape,
@@ -400,15 +426,16 @@ def plan(
             utilization=utilization,
             dtype=dtype,
             block_size=block_size,
+            kv_dtype=kv_dtype,
             contexts=tuple(
                 sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
             ),
             concurrencies=(1, 8, 32, 128),
         )
         if as_json:
-            _print_json(report.facts(shape, found, dtype=dtype, link=link * 1e9))
+            _print_json(report.facts(shape, found, dtype=dtype, kv_dtype=kv_dtype, link=link * 1e9))
         else:
-            _print(report.table(shape, found, dtype=dtype, link=link * 1e9))
+            _print(report.table(shape, found, dtype=dtype, kv_dtype=kv_dtype, link=link * 1e9))
 
 
 # ---- output

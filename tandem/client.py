@@ -104,6 +104,8 @@ class Options(TypedDict, total=False):
     """The text ends before the first of these strings."""
     include_stop: bool
     """The text ends with the stop string instead."""
+    adapter: str | None
+    """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None
     """Requests with different salts never share cached KV."""
     request_id: str | None
@@ -133,6 +135,7 @@ def build_request(
     stop: str | Sequence[str] | None = None,
     include_stop: bool = False,
     n: int | None = None,
+    adapter: str | None = None,
     cache_salt: str | bytes | None = None,
     request_id: str | None = None,
 ) -> generation_pb2.GenerateRequest:
@@ -183,6 +186,7 @@ def build_request(
     _set(sampling, "n", n, "an integer of 64 bits")
     if cache_salt is not None:
         request.cache_salt = _bytes("cache_salt", cache_salt)
+    _set(request, "adapter", adapter, "Unicode text")
     _set(request, "request_id", request_id, "Unicode text")
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         bound = f"at most {MAX_MESSAGE_BYTES} bytes"

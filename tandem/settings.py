@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as Unreadable
 
 from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
 ENV_PREFIX = "TANDEM_"
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 
 
 class Settings(BaseSettings):
@@ -47,6 +49,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).
     On CPU float32: bfloat16 is faster there, but only float32 resumes a stream token for token."""
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """What K and V are kept and moved in. auto: the model's dtype. int8 and fp8 take about half the bytes of bfloat16,
+    scales included, and round; both pools must say the same."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
@@ -78,6 +83,12 @@ class Settings(BaseSettings):
     """Guesses of one request for one step, at most."""
     draft_model: str | None = None
     """A smaller checkpoint with the same vocabulary, loaded on decode workers; for speculation = draft."""
+
+    adapters: dict[Annotated[str, Field(pattern=ADAPTER_NAME)], str] = {}
+    """LoRA adapters: name to a folder that PEFT has saved; in the environment as JSON. Requests name one."""
+    adapter_slots: Annotated[int, Field(ge=1, le=256)] = 8
+    """Adapters that one worker has in its model at a time. Others are loaded when they are asked for, in the place of
+    the one that was used least recently and is not in use."""
 
     transport: Literal["nixl", "inprocess"] = "nixl"
     """What moves KV. inprocess is for tests that run both pools in one process."""
@@ -122,6 +133,8 @@ def load(**given: Any) -> Settings:
                 field="model",
             ) from error
         raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
+    except Unreadable as error:  # of what is not JSON, where the environment must have JSON
+        raise SettingsError(f'{error}; adapters are JSON like {{"name": "folder"}}', field="adapters") from error
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(
             "max_num_batched_tokens must be at least max_num_seqs, so that every stream advances in every step",
@@ -133,6 +146,12 @@ def load(**given: Any) -> Settings:
             "speculation = draft needs a draft_model, and nothing else has a use for one",
             field="draft_model",
             bound="given exactly when speculation is draft",
+        )
+    if settings.model in settings.adapters:
+        raise SettingsError(
+            f"an adapter is named {settings.model}, as the model is",
+            field="adapters",
+            bound="names that differ from the model's",
         )
     if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
         raise SettingsError(

@@ -104,6 +104,8 @@ def _facts(item: Receipt) -> Table:
     table.add_column()
     table.add_row("request", Text(printable(item.request_id)))
     table.add_row("model", Text(printable(item.model)))
+    if item.adapter:
+        table.add_row("adapter", Text(printable(item.adapter)))
     table.add_row("path", Text(f"{item.path}: {workers_of(item)}"))
     table.add_row(
         "tokens",
@@ -235,7 +237,7 @@ def pools(answer: Pools) -> RenderableType:
     table = Table(header_style="bold", box=None, padding=(0, 1))
     for name in ("id", "role", "state", "pid", "incarnation", "address"):
         table.add_column(name)
-    for name in ("running", "waiting", "KV use", "last beat"):
+    for name in ("running", "waiting", "KV use", "KV dtype", "last beat"):
         table.add_column(name, justify="right")
     for worker in answer.workers:
         used = share(worker.blocks_held, worker.blocks_total) or "-"
@@ -249,6 +251,7 @@ def pools(answer: Pools) -> RenderableType:
             str(worker.running),
             str(worker.waiting),
             f"{used} ({worker.blocks_held}/{worker.blocks_total})",
+            worker.kv_dtype or "-",
             seconds(worker.heartbeat_age),
         )
     return Group(table, Text(f"wanted: {wanted(answer.wanted)}"))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import shutil
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _model(folder: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -67,3 +71,23 @@ def weaken(source: Path, folder: Path, noise: float) -> None:
         for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def merged(base: Path, adapter: Path, folder: Path) -> Path:
+    """A copy of a checkpoint with W + scale * B A in the place of each W that the adapter is on, in float32."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        a, b = tensors[key].double(), tensors[key.replace("lora_A", "lora_B")].double()
+        layer = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        alpha, rank = config["lora_alpha"], len(a)
+        delta = b @ a * (alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.double() + (delta.T if isinstance(layer, Conv1D) else delta))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (base / name).is_file():
+            shutil.copy(base / name, folder / name)
+    return folder

@@ -6,10 +6,12 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <type_traits>
@@ -20,6 +22,7 @@ namespace {
 
 using at::BFloat16;
 using at::Tensor;
+using Fp8 = c10::Float8_e4m3fn;
 
 // A task is some queries of one sequence with one head of K and V. It takes the context KEYS tokens at a time: their K
 // becomes a panel, token by token in the lanes, and every query has its sum along a row of K in a lane of its own. Then the
@@ -27,6 +30,7 @@ using at::Tensor;
 // tokens. So every sum has the order of the dimensions or of the positions, whatever the task holds besides.
 constexpr int64_t KEYS = PANEL;
 constexpr int64_t QUERIES = 8 * ROWS;     // of a task at most
+constexpr int64_t BLOCKS_AHEAD = 4;       // between the block whose scales are read and the one whose are on their way
 constexpr int64_t LOGIT_BYTES = 1 << 19;  // of a task, while that leaves some queries
 
 template <typename T>
@@ -72,12 +76,15 @@ void put_weights(Vec weights, BFloat16* to) {
 
 // Turns logits[from..to) into `weights`, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
 // the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
-// position, so that the order of the sum does not depend on what else the task holds.
-template <typename W>
+// position, so that the order of the sum does not depend on what else the task holds. Of quantised tokens, `by_key` are
+// the scales of K, which the logits lack yet, and `by_value` those of V, which the weights get and the sum does not.
+template <bool SCALED, typename W>
 float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling, std::optional<double> softcap,
-              const float* sink) {
+              const float* sink, const float* by_key, const float* by_value) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
   const int64_t begin = aligned(from), end = aligned(to + LANES - 1);
+  if constexpr (SCALED)
+    for (int64_t t = begin; t < end; t += LANES) (load(logits + t) * load(by_key + t)).store(logits + t);
   if (softcap.has_value()) {
     const Vec cap(static_cast<float>(*softcap));
     for (int64_t t = begin; t < end; t += LANES) ((load(logits + t) * Vec(scaling) / cap).tanh() * cap).store(logits + t);
@@ -94,7 +101,7 @@ float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling
   Vec sums(0.0f);
   for (int64_t t = begin; t < end; t += LANES) {
     const Vec weight = power<W>(at::vec::fmsub(load(logits + t), Vec(scaling), Vec(top)));
-    put_weights(weight, weights + t);
+    put_weights(SCALED ? weight * load(by_value + t) : weight, weights + t);
     sums = sums + weight;
   }
   sums.store(lanes);
@@ -109,13 +116,52 @@ using Narrow = Pairs;
 using Narrow = Widened<float>;  // panels of bfloat16 are widened as they are made
 #endif
 
-#ifdef CPU_CAPABILITY_AVX512
-// `count` elements of a row from element `at` on, the rest zeros; all zeros without a row.
+// Elements of quantised K or V.
 template <typename T>
+constexpr bool QUANTISED = sizeof(T) == 1;
+
+#ifdef CPU_CAPABILITY_AVX512
+// Whether rows of T are loaded as vectors of W.
+template <typename T, typename W>
+constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
+
+__m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+
+// An fp8 of ours is never subnormal (engine/quantised.py). Its exponent counts from 7, those of float and bfloat16 count
+// from 127: all but zero differ by 120 steps of it.
+__m512i widened_to(float, __m128i bytes, Fp8) {
+  const __m512i bits =
+      _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(0x87f00000));
+  const __mmask16 some = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7fffffff));
+  return _mm512_mask_add_epi32(bits, some, bits, _mm512_set1_epi32(120 << 23));
+}
+
+#ifdef TANDEM_BF16_DOT
+__m512i widened_to(BFloat16, __m256i bytes, int8_t) {
+  const auto half = [](__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); };
+  return (__m512i)_mm512_cvtne2ps_pbh(half(_mm256_extracti128_si256(bytes, 1)), half(_mm256_castsi256_si128(bytes)));
+}
+
+__m512i widened_to(BFloat16, __m256i bytes, Fp8) {
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4),
+                                        _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
+  const __mmask32 some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
+  return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(120 << 7));
+}
+#endif
+
+// `count` elements of a row from element `at` on as W, the rest zeros; all zeros without a row.
+template <typename W, typename T>
 __m512i words_of(const T* row, int64_t at, int64_t count) {
   if (row == nullptr || count <= 0) return _mm512_setzero_si512();
-  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
-  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
+  if constexpr (QUANTISED<T> && sizeof(W) == 4)
+    return widened_to(W(), _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), row + at), T());
+  else if constexpr (QUANTISED<T>)
+    return widened_to(W(), _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1ull << count) - 1), row + at), T());
+  else if constexpr (sizeof(T) == 4)
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
+  else
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
 }
 
 // A matrix of 16 by 16 words.
@@ -180,6 +226,20 @@ struct Rows {
   }
 };
 
+// The scales of the same rows, wanted whole: `from` holds those of a head and block side by side, `blocks` apart.
+void scales_into(const uint16_t* from, int64_t blocks, const int32_t* table, int64_t size, int64_t first, int64_t last,
+                 float* scales) {
+  const int64_t end = (last + size - 1) / size;
+  for (int64_t at = first, in = at / size; at < last; ++in) {
+    if (in + BLOCKS_AHEAD < end) __builtin_prefetch(from + table[in + BLOCKS_AHEAD] * blocks, 0, 2);
+    const uint16_t* here = from + table[in] * blocks + (at - in * size);
+    for (const int64_t stop = std::min((in + 1) * size, last); at < stop; ++at, ++here, ++scales) {
+      const uint32_t bits = static_cast<uint32_t>(*here) << 16;
+      std::memcpy(scales, &bits, sizeof bits);
+    }
+  }
+}
+
 // Several rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
 template <typename D, typename T>
 void keys_panel(const Rows<T>& keys, typename D::W* panel) {
@@ -187,14 +247,14 @@ void keys_panel(const Rows<T>& keys, typename D::W* panel) {
   const auto& rows = keys.here;
   const int64_t dim = keys.dim;
 #ifdef CPU_CAPABILITY_AVX512
-  if constexpr (std::is_same_v<T, W>) {  // 16 rows of 16 words at a time, a word being what a lane takes at once
+  if constexpr (LOADED<T, W>) {  // 16 rows of 16 words at a time, a word being what a lane takes at once
     const int64_t words = (dim + D::GROUP - 1) / D::GROUP;
     for (int64_t t = 0; t < KEYS; t += LANES) {
       keys.fetch(t, t + LANES);
       for (int64_t word = 0; word < words; word += LANES) {
         __m512i in[LANES];
         const int64_t count = std::min<int64_t>(LANES * D::GROUP, dim - word * D::GROUP);
-        for (int i = 0; i < LANES; ++i) in[i] = words_of(rows[t + i], word * D::GROUP, count);
+        for (int i = 0; i < LANES; ++i) in[i] = words_of<W>(rows[t + i], word * D::GROUP, count);
         transpose(in);
         const int64_t valid = std::min<int64_t>(LANES, words - word);
         for (int64_t i = 0; i < valid; ++i) _mm512_storeu_si512(panel + ((word + i) * KEYS + t) * D::GROUP, in[i]);
@@ -207,7 +267,7 @@ void keys_panel(const Rows<T>& keys, typename D::W* panel) {
   for (int64_t at = 0; at < rounded_up(dim, D::GROUP); ++at)
     for (int64_t t = 0; t < KEYS; ++t)
       panel[(at / D::GROUP * KEYS + t) * D::GROUP + at % D::GROUP] =
-          rows[t] != nullptr && at < dim ? static_cast<W>(rows[t][at]) : W(0.0f);
+          rows[t] != nullptr && at < dim ? static_cast<W>(static_cast<float>(rows[t][at])) : W(0.0f);
 }
 
 // Several rows [dim] into [KEYS / GROUP][wide][GROUP]; zeros where a row is null, and from dim to wide.
@@ -224,6 +284,16 @@ void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
     }
     return;
   }
+#ifdef CPU_CAPABILITY_AVX512
+  if constexpr (QUANTISED<T> && D::GROUP == 1) {
+    for (int64_t t = 0; t < KEYS; ++t) {
+      values.fetch(t, t + 1);
+      for (int64_t d = 0; d < wide; d += LANES)
+        _mm512_storeu_si512(panel + t * wide + d, words_of<W>(rows[t], d, std::clamp<int64_t>(dim - d, 0, LANES)));
+    }
+    return;
+  }
+#endif
 #ifdef TANDEM_BF16_DOT
   if constexpr (D::GROUP == 2) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
@@ -233,7 +303,7 @@ void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
       values.fetch(t, t + 2);
       for (int64_t d = 0; d < wide; d += 2 * LANES) {
         const int64_t count = std::clamp<int64_t>(dim - d, 0, 2 * LANES);
-        const __m512i a = words_of(rows[t], d, count), b = words_of(rows[t + 1], d, count);
+        const __m512i a = words_of<W>(rows[t], d, count), b = words_of<W>(rows[t + 1], d, count);
         W* to = panel + (t / 2 * wide + d) * 2;
         _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
         if (d + LANES < wide) _mm512_storeu_si512(to + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
@@ -246,7 +316,7 @@ void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
   for (int64_t t = 0; t < KEYS; ++t)
     for (int64_t d = 0; d < wide; ++d)
       panel[(t / D::GROUP * wide + d) * D::GROUP + t % D::GROUP] =
-          rows[t] != nullptr && d < dim ? static_cast<W>(rows[t][d]) : W(0.0f);
+          rows[t] != nullptr && d < dim ? static_cast<W>(static_cast<float>(rows[t][d])) : W(0.0f);
 }
 
 // out[r][0..KEYS) = x[r] . the panel's columns.
@@ -308,10 +378,11 @@ std::vector<Task> tasks_of(const Tensor& starts, const Tensor& lengths, int64_t 
   return tasks;
 }
 
-template <typename D, typename T>
+template <typename D, typename T, typename Q>
 void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
                   const Tensor& lengths, const Tensor& blocks, Reach reach, double scaling,
-                  std::optional<double> softcap, const float* sinks) {
+                  std::optional<double> softcap, const float* sinks, const std::optional<Tensor>& k_scales,
+                  const std::optional<Tensor>& v_scales) {
   using W = typename D::W;
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads, size = k_pages.size(1);
   const int64_t k_dim = k_pages.size(3), v_dim = v_pages.size(3), wide = rounded_up(v_dim, LANES);
@@ -320,7 +391,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
 
   at::parallel_for(0, static_cast<int64_t>(tasks.size()) * kv_heads, 1, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<W> query_memory, panel_memory, weight_memory;
-    static thread_local std::vector<float> logit_memory, sum_memory;
+    static thread_local std::vector<float> logit_memory, sum_memory, scale_memory;
     W* panel = scratch(panel_memory, KEYS * std::max(q_dim, wide));
     for (int64_t n = begin; n < end; ++n) {
       const Task& task = tasks[n / kv_heads];
@@ -338,7 +409,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
 
       W* q = scratch(query_memory, count * q_dim);
       for (int64_t r = 0; r < count; ++r) {
-        const T* from = query.const_data_ptr<T>() + (task.row + r / groups) * query.stride(0) +
+        const Q* from = query.const_data_ptr<Q>() + (task.row + r / groups) * query.stride(0) +
                         (head * groups + r % groups) * query.stride(1);
         for (int64_t d = 0; d < q_dim; ++d) q[r * q_dim + d] = d < k_dim ? static_cast<W>(from[d]) : W(0.0f);
       }
@@ -359,6 +430,19 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       values.locate(base);
       values.fetch(0, KEYS);
 
+      float *by_key = nullptr, *by_value = nullptr;
+      if constexpr (QUANTISED<T>) {
+        const auto read = [&](const Tensor& scales, float* to) {
+          const auto* bits = reinterpret_cast<const uint16_t*>(scales.const_data_ptr<BFloat16>());
+          std::fill(to, to + room, 0.0f);
+          scales_into(bits + head * scales.stride(2), scales.stride(0), table, size, first, last, to + first - base);
+        };
+        by_key = scratch(scale_memory, 2 * room);
+        by_value = by_key + room;
+        read(*k_scales, by_key);
+        read(*v_scales, by_value);
+      }
+
       W* weights;
       if constexpr (std::is_same_v<W, float>)
         weights = logits;
@@ -372,7 +456,8 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
         const int64_t past = position + 1 - base;
         const float* sink = sinks == nullptr ? nullptr : sinks + head * groups + r % groups;
         W* there = weights + r * room;
-        totals[r] = softmax(logits + r * room, there, seen, past, static_cast<float>(scaling), softcap, sink);
+        totals[r] = softmax<QUANTISED<T>>(logits + r * room, there, seen, past, static_cast<float>(scaling), softcap, sink,
+                                          by_key, by_value);
         std::fill(there, there + aligned(seen), W(0.0f));
         std::fill(there + aligned(past + LANES - 1), there + room, W(0.0f));
       }
@@ -391,7 +476,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
         }
       }
       for (int64_t r = 0; r < count; ++r) {
-        T* to = out.data_ptr<T>() + (task.row + r / groups) * out.stride(0) + (head * groups + r % groups) * out.stride(1);
+        Q* to = out.data_ptr<Q>() + (task.row + r / groups) * out.stride(0) + (head * groups + r % groups) * out.stride(1);
         for (int64_t d = 0; d < v_dim; d += LANES)
           put(Vec::loadu(sums + r * wide + d) / Vec(totals[r]), to + d, std::min<int64_t>(LANES, v_dim - d));
       }
@@ -399,16 +484,28 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   });
 }
 
+bool scales_of(const Tensor& scales, const Tensor& pages) {
+  return scales.scalar_type() == at::kBFloat16 && scales.sizes() == pages.sizes().slice(0, 3) &&
+         (scales.stride(1) == 1 || scales.size(1) == 1);
+}
+
 // Attends packed queries over pages. Sequence i adds the rows starts[i] to starts[i + 1] of query [total, heads, k_dim];
 // they are the last of its lengths[i] tokens, which lie in blocks[i]. k_pages and v_pages are [blocks, block_size,
-// kv_heads, dim]; sinks is [heads] in float32. A token sees those before it, no more than `window`, or those of its
-// `chunk`, where these are not 0. Writes out [total, heads, v_dim].
+// kv_heads, dim] of the query's type, or int8 or fp8 with k_scales and v_scales [blocks, block_size, kv_heads]; sinks is
+// [heads] in float32. A token sees those before it, no more than `window`, or those of its `chunk`, where these are not
+// 0. Writes out [total, heads, v_dim].
 void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
             const Tensor& lengths, const Tensor& blocks, int64_t window, int64_t chunk, double scaling,
-            std::optional<double> softcap, const std::optional<Tensor>& sinks) {
-  TORCH_CHECK(served(k_pages.scalar_type()) && k_pages.scalar_type() == v_pages.scalar_type() &&
-                  out.scalar_type() == k_pages.scalar_type() && query.scalar_type() == k_pages.scalar_type(),
-              "tandem::attend wants one type, float32 or bfloat16");
+            std::optional<double> softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
+            const std::optional<Tensor>& v_scales) {
+  const at::ScalarType kept = k_pages.scalar_type();
+  const bool scaled = k_scales.has_value();
+  TORCH_CHECK(served(query.scalar_type()) && kept == v_pages.scalar_type() && out.scalar_type() == query.scalar_type() &&
+                  (scaled ? kept == at::kChar || kept == at::kFloat8_e4m3fn : kept == query.scalar_type()),
+              "tandem::attend wants one type, float32 or bfloat16, or int8 or fp8 pages with scales");
+  TORCH_CHECK(scaled == v_scales.has_value() &&
+                  (!scaled || (scales_of(*k_scales, k_pages) && scales_of(*v_scales, v_pages))),
+              "tandem::attend wants bfloat16 scales of K and of V, those of a head side by side");
   TORCH_CHECK(k_pages.stride(3) == 1 && v_pages.stride(3) == 1 && out.stride(2) == 1,
               "tandem::attend wants whole heads in a row");
   TORCH_CHECK(query.size(1) % k_pages.size(2) == 0 && query.size(2) == k_pages.size(3) && scaling > 0,
@@ -419,11 +516,19 @@ void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tenso
               "tandem::attend: starts, lengths and blocks");
   const float* sink = sinks.has_value() ? sinks->const_data_ptr<float>() : nullptr;
   const Tensor q = rows_of(query);
-  const Reach reach{window, chunk};
-  if (k_pages.scalar_type() == at::kFloat)
-    attend_tasks<Widened<float>, float>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
-  else
-    attend_tasks<Narrow, BFloat16>(out, q, k_pages, v_pages, starts, lengths, blocks, reach, scaling, softcap, sink);
+  const auto over = [&](auto dots, auto element, auto row) {
+    attend_tasks<decltype(dots), decltype(element), decltype(row)>(out, q, k_pages, v_pages, starts, lengths, blocks,
+                                                                   {window, chunk}, scaling, softcap, sink, k_scales,
+                                                                   v_scales);
+  };
+  if (query.scalar_type() == at::kFloat) {
+    if (kept == at::kChar) return over(Widened<float>(), int8_t(), float());
+    if (kept == at::kFloat8_e4m3fn) return over(Widened<float>(), Fp8(), float());
+    return over(Widened<float>(), float(), float());
+  }
+  if (kept == at::kChar) return over(Narrow(), int8_t(), BFloat16());
+  if (kept == at::kFloat8_e4m3fn) return over(Narrow(), Fp8(), BFloat16());
+  over(Narrow(), BFloat16(), BFloat16());
 }
 
 // Copies new [total, kv_heads, dim] into the slots of pages [blocks, block_size, kv_heads, dim], of the same type.
@@ -440,17 +545,100 @@ void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const T
                   source + (t * from.stride(0) + h * from.stride(1)) * item, bytes);
 }
 
+// ---- quantising, to the bits of engine/quantised.py
+
+template <typename E>
+constexpr float LARGEST = std::is_same_v<E, int8_t> ? 127.0f : 448.0f;
+constexpr float NOTHING = 0x1p-100f, SMALLEST_FP8 = 0x1p-6f;
+
+int8_t element(float y, int8_t) { return static_cast<int8_t>(std::nearbyint(y)); }
+
+uint8_t element(float y, Fp8) {  // |y| is at most 448, but for the last bit
+  uint32_t bits;
+  std::memcpy(&bits, &y, sizeof bits);
+  const uint32_t sign = bits >> 31 << 7, size = bits & 0x7fffffff;
+  const uint32_t nearest = (size + 0x7ffff + (size >> 20 & 1)) >> 20;  // 3 bits behind the exponent, ties to even
+  return static_cast<uint8_t>(std::abs(y) < SMALLEST_FP8 ? 0 : sign | (nearest - (120 << 3)));
+}
+
+template <typename T>
+float absolute_largest(const T* from, int64_t dim) {  // NaN where there is one
+  float top = 0.0f;
+  bool nan = false;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float size = std::abs(static_cast<float>(from[d]));
+    nan |= std::isnan(size);
+    top = std::max(top, size);
+  }
+  return nan ? std::numeric_limits<float>::quiet_NaN() : top;
+}
+
+template <typename E, typename T>
+void quantise_row(const T* from, int64_t dim, E* elements, uint16_t* scale) {
+  const float top = absolute_largest(from, dim);
+  const bool finite = top < std::numeric_limits<float>::infinity();
+  const float wanted = top < NOTHING ? 0.0f : top / LARGEST<E>;
+  uint32_t bits = 0x7fc00000;  // NaN
+  if (finite) {
+    std::memcpy(&bits, &wanted, sizeof bits);
+    bits = (bits + 0xffff) & 0xffff0000;
+  }
+  *scale = static_cast<uint16_t>(bits >> 16);
+  float by;
+  std::memcpy(&by, &bits, sizeof by);
+  auto* to = reinterpret_cast<uint8_t*>(elements);
+  if (!(by > 0.0f)) {
+    std::memset(to, 0, dim);
+    return;
+  }
+  for (int64_t d = 0; d < dim; ++d) to[d] = static_cast<uint8_t>(element(static_cast<float>(from[d]) / by, E()));
+}
+
+template <typename E, typename T>
+void quantise_rows(Tensor& pages, Tensor& scales, const Tensor& from, const int64_t* block, const int64_t* offset) {
+  E* elements = pages.data_ptr<E>();
+  auto* scale = reinterpret_cast<uint16_t*>(scales.data_ptr<BFloat16>());
+  const T* source = from.const_data_ptr<T>();
+  for (int64_t t = 0; t < from.size(0); ++t)
+    for (int64_t h = 0; h < from.size(1); ++h)
+      quantise_row(source + t * from.stride(0) + h * from.stride(1), from.size(2),
+                   elements + block[t] * pages.stride(0) + offset[t] * pages.stride(1) + h * pages.stride(2),
+                   scale + block[t] * scales.stride(0) + offset[t] * scales.stride(1) + h * scales.stride(2));
+}
+
+// Like `write`, into pages of int8 or fp8 and their scales [blocks, block_size, kv_heads] in bfloat16.
+void write_quantised(Tensor& pages, Tensor& scales, const Tensor& fresh, const Tensor& slot_block,
+                     const Tensor& slot_offset) {
+  TORCH_CHECK(served(fresh.scalar_type()) && pages.stride(3) == 1 && fresh.size(2) == pages.size(3) &&
+                  scales_of(scales, pages),
+              "tandem::write_quantised: types, shapes or strides");
+  const Tensor from = rows_of(fresh);
+  const auto *block = slot_block.const_data_ptr<int64_t>(), *offset = slot_offset.const_data_ptr<int64_t>();
+  const bool single = fresh.scalar_type() == at::kFloat;
+  if (pages.scalar_type() == at::kChar)
+    return single ? quantise_rows<int8_t, float>(pages, scales, from, block, offset)
+                  : quantise_rows<int8_t, BFloat16>(pages, scales, from, block, offset);
+  TORCH_CHECK(pages.scalar_type() == at::kFloat8_e4m3fn, "tandem::write_quantised wants pages of int8 or fp8");
+  single ? quantise_rows<Fp8, float>(pages, scales, from, block, offset)
+         : quantise_rows<Fp8, BFloat16>(pages, scales, from, block, offset);
+}
+
 }  // namespace
 }  // namespace tandem
 
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def(
       "attend(Tensor(a!) out, Tensor query, Tensor k_pages, Tensor v_pages, Tensor starts, Tensor lengths, Tensor"
-      " blocks, int window, int chunk, float scaling, float? softcap, Tensor? sinks) -> ()");
+      " blocks, int window, int chunk, float scaling, float? softcap, Tensor? sinks, Tensor? k_scales=None,"
+      " Tensor? v_scales=None) -> ()");
   m.def("write(Tensor(a!) pages, Tensor fresh, Tensor slot_block, Tensor slot_offset) -> ()");
+  m.def(
+      "write_quantised(Tensor(a!) pages, Tensor(b!) scales, Tensor fresh, Tensor slot_block, Tensor slot_offset) ->"
+      " ()");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("attend", &tandem::attend);
   m.impl("write", &tandem::write);
+  m.impl("write_quantised", &tandem::write_quantised);
 }

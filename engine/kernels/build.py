@@ -18,7 +18,8 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-HEADERS, SOURCES = ("dots.h", "functions.h", "ops.h"), ("attention.cpp", "invariant.cpp", "products.cpp", "rows.cpp")
+HEADERS = ("dots.h", "functions.h", "ops.h")
+SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "products.cpp", "rows.cpp")
 OPTIONS = (
     "-std=c++20",
     "-O3",

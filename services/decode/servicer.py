@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -20,11 +20,19 @@ import grpc
 
 from engine import hashing
 from engine.loop import Watch
-from engine.sequence import Finish, Sampling, Sequence
+from engine.sequence import Finish, InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
-from services.convert import FINISH, logprobs_to, prompt_logprobs_to, ready_from, sampling_from, sequence_tokens
+from services.convert import (
+    FINISH,
+    adapter_to,
+    logprobs_to,
+    prompt_logprobs_to,
+    ready_from,
+    sampling_from,
+    sequence_tokens,
+)
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -71,12 +79,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         started = monotonic()
         vocab_size = self._worker.engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
-        sequence = _sequence(request, sampling, await self._worker.loop.compiled(sampling), vocab_size)
-        async with self._worker.in_progress(sequence.id):
+        grammar = await self._worker.loop.compiled(sampling)
+        self._check_adapter(request)
+        async with AsyncExitStack() as stack:
+            adapter = await stack.enter_async_context(self._worker.adapters.held(request.adapter.name))
+            sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
+            await stack.enter_async_context(self._worker.in_progress(sequence.id))
             try:
                 await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
                 admitted = decode_pb2.Admitted(
-                    incarnation=self._worker.incarnation, cached_tokens=min(sequence.cached, sequence.prompt_len)
+                    incarnation=self._worker.incarnation,
+                    cached_tokens=min(sequence.cached, sequence.prompt_len),
+                    adapter_fingerprint=sequence.fingerprint,
                 )
                 yield decode_pb2.DecodeResponse(admitted=admitted)
                 handover = _Handover()
@@ -104,6 +118,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             finally:
                 await self._worker.loop.drop(sequence.id)
 
+    def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
+        """What was generated so far must have been by the adapter that is here."""
+        wanted = request.adapter.fingerprint
+        if wanted and wanted != self._worker.adapters.fingerprint(request.adapter.name):
+            raise Unavailable(
+                f"{self._worker.worker_id} has another adapter named {request.adapter.name} than the one that began",
+                reason="OTHER_ADAPTER",
+            )
+
     async def _prefill_elsewhere(
         self,
         request: decode_pb2.DecodeRequest,
@@ -127,8 +150,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             with calling(where.worker_id):
                 async for event in call:
                     if event.HasField("opened"):
+                        _check_opened(event.opened, sequence, where.worker_id)
                         pull = self._open_pull(source.peer, event.opened, sequence)
                     elif event.HasField("first_token"):
+                        if pull is None:
+                            raise InternalError(f"{where.worker_id} sent a token before it opened a transfer")
                         first, first_at = event.first_token, monotonic()
                         yield _first_token(first, sequence, started, reserved, first_at)
                         handover.finish = _ends_at_once(sequence, first.token_id)
@@ -223,12 +249,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             incarnation=request.prefill.incarnation,
             source_progress=not self._worker.transport.one_sided(peer),
             stop_token_ids=request.stop_token_ids,
+            adapter=adapter_to(request.adapter.name, sequence.adapter),
         )
 
     def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:
         """Expect exactly the blocks of the prompt that are not cached here, each for its own place."""
         pool = self._worker.engine.pool
-        contexts = hashing.chain(sequence.tokens, pool.block_size, sequence.salt, partial=True)
+        contexts = hashing.chain(
+            sequence.tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True
+        )
         missing = range(sequence.cached // pool.block_size, len(contexts))
         table = pool.table(sequence.id)
         return Pull(
@@ -260,12 +289,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 speed = await measure_link(worker.transport, source.peer, list(pool.table(owner)))
             finally:
                 await worker.loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+        here, there = worker.adapters.fingerprints(), source.adapters
         return decode_pb2.ProbePairResponse(
-            compatible=True, transport=worker.transport.link(source.peer), bytes_per_second=speed
+            compatible=True,
+            differences=[
+                f"adapter {name} is not the same on both"
+                for name in sorted(here.keys() | there.keys())
+                if here.get(name) != there.get(name)
+            ],
+            transport=worker.transport.link(source.peer),
+            bytes_per_second=speed,
         )
 
 
-def _sequence(request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, vocab_size: int) -> Sequence:
+def _sequence(
+    request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: Any, adapter: InSlot | None, vocab_size: int
+) -> Sequence:
     if request.HasField("prefill"):
         sampling = replace(sampling, prompt_logprobs=None)  # who computes the prompt computes them
     return Sequence(
@@ -277,7 +316,14 @@ def _sequence(request: decode_pb2.DecodeRequest, sampling: Sampling, grammar: An
         sampling=sampling,
         grammar=grammar,
         salt=request.cache_salt,
+        adapter=adapter,
     )
+
+
+def _check_opened(opened: prefill_pb2.Opened, sequence: Sequence, source: str) -> None:
+    """Before its first token goes up: it computes with the adapter that is here."""
+    if opened.adapter_fingerprint != sequence.fingerprint:
+        raise IncompatibleLayout(f"{source} computes with another adapter of the same name, or with none")
 
 
 def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:

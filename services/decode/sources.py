@@ -27,6 +27,7 @@ class Source:
 
     peer: Peer
     stub: prefill_pb2_grpc.PrefillServiceStub
+    adapters: dict[str, bytes]  # name to fingerprint
 
 
 class Sources:
@@ -89,7 +90,7 @@ class Sources:
         except Exception as error:
             raise known(error, "connecting to a prefill worker") from error
         log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
-        return Source(peer, stub)
+        return Source(peer, stub, dict(answer.adapters))
 
     async def _forget(self, key: tuple[str, str]) -> None:
         task = self._connecting.pop(key)

@@ -20,7 +20,7 @@ import grpc
 
 from engine import hashing
 from engine.loop import Timed
-from engine.sequence import Sampling, Sequence
+from engine.sequence import InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
 from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
@@ -43,6 +43,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._check(request)
         sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
         grammar = await worker.loop.compiled(sampling)
+        async with worker.adapters.held(request.adapter.name) as adapter:
+            async with aclosing(self._offer(request, sampling, grammar, adapter)) as events:
+                async for event in events:
+                    yield event
+
+    async def _offer(
+        self, request: prefill_pb2.PrefillRequest, sampling: Sampling, grammar: Any, adapter: InSlot | None
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """Compute, announce, and hold the blocks until they are released."""
+        worker = self._worker
         ticket = self._source.open(request.request_id)
         owner = f"transfer:{ticket.transfer_id}#{ticket.generation}"
         released = self._released[ticket] = asyncio.Event()
@@ -55,9 +65,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                                 transfer_id=ticket.transfer_id,
                                 generation=ticket.generation,
                                 incarnation=ticket.incarnation,
+                                adapter_fingerprint=adapter.fingerprint if adapter else b"",
                             )
                         )
-                        async with aclosing(self._compute(request, sampling, grammar, ticket, owner)) as events:
+                        async with aclosing(
+                            self._compute(request, sampling, grammar, adapter, ticket, owner)
+                        ) as events:
                             async for event in events:
                                 yield event
                         await released.wait()  # bounded by the call's deadline; a dead peer cancels it
@@ -69,12 +82,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             del self._released[ticket]
 
     async def _compute(
-        self, request: prefill_pb2.PrefillRequest, sampling: Sampling, grammar: Any, ticket: Ticket, owner: str
+        self,
+        request: prefill_pb2.PrefillRequest,
+        sampling: Sampling,
+        grammar: Any,
+        adapter: InSlot | None,
+        ticket: Ticket,
+        owner: str,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
         pool = self._worker.engine.pool
         tokens = sequence_tokens(request.token_ids, request.prompt_tokens, self._worker.engine.model.vocab_size)
-        contexts = hashing.chain(tokens, pool.block_size, request.cache_salt, partial=True)
         sequence = Sequence(
             id=owner,
             tokens=list(tokens),
@@ -84,8 +102,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sampling=sampling,
             grammar=grammar,
             salt=request.cache_salt,
+            adapter=adapter,
             handoff=True,
         )
+        contexts = hashing.chain(tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True)
         arrived = monotonic()
         watch = await self._worker.loop.add(sequence)
         announced, first_step = request.skip_blocks, None
@@ -120,7 +140,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GetPeerRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.GetPeerResponse:
         return prefill_pb2.GetPeerResponse(
-            peer=peer_to(self._worker.transport.peer()), layout_json=self._worker.layout.to_json()
+            peer=peer_to(self._worker.transport.peer()),
+            layout_json=self._worker.layout.to_json(),
+            adapters=self._worker.adapters.fingerprints(),
         )
 
     def _check(self, request: prefill_pb2.PrefillRequest) -> None:
@@ -134,6 +156,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise IncompatibleLayout(
                 f"{worker.worker_id} has KV layout {worker.layout_hash}, the caller {request.layout_hash};"
                 " `tandem doctor` names the differences"
+            )
+        if request.adapter.name and worker.adapters.fingerprint(request.adapter.name) != request.adapter.fingerprint:
+            raise IncompatibleLayout(
+                f"{worker.worker_id} has another adapter named {request.adapter.name} than the caller;"
+                " start all workers with the same folders"
             )
 
 

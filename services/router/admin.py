@@ -132,7 +132,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 name = f"{pair.prefill_worker} to {pair.decode_worker}"
                 if pair.error:
                     response.problems.append(f"{name}: {pair.error}")
-                elif not pair.compatible:
+                elif pair.differences or not pair.compatible:
                     response.problems.append(f"{name}: {'; '.join(pair.differences)}")
                 elif pair.transport.endswith(("tcp", "unknown")) and _host(decode) == _host(prefill):
                     response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
@@ -170,6 +170,8 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         waiting=record.waiting,
         blocks_total=record.blocks_total,
         blocks_held=record.blocks_held,
+        kv_dtype=record.kv_dtype,
+        kv_token_bytes=record.kv_token_bytes,
         heartbeat_age_seconds=record.age(),
     )
 

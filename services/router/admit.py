@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from services.router import structured
 from services.router.text import Text
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import common_pb2, generation_pb2
 
 DEFAULT_MAX_TOKENS = 1024
@@ -39,6 +39,7 @@ class ModelFacts:
     context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,6 +59,8 @@ class Job:
     choice: int = 0  # of `choices` completions of this prompt
     choices: int = 1
     stopped: bool = False  # by a stop string: the journal is complete
+    adapter: str = ""  # its name; empty: the base model
+    adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal
     near: str = ""  # the decode worker that has the prompt's KV already
     notes: list[str] = field(default_factory=list)
 
@@ -104,8 +107,13 @@ def admit(
     model: ModelFacts,
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> Job:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest, NotFound for an adapter that there is not."""
     request_id = checked_request_id(request.request_id)
+    if request.adapter and request.adapter not in model.adapters:
+        names = ", ".join(sorted(model.adapters)) or "none"
+        raise NotFound(
+            f"there is no adapter {request.adapter!r:.140}; there are: {names}", field="adapter", bound=names
+        )
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise _out_of_bounds("cache_salt", f"{len(request.cache_salt)} bytes", f"at most {MAX_SALT_BYTES} bytes")
     sampling = _sampling(request.sampling, model.vocab_size)
@@ -136,6 +144,7 @@ def admit(
         stops=_stops(request.sampling, text),
         include_stop=request.sampling.include_stop,
         choices=n,
+        adapter=request.adapter,
     )
 
 

@@ -112,14 +112,11 @@ class Api:
         return await self._answer(request, openai.Chat)
 
     async def models(self, request: Request) -> Response:
-        model = {
-            "id": self._settings.model,
-            "object": "model",
-            "created": self._began,
-            "owned_by": "tandem",
-            "max_model_len": self._generation.facts().context,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        base = self._settings.model
+        about = {"object": "model", "created": self._began, "owned_by": "tandem"}
+        about["max_model_len"] = self._generation.facts().context
+        adapters = [{"id": name, **about, "parent": base} for name in self._settings.adapters]
+        return JSONResponse({"object": "list", "data": [{"id": base, **about}, *adapters]})
 
     async def health(self, request: Request) -> Response:
         """200 while a request could be served now."""
@@ -143,14 +140,19 @@ class Api:
 
     async def _answer(self, request: Request, kind: type[openai.Sampled]) -> Response:
         body = openai.parse(await self._body(request), kind)
-        if body.model not in (None, "", self._settings.model):
+        names = (self._settings.model, *self._settings.adapters)
+        model = body.model or self._settings.model
+        if model not in names:
             raise NotFound(
-                f"there is no model {body.model!r:.100}; this is {self._settings.model}", field="model", bound="absent"
+                f"there is no model {model!r:.140}; there are: {', '.join(names)}",
+                field="model",
+                bound=", ".join(names),
             )
+        adapter = model if model in self._settings.adapters else ""
         request_id = checked_request_id(request.headers.get("x-request-id") or body.request_id or "")
-        requests = openai.requests(body, request_id, self._defaults)
+        requests = openai.requests(body, request_id, self._defaults, adapter)
         events = _merged([self._generation.generate(one, None, body.default_max_tokens) for one in requests])
-        answer = openai.answer(body, request_id, self._settings.model, self._text, len(requests))
+        answer = openai.answer(body, request_id, model, self._text, len(requests))
         return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
 
     async def _body(self, request: Request) -> bytes:

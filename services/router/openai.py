@@ -289,7 +289,9 @@ def new_id() -> str:
     return secrets.token_hex(8)
 
 
-def requests(body: Sampled, request_id: str, defaults: Defaults) -> list[generation_pb2.GenerateRequest]:
+def requests(
+    body: Sampled, request_id: str, defaults: Defaults, adapter: str = ""
+) -> list[generation_pb2.GenerateRequest]:
     """One for each prompt. Raises InvalidRequest."""
     sampling, inputs = body.sampling(defaults), body.inputs()
     salt = _bytes(body.cache_salt or "")
@@ -298,6 +300,7 @@ def requests(body: Sampled, request_id: str, defaults: Defaults) -> list[generat
             request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
             sampling=sampling,
             cache_salt=salt,
+            adapter=adapter,
             **one,
         )
         for index, one in enumerate(inputs)

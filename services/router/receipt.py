@@ -122,6 +122,7 @@ class Account:
             accepted=self._accepted,
             choice=job.choice,
             choices=job.choices,
+            adapter=job.adapter,
         )
 
     def _phases(self) -> list[tuple[str, float]]:

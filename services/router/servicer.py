@@ -201,17 +201,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account.dispatched()
         request = _decode_request(job, placement, account.attempts)
         call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
-        worker = placement.decode.worker_id
+        worker, adapter = placement.decode.worker_id, b""
         try:
             with calling(worker):
                 async for event in call:
-                    if event.HasField("tokens"):
+                    if event.HasField("admitted"):
+                        _check_adapter(job, event.admitted, worker)
+                        adapter = event.admitted.adapter_fingerprint
+                    elif event.HasField("tokens"):
                         if event.tokens.position != len(job.tokens):
                             raise InternalError(
                                 f"{worker} sent position {event.tokens.position}, expected {len(job.tokens)};"
                                 " the stream was stopped to keep it exact"
                             )
                         _check_prompt_logprobs(job, event.tokens, worker)
+                        job.adapter_fingerprint = adapter
                         job.tokens.extend(event.tokens.token_ids)
                         if event.tokens.HasField("first"):
                             account.first_token(event.tokens.first)
@@ -251,6 +255,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 context=longest.max_model_len,
                 vocab_size=longest.vocab_size,
                 eos_token_ids=tuple(longest.eos_token_ids),
+                adapters=tuple(self._settings.adapters),
             )
         if self._model is None:
             raise NoWorker("no decode worker has come up yet; `tandem workers` shows the pools", retry_after=2.0)
@@ -267,6 +272,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             eos_token_ids=model.eos_token_ids,
             has_tokenizer=self._text.tokenizer is not None,
             has_chat_template=self._text.template is not None,
+            adapters=model.adapters,
         )
 
 
@@ -283,11 +289,20 @@ def _decode_request(job: Job, placement: Placement, attempt: int) -> decode_pb2.
     )
     if job.generated:
         request.sampling.ClearField("prompt_logprobs")  # they went out with the first token
+    if job.adapter:
+        request.adapter.name, request.adapter.fingerprint = job.adapter, job.adapter_fingerprint
     if placement.prefill:
         request.prefill.worker_id = placement.prefill.worker_id
         request.prefill.incarnation = placement.prefill.incarnation
         request.prefill.address = placement.prefill.address
     return request
+
+
+def _check_adapter(job: Job, admitted: decode_pb2.Admitted, worker_id: str) -> None:
+    """A worker that knows nothing of adapters would answer with the base model."""
+    said, began = admitted.adapter_fingerprint, job.adapter_fingerprint
+    if bool(said) != bool(job.adapter) or (began and said != began):
+        raise InternalError(f"{worker_id} did not admit the request with adapter {job.adapter!r}; it was stopped")
 
 
 def _check_prompt_logprobs(job: Job, tokens: decode_pb2.Tokens, worker_id: str) -> None:

@@ -92,6 +92,14 @@ class Logprobs(_message.Message):
     top: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, chosen: _Optional[_Iterable[float]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class Adapter(_message.Message):
+    __slots__ = ("name", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: bytes
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+
 class TransferReport(_message.Message):
     __slots__ = ("transport", "bytes", "blocks", "seconds", "exposed_seconds")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill")
+    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class DecodeRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -27,7 +28,8 @@ class DecodeRequest(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     prefill: _common_pb2.WorkerRef
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
+    adapter: _common_pb2.Adapter
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("admitted", "tokens", "ended")
@@ -40,12 +42,14 @@ class DecodeResponse(_message.Message):
     def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("incarnation", "cached_tokens")
+    __slots__ = ("incarnation", "cached_tokens", "adapter_fingerprint")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     cached_tokens: int
-    def __init__(self, incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    adapter_fingerprint: bytes
+    def __init__(self, incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("position", "token_ids", "first", "logprobs", "prompt_logprobs", "transfer", "preemptions")

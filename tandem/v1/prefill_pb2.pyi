@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress", "stop_token_ids")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "skip_blocks", "layout_hash", "incarnation", "source_progress", "stop_token_ids", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PrefillRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -29,7 +30,8 @@ class PrefillRequest(_message.Message):
     incarnation: str
     source_progress: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: _common_pb2.Adapter
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("opened", "ready", "first_token")
@@ -42,16 +44,18 @@ class PrefillResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("transfer_id", "generation", "incarnation", "cached_tokens")
+    __slots__ = ("transfer_id", "generation", "incarnation", "cached_tokens", "adapter_fingerprint")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     generation: int
     incarnation: str
     cached_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    adapter_fingerprint: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("blocks", "last")
@@ -102,12 +106,21 @@ class GetPeerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetPeerResponse(_message.Message):
-    __slots__ = ("peer", "layout_json")
+    __slots__ = ("peer", "layout_json", "adapters")
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     layout_json: str
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., layout_json: _Optional[str] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, bytes]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., layout_json: _Optional[str] = ..., adapters: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("worker_id", "incarnation", "agent_name", "metadata", "layout_hash", "address", "num_blocks", "block_bytes", "device", "memory", "transport")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import TINY
+from engine.checkpoints import TINY, make_adapter
 from engine.kernels import modules
 from engine.model import Model
 from engine.selfcheck import pack
@@ -46,7 +46,8 @@ def ragged(rng: random.Random, left: int) -> int:
 
 
 def all_logits(model: Model, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int) -> list[torch.Tensor]:
-    """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks."""
+    """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks. Where the
+    model has adapters, sequences have them and the base in turn."""
     rng = random.Random(seed)
     counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
     ids = rng.sample(range(sum(counts) + 5), sum(counts))
@@ -60,6 +61,8 @@ def all_logits(model: Model, sequences: list[list[int]], cut: Cut, *, together: 
         ends = {index: done[index] + cut(rng, len(sequences[index]) - done[index]) for index in active}
         batch = pack([(sequences[index][: ends[index]], done[index], tables[index]) for index in active])
         batch.logits_at = list(range(len(batch.token_ids)))
+        if model.lora is not None:
+            batch.adapters = [index % (len(model.lora.slots) + 1) - 1 for index in active]
         for index, part in zip(active, model.forward(pages, batch).split(batch.query_lens), strict=True):
             rows[index].append(part)
             done[index] = ends[index]
@@ -99,6 +102,25 @@ def test_logits_do_not_depend_on_the_step(
     folder = ROOT / "demo/model" if name == "demo" else checkpoint(f"tiny-{name}")
     model = Model.load(str(folder), dtype=dtype, device=CPU)
     assert differing(model) == []
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt2", "gemma2"])
+def test_logits_do_not_depend_on_the_adapters_beside_them(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With adapters of several ranks and the base in one step, too; and the base has the bits of a model without."""
+    folder = checkpoint(f"tiny-{name}")
+    made = {str(rank): make_adapter(tmp_path / str(rank), folder, seed=rank, rank=rank) for rank in (3, 16, 37)}
+    model = Model.load(str(folder), dtype=dtype, device=CPU, adapters=made)
+    assert model.lora is not None
+    for slot, key in enumerate(made):
+        model.lora.put(slot, model.lora.load(key))
+    assert differing(model) == []
+    plain = Model.load(str(folder), dtype=dtype, device=CPU)
+    ours, theirs = (all_logits(one, prompts(model), ragged, together=True, seed=1) for one in (model, plain))
+    assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)] == [True, False, False, False, True]
 
 
 @built

@@ -153,6 +153,7 @@ def test_a_table_that_grew_in_place_is_seen(model: Model, pages: Pages) -> None:
         Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1, 0]),
         Batch([1] * 7, [0] * 7, [1] * 7, [1] * 7, [[block] for block in range(7)], list(range(7))),  # too many
         Batch([1], [0], [1], [1], [list(range(9))], [0]),  # a table longer than any sequence
+        Batch([1], [0], [1], [1], [[0]], [0], adapters=[0]),
     ],
 )
 def test_other_steps_take_the_models_forward(batch: Batch, model: Model, pages: Pages) -> None:

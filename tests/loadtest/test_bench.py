@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The benchmark, with a temporary folder of its own and a mark that its children inherit."""
+def start(folder: Path, *arguments: str, module: str = "loadtest.bench") -> subprocess.Popen[str]:
+    """A benchmark, with a temporary folder of its own and a mark that its children inherit."""
     env = {**os.environ, "TMPDIR": str(folder), "LOADTEST_MARK": str(folder)}
-    command = [sys.executable, "-m", "loadtest.bench", "--quick", *arguments]
+    command = [sys.executable, "-m", module, "--quick", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -74,4 +74,18 @@ def test_nothing_is_left_behind_when_it_is_stopped(folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
+    assert left_behind(folder) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_short_soak_balances_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """A whole `tandem up` was loaded, watched process by process, audited and ended."""
+    report_file = tmp_path / "report.json"
+    process = start(folder, "soak", "--requests", "30", "--json", str(report_file), module="loadtest.peers")
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    assert "balanced" in output
+    (section,) = json.loads(report_file.read_text())["sections"]
+    assert {"router-0", "prefill-0", "decode-0"} <= section["details"]["rss_mib"].keys()
+    assert section["details"]["requests"][-1] == 30
     assert left_behind(folder) == []

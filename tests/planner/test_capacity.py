@@ -23,6 +23,9 @@ def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: st
     shape = read_shape(tmp_path)
     model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     assert shape.block_bytes(16, "float32") == model.block_bytes(16)
+    for kv_dtype in ("int8", "fp8"):
+        model.kv_dtype = kv_dtype
+        assert shape.block_bytes(16, "float32", kv_dtype) == model.block_bytes(16)
     assert shape.context == model.max_model_len
     assert shape.stored_bytes == shape.parameters * 4
 
@@ -42,6 +45,8 @@ def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:
     shape = read_shape(tmp_path)
     assert shape.kv_bytes_per_token("bfloat16") == 327_680
     assert shape.block_bytes(16, "bfloat16") == 16 * 327_680
+    assert shape.kv_bytes_per_token("bfloat16", "int8") == 80 * 8 * 2 * (128 + 2) == 166_400
+    assert shape.block_bytes(16, "bfloat16", "fp8") == 16 * 166_400
     found = capacity(
         shape,
         memory=80 * 2**30,
@@ -81,6 +86,11 @@ def test_the_command_prints_a_table_and_json_without_torch(tmp_path: Path) -> No
     table = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=True)
     assert "KV bytes per token" in table.stdout
     facts = subprocess.run([*arguments, "--json"], capture_output=True, text=True, timeout=30, check=True)
-    assert json.loads(facts.stdout)["kv_bytes_per_token"] > 0
+    plain = json.loads(facts.stdout)["kv_bytes_per_token"]
+    assert plain > 0
+    facts = subprocess.run([*arguments, "--json", "--kv-dtype", "int8"], capture_output=True, timeout=30, check=True)
+    assert plain / 2 < json.loads(facts.stdout)["kv_bytes_per_token"] < 0.6 * plain
+    wrong = subprocess.run([*arguments, "--kv-dtype", "int4"], capture_output=True, text=True, timeout=30, check=False)
+    assert (wrong.returncode, "auto, int8, fp8" in wrong.stderr) == (2, True)
     code = "import sys, planner.capacity; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

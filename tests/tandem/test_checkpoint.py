@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoint import folder_of
+from tandem.checkpoint import check_adapter, folder_of
 from tandem.errors import CheckpointRefused
 
 
@@ -40,3 +40,11 @@ def test_a_file_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(CheckpointRefused, match="is a file"):
         folder_of(str(file))
+
+
+def test_an_adapter_is_a_folder_with_its_config(tmp_path: Path) -> None:
+    """Anything else is refused by its name, before anything starts."""
+    with pytest.raises(CheckpointRefused, match=r"adapter red: .* has no adapter_config\.json"):
+        check_adapter("red", str(tmp_path))
+    (tmp_path / "adapter_config.json").touch()
+    check_adapter("red", str(tmp_path))

@@ -248,10 +248,10 @@ async def test_json_alone_on_stdout(fake: Any, args: list[str]) -> None:
 
 
 async def test_workers_table(fake: Any) -> None:
-    """Id, role, state, process, address, load and KV use of each worker, and the wanted sizes."""
+    """Id, role, state, process, address, load, KV use and KV dtype of each worker, and the wanted sizes."""
     result = await run("workers", "--target", fake.target)
     row = next(line for line in result.out.splitlines() if "decode-0" in line)
-    assert " ".join(row.split()) == "decode-0 decode ready 7 i-1 127.0.0.1:1 1 0 25% (2/8) 250 ms"
+    assert " ".join(row.split()) == "decode-0 decode ready 7 i-1 127.0.0.1:1 1 0 25% (2/8) int8 250 ms"
     assert "wanted: prefill=1 decode=1" in result.out
 
 
@@ -352,14 +352,22 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cluster.up", module)
     flags = "--model m --prefill 2 --decode 3 --port 0 --dtype float32 --redis redis://h --max-num-seqs 4 --threads 1"
     more = "--block-size 8 --kv-blocks 64 --max-model-len 128 --max-num-batched-tokens 32 --memory-utilization 0.5"
-    rest = "--device cpu --cluster blue --ray-address auto --transport inprocess --logs kept"
+    rest = "--device cpu --cluster blue --ray-address auto --transport inprocess --logs kept --kv-dtype fp8"
+    rest += " --adapter a=x --adapter b=y=z"
     result = CliRunner().invoke(app, ["up", *flags.split(), *more.split(), *rest.split()])
     assert result.exit_code == 3, result.output
     given = {"model": "m", "prefill": 2, "decode": 3, "port": 0, "dtype": "float32", "redis": "redis://h", "threads": 1}
     given |= {"max_num_seqs": 4, "block_size": 8, "kv_blocks": 64, "max_model_len": 128, "max_num_batched_tokens": 32}
     given |= {"memory_utilization": 0.5, "device": "cpu", "cluster": "blue", "ray_address": "auto"}
-    given |= {"transport": "inprocess", "logs": Path("kept")}
+    given |= {"transport": "inprocess", "logs": Path("kept"), "kv_dtype": "fp8", "adapters": {"a": "x", "b": "y=z"}}
     assert {name: getattr(seen[0], name) for name in given} == given
+
+
+@pytest.mark.parametrize("given", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
+def test_up_refuses_adapters_that_are_none(given: list[str]) -> None:
+    """Each is NAME=FOLDER, and no name comes twice."""
+    options = [part for one in given for part in ("--adapter", one)]
+    assert CliRunner().invoke(app, ["up", "--model", "m", *options]).exit_code == 2
 
 
 def test_up_refuses_impossible_settings() -> None:

@@ -33,3 +33,28 @@ def test_speculation_that_can_be_is_taken() -> None:
     assert settings.load(model="m").speculation == "off"
     assert settings.load(model="m", speculation="ngram", speculation_tokens=3).speculation_tokens == 3
     assert settings.load(model="m", speculation="draft", draft_model="small").draft_model == "small"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"adapters": {"m": "folder"}}, "adapters"),
+        ({"adapters": {"": "folder"}}, "adapters..[key]"),
+        ({"adapters": {"a\nb": "folder"}}, "adapters.a\nb.[key]"),
+        ({"adapter_slots": 0}, "adapter_slots"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(given: dict[str, Any], field: str) -> None:
+    """A name that is the model's, or none that a request could have; no slot."""
+    with pytest.raises(SettingsError) as caught:
+        settings.load(model="m", **given)
+    assert caught.value.field == field
+
+
+def test_adapters_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON; anything else is one sentence."""
+    monkeypatch.setenv("TANDEM_ADAPTERS", '{"a": "folder"}')
+    assert settings.load(model="m").adapters == {"a": "folder"}
+    monkeypatch.setenv("TANDEM_ADAPTERS", "a=folder")
+    with pytest.raises(SettingsError, match="JSON"):
+        settings.load(model="m")

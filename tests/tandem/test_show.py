@@ -31,6 +31,7 @@ RECEIPT = Receipt(
     accepted=0,
     choice=0,
     choices=1,
+    adapter="",
     client_ttft=0.67,
 )
 

@@ -1,0 +1,281 @@
+"""LoRA adapters in one model: exactly what merged weights give, each row its own; folders that would not are refused.
+
+Whole requests with adapters are in tests/journey/test_adapters.py, their bits in test_exactness.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import adapters, hashing, lora
+from engine.checkpoints import make_adapter
+from engine.engine import Engine
+from engine.model import Model
+from engine.sequence import InSlot, Sequence
+from engine.step import Batch
+from tandem.errors import CheckpointRefused
+from tests import oracle
+
+CPU = torch.device("cpu")
+NEW = 12
+LENGTHS = [4, 21, 1, 40]
+FAMILIES = ["llama", "qwen2", "qwen3-moe", "gemma2", "gpt2", "opt", "phi3", "gpt-oss", "llama4-text"]
+
+
+def load(base: Path, folders: dict[str, Path], slots: int = 8, **options: Any) -> Model:
+    return Model.load(str(base), dtype=torch.float32, device=CPU, adapters=folders, adapter_slots=slots, **options)
+
+
+def placed(model: Model, names: dict[str, int]) -> dict[str, InSlot | None]:
+    """Puts each adapter into its slot; "" is the base."""
+    found: dict[str, InSlot | None] = {"": None}
+    for name, slot in names.items():
+        assert model.lora is not None
+        adapter = model.lora.load(name)
+        model.lora.put(slot, adapter)
+        found[name] = InSlot(slot, adapter.fingerprint)
+    return found
+
+
+def run(model: Model, asked: list[tuple[InSlot | None, list[int]]]) -> list[list[int]]:
+    """Greedy tokens of all of them in one engine, 24 tokens a step."""
+    engine = Engine(model, num_blocks=200, block_size=4, token_budget=24, max_running=24)
+    sequences = [
+        Sequence(id=str(number), tokens=list(prompt), prompt_len=len(prompt), limit=len(prompt) + NEW, adapter=adapter)
+        for number, (adapter, prompt) in enumerate(asked)
+    ]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.sequences:
+        engine.step()
+    return [sequence.tokens[sequence.prompt_len :] for sequence in sequences]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_merged_weights(
+    family: str, kernels: Any, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two adapters and the base in one batch, as transformers gives with W + scale * B A; and again after the slots
+    have changed hands, which a recorded step must notice."""
+    base = checkpoint(f"tiny-{family}")
+    folders = {
+        "a": make_adapter(tmp_path / "a", base, seed=1, rank=4, lora_alpha=6),
+        "b": make_adapter(tmp_path / "b", base, seed=2, rank=17, strength=1.0),
+    }
+    references = {"": base, **{name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in folders.items()}}
+    prompts = oracle.prompts(base, LENGTHS)
+    asked = list(product(references, prompts))
+    expected = [oracle.greedy(references[name], prompt, NEW) for name, prompt in asked]
+    for at in range(len(prompts)):
+        own = {tuple(expected[number]) for number in range(at, len(expected), len(prompts))}
+        assert len(own) > 1, "an adapter that changes nothing proves nothing"
+    model = load(base, folders, kernels=kernels)
+    for slots in ({"a": 0, "b": 1}, {"a": 1, "b": 0}):
+        at = placed(model, slots)
+        assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
+    wrong = {"": at["a"], "a": at["b"], "b": None}
+    assert run(model, [(wrong[name], prompt) for name, prompt in asked]) != expected
+
+
+def test_a_model_without_adapters_pays_nothing(checkpoint: Callable[[str], Path]) -> None:
+    """No class is changed, no tensor is made and the recording has no input for them."""
+    model = load(checkpoint("tiny-llama"), {})
+    assert model.lora is None
+    assert not [module for module in model.module.modules() if isinstance(module, lora.Adapted)]
+    assert not [module for module in model.module.modules() if "_tandem_lora" in module.__dict__]
+
+
+def test_only_layers_that_some_adapter_touches_change(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The others are what they would be without adapters."""
+    base = checkpoint("tiny-llama")
+    model = load(base, {"a": make_adapter(tmp_path / "a", base, layers=("q_proj", "down_proj"))})
+    changed = {name.rpartition(".")[2] for name, one in model.module.named_modules() if isinstance(one, lora.Adapted)}
+    assert changed == {"q_proj", "down_proj"}
+
+
+def shifted(rows: Any) -> Any:
+    """Each row gets the adapter of the row after it."""
+
+    def of(self: lora.Lora, batch: Batch) -> lora.Rows:
+        right: lora.Rows = rows(self, batch)
+        order = (right.tensors[0] + 1) % len(right.tensors[0])
+        return lora.Rows(
+            (order, *right.tensors[1:]), tuple((slot, (own + 1) % len(order)) for slot, own in right.groups)
+        )
+
+    return of
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_step_that_mixes_adapters_up_is_refused_at_load(
+    kernels: Any, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The self-check packs random adapters and the base together: rows that get a neighbour's are noticed."""
+    base = checkpoint("tiny-llama")
+    made = {name: make_adapter(tmp_path / name, base) for name in "ab"}
+    monkeypatch.setattr(lora.Lora, "rows", shifted(lora.Lora.rows))
+    with pytest.raises(CheckpointRefused, match="adapters cannot be served"):
+        load(base, made, kernels=kernels)
+
+
+def test_a_slot_with_another_adapter_is_never_used(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The engine compares what a sequence was given with what lies there, in every step."""
+    base = checkpoint("tiny-llama")
+    model = load(
+        base, {name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate("ab")}, slots=1
+    )
+    at = placed(model, {"a": 0})
+    placed(model, {"b": 0})
+    with pytest.raises(AssertionError, match="has adapter b by now"):
+        run(model, [(at["a"], [1, 2, 3])])
+
+
+def test_hashes_differ_by_adapter() -> None:
+    """Also from every salt that a client may send, and not at all without an adapter."""
+    tokens, one = list(range(8)), b"f" * 16
+    assert hashing.chain(tokens, 4, b"salt", adapter=one) != hashing.chain(tokens, 4, b"salt")
+    assert hashing.chain(tokens, 4, b"salt", adapter=one) != hashing.chain(tokens, 4, b"salt", adapter=b"g" * 16)
+    assert hashing.chain(tokens, 4, b"", adapter=one) not in [
+        hashing.chain(tokens, 4, salt) for salt in (one, one + b"salt", one.ljust(128, b"\0"))
+    ]
+    assert hashing.chain(tokens, 4, b"salt", adapter=b"") == hashing.chain(tokens, 4, b"salt")
+
+
+# ---- folders
+
+
+def test_a_fingerprint_is_of_what_an_adapter_does(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Other words about it change nothing; other weights or another scale do."""
+    base = checkpoint("tiny-llama")
+
+    def fingerprint(**changes: Any) -> bytes:
+        return adapters.read("x", make_adapter(tmp_path / "x", base, **changes)).fingerprint
+
+    plain = fingerprint()
+    assert fingerprint(base_model_name_or_path="elsewhere", lora_dropout=0.5, peft_version="99") == plain
+    assert len({plain, fingerprint(seed=1), fingerprint(lora_alpha=5), fingerprint(use_rslora=True)}) == 4
+
+
+def test_patterns_name_layers_by_their_end(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """rank_pattern and alpha_pattern are regular expressions as PEFT has them; the first that matches counts."""
+    base = checkpoint("tiny-llama")
+    patterns = {"alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 8, "q_proj": 2, "v_proj": 5, "_proj": 3}}
+    layers = adapters.read("x", make_adapter(tmp_path / "x", base, rank=4, lora_alpha=4, **patterns)).layers
+    scales = {name.removeprefix("model.layers."): one.scale for name, one in layers.items()}
+    assert scales["1.self_attn.q_proj"] == 2.0
+    assert scales["0.self_attn.q_proj"] == 0.5
+    assert scales["0.self_attn.v_proj"] == 1.25
+    assert scales["0.self_attn.k_proj"] == 1.0, "_proj alone is not the end after a dot"
+
+
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("use_dora", {"use_dora": True}),
+    ("bias", {"bias": "lora_only"}),
+    ("lora_bias", {"lora_bias": True}),
+    ("modules_to_save", {"modules_to_save": ["lm_head"]}),
+    ("trainable_token_indices", {"trainable_token_indices": [1]}),
+    ("target_parameters", {"target_parameters": ["experts.down_proj"]}),
+    ("layer_replication", {"layer_replication": [[0, 2]]}),
+    ("alora_invocation_tokens", {"alora_invocation_tokens": [1, 2]}),
+    ("use_qalora", {"use_qalora": True}),
+    ("init_lora_weights", {"init_lora_weights": "pissa"}),
+    ("peft_type", {"peft_type": "IA3"}),
+    ("of_a_later_year", {"of_a_later_year": {"x": 1}}),
+    ("rank_pattern", {"rank_pattern": [1]}),
+    ("r is", {"r": 0}),
+    ("lora_alpha is", {"lora_alpha": "much"}),
+    ("rank is 5", {"r": 5}),
+    ("rank is 9", {"rank_pattern": {"q_proj": 9}}),
+    ("alpha_pattern", {"alpha_pattern": {"q_proj": "x"}}),
+    ("regular expression", {"alpha_pattern": {"(": 1}}),
+]
+
+
+@pytest.mark.parametrize(("what", "changes"), CONFIGS, ids=[what for what, _ in CONFIGS])
+def test_what_is_not_plain_lora_is_refused(
+    what: str, changes: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each field that would change the answer is named, with its file; so is one that nobody knows."""
+    folder = make_adapter(tmp_path / "x", checkpoint("tiny-llama"), **{"r": 4, **changes})
+    with pytest.raises(CheckpointRefused, match=what) as caught:
+        adapters.read("x", folder)
+    assert str(folder) in str(caught.value)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+TENSORS: list[tuple[str, Callable[[dict[str, torch.Tensor]], object]]] = [
+    ("only one of lora_A and lora_B", lambda t: t.pop(f"{Q}.lora_B.weight")),
+    ("which is not served", lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)})),
+    ("which is not served", lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(3, 3)})),
+    ("which is not served", lambda t: rename(t, f"{Q}.lora_A.weight", f"{Q[11:]}.lora_A.weight")),
+    ("is no linear layer", lambda t: [rename(t, f"{Q}.lora_{x}.weight", f"{Q}x.lora_{x}.weight") for x in "AB"]),
+    (
+        "is no linear layer",
+        lambda t: [
+            rename(t, f"{Q}.lora_{x}.weight", f"base_model.model.model.embed_tokens.lora_{x}.weight") for x in "AB"
+        ],
+    ),
+    ("the base's weight is 64 x 64", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 65)})),
+    ("its rank is 4", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(5, 64)})),
+    ("no matrix of floats", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)})),
+    ("no matrix of floats", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4)})),
+    ("holds no tensors", lambda t: t.clear()),
+]
+
+
+@pytest.mark.parametrize(("what", "change"), TENSORS, ids=[f"{n}-{what}" for n, (what, _) in enumerate(TENSORS)])
+def test_tensors_that_do_not_fit_are_refused(
+    what: str, change: Callable[[Any], object], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One that is missing, unused, of another shape or on another layer: nothing is left out silently."""
+    base = checkpoint("tiny-llama")
+    folder = make_adapter(tmp_path / "x", base)
+    file = folder / adapters.WEIGHTS
+    tensors = dict(load_file(file))
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointRefused, match=what) as caught:
+        load(base, {"x": folder})
+    assert str(file) in str(caught.value)
+
+
+def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A folder without its files, a file that is cut off, a config that is none."""
+    base = checkpoint("tiny-llama")
+    with pytest.raises(CheckpointRefused, match=r"has no adapter_config\.json"):
+        adapters.read("x", tmp_path / "nowhere")
+    folder = make_adapter(tmp_path / "x", base)
+    whole = (folder / adapters.WEIGHTS).read_bytes()
+    (folder / adapters.WEIGHTS).write_bytes(whole[:-1])
+    with pytest.raises(CheckpointRefused, match="download it again"):
+        adapters.read("x", folder)
+    (folder / adapters.WEIGHTS).unlink()
+    with pytest.raises(CheckpointRefused, match=r"has no adapter_model\.safetensors"):
+        adapters.read("x", folder)
+    (folder / adapters.WEIGHTS).write_bytes(whole)
+    (folder / adapters.CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 4}))
+    with pytest.raises(CheckpointRefused, match="names no peft_type"):
+        adapters.read("x", folder)
+
+
+def test_layers_that_see_no_packed_rows_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Latent attention expands the past of one sequence after the other: no row of a step belongs to it."""
+    base = checkpoint("tiny-deepseek-v3")
+    with pytest.raises(CheckpointRefused, match="kv_b_proj does not see the tokens row by row"):
+        load(base, {"x": make_adapter(tmp_path / "x", base, layers=("kv_b_proj",))})
+    assert load(base, {"y": make_adapter(tmp_path / "y", base, layers=("o_proj", "q_b_proj"))}).lora is not None

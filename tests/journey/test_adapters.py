@@ -1,0 +1,433 @@
+"""LoRA adapters through whole requests: every token is the adapter's own, whoever shares the batch, the cache, the slot
+or the name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import hashing
+from engine.checkpoints import make_adapter
+from services.adapters import Adapters
+from services.decode.servicer import DecodeServicer
+from services.prefill.servicer import PrefillServicer
+from services.server import Channels
+from tandem.client import AsyncClient
+from tandem.errors import Busy, CheckpointRefused, NotFound, ResumeFailed, TandemError, Unavailable
+from tandem.status import calling
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tests import oracle
+from tests.harness import LocalCluster
+
+NEW = 16
+LENGTHS = [3, 17, 40, 90]
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three adapters of `tiny`, of different ranks and layers."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "red": make_adapter(folder / "red", tiny, seed=1, rank=4),
+        "green": make_adapter(folder / "green", tiny, seed=2, rank=20, layers=("q_proj", "v_proj"), lora_alpha=60),
+        "blue": make_adapter(folder / "blue", tiny, seed=3, rank=8, use_rslora=True, lora_alpha=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def references(tiny: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By name, a checkpoint with the adapter in its weights; "" is the base."""
+    folder = tmp_path_factory.mktemp("merged")
+    return {"": tiny, **{name: oracle.merged(tiny, one, folder / name) for name, one in adapters.items()}}
+
+
+@pytest.fixture(scope="module")
+def given(adapters: dict[str, Path]) -> dict[str, str]:
+    return {name: str(folder) for name, folder in adapters.items()}
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path, given: dict[str, str]) -> Iterator[LocalCluster]:
+    settings = {"adapters": json.dumps(given), "adapter_slots": 2, "block_size": 8, "max_num_batched_tokens": 64}
+    with LocalCluster(tiny, dtype="float32", http_port=0, decode=2, **settings) as running:
+        yield running
+
+
+def expected(references: dict[str, Path], name: str, prompt: list[int], new: int = NEW) -> list[int]:
+    return oracle.greedy(references[name], prompt, new)
+
+
+# ---- through real processes
+
+
+def test_each_request_has_the_tokens_of_its_adapter(
+    cluster: LocalCluster, references: dict[str, Path], tiny: Path
+) -> None:
+    """Base and three adapters at once, over two slots, cold and warm: what transformers gives with merged weights."""
+    prompts = oracle.prompts(tiny, LENGTHS)
+    asked = [(name, prompt) for prompt in prompts for name in references]
+    wanted = [expected(references, name, prompt) for name, prompt in asked]
+    for at in range(0, len(asked), len(references)):
+        assert len({tuple(tokens) for tokens in wanted[at : at + len(references)]}) == len(references), (
+            "adapters must change the tokens, or equality says nothing"
+        )
+    client = cluster.client()
+
+    def ask(one: tuple[str, list[int]]) -> list[int]:
+        name, prompt = one
+        done = client.generate(prompt, adapter=name or None, max_tokens=NEW, ignore_eos=True, timeout=60)
+        assert done.receipt.adapter == name
+        assert done.receipt.path == "disaggregated"
+        assert done.receipt.attempts == 1
+        return done.token_ids
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(ask, asked)) == wanted, "at once, cold"
+        assert list(pool.map(ask, asked)) == wanted, "at once, warm"
+    assert [ask(one) for one in asked[:4]] == wanted[:4], "one at a time"
+    cluster.wait_balanced()
+
+
+def test_an_unknown_adapter_is_not_found(cluster: LocalCluster) -> None:
+    """The error names those that there are, and nothing has been reserved."""
+    with pytest.raises(NotFound, match="blue, green, red") as caught:
+        cluster.client().generate([5, 6], adapter="pink", max_tokens=2)
+    assert caught.value.field == "adapter"
+    assert not cluster.audit_faults()
+
+
+def test_the_cluster_says_which_adapters_it_has(cluster: LocalCluster) -> None:
+    """In GetModelInfo."""
+    assert sorted(cluster.client().model_info().adapters) == ["blue", "green", "red"]
+
+
+async def test_a_stream_with_an_adapter_goes_on_when_its_decode_worker_dies(
+    cluster: LocalCluster, references: dict[str, Path], tiny: Path
+) -> None:
+    """The other worker goes on with the same adapter, and with the same tokens."""
+    prompt, new = oracle.prompts(tiny, [30], seed=5)[0], 500
+    client = AsyncClient(cluster.target)
+    tokens: list[int] = []
+    killed = ""
+    async for piece in client.stream(prompt, adapter="red", max_tokens=new, ignore_eos=True, timeout=90):
+        tokens += piece.token_ids
+        if not killed:
+            books = {ledger.worker_id: ledger.entries for ledger in (await client.audit()).ledgers}
+            running = [name for name, entries in books.items() if any("sequence:" in one.owner for one in entries)]
+            (killed,) = running
+            await asyncio.to_thread(cluster.kill, killed)
+        if piece.receipt is not None:
+            assert piece.receipt.attempts > 1
+    await client.close()
+    assert tokens == expected(references, "red", prompt, new)
+    await asyncio.to_thread(cluster.start_worker, killed)
+
+
+# ---- the prefix cache
+
+
+async def cached_after(cluster: Any, prompt: list[int], first: str, second: str) -> tuple[list[int], int]:
+    await cluster.client.generate(prompt, adapter=first or None, max_tokens=2, ignore_eos=True)
+    done = await cluster.client.generate(prompt, adapter=second or None, max_tokens=NEW, ignore_eos=True)
+    return done.token_ids, done.receipt.cached_tokens
+
+
+PAIRS = [("", "red"), ("red", ""), ("red", "blue")]
+
+
+async def test_cached_prefixes_are_never_shared_between_adapters(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
+) -> None:
+    """A prompt that the cache has under one adapter is computed again under another, and found again under its own."""
+    async with inside(adapters=given) as cluster:
+        for seed, (first, second) in enumerate(PAIRS):
+            prompt = oracle.prompts(tiny, [50], seed=seed)[0]
+            assert await cached_after(cluster, prompt, first, second) == (expected(references, second, prompt), 0)
+            assert (await cached_after(cluster, prompt, first, second))[1] >= 40
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+async def test_control_without_the_adapter_in_the_hash_they_are(
+    inside: Any,
+    given: dict[str, str],
+    references: dict[str, Path],
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    second: str,
+) -> None:
+    """The same with hashes that know tenants only: the wrong KV is found, and the tokens are wrong."""
+    without_the_adapter_in_hashes(monkeypatch)
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(adapters=given) as cluster:
+        tokens, cached = await cached_after(cluster, prompt, first, second)
+    assert cached >= 40
+    assert tokens != expected(references, second, prompt)
+
+
+# ---- slots
+
+
+async def test_more_adapters_than_slots(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
+) -> None:
+    """With one slot and requests for all at once, each waits for its turn and none has another's tokens."""
+    prompts = oracle.prompts(tiny, [20, 33, 9, 50], seed=8)
+    asked = [(name, prompt) for prompt in prompts for name in references]
+    async with inside(adapters=given, adapter_slots=1, max_num_seqs=16) as cluster:
+
+        async def ask(name: str, prompt: list[int]) -> list[int]:
+            done = await cluster.client.generate(prompt, adapter=name or None, max_tokens=NEW, ignore_eos=True)
+            return list(done.token_ids)
+
+        found = await asyncio.gather(*(ask(*one) for one in asked))
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+    assert found == [expected(references, *one) for one in asked]
+
+
+async def test_a_slot_in_use_is_not_taken_away(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
+) -> None:
+    """While a stream has the only slot, another adapter waits, the base does not, and the stream keeps its tokens."""
+    prompt, new = oracle.prompts(tiny, [20], seed=9)[0], 300
+    async with inside(adapters=given, adapter_slots=1) as cluster:
+        stream = cluster.client.stream(prompt, adapter="red", max_tokens=new, ignore_eos=True)
+        tokens = list((await anext(stream)).token_ids)
+        other = asyncio.create_task(cluster.client.generate(prompt, adapter="blue", max_tokens=NEW, ignore_eos=True))
+        base = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert base.token_ids == expected(references, "", prompt)
+        assert not other.done()
+        async for piece in stream:
+            tokens += piece.token_ids
+        assert tokens == expected(references, "red", prompt, new)
+        assert (await other).token_ids == expected(references, "blue", prompt)
+
+
+async def test_control_a_slot_that_is_taken_away_breaks_the_engine(
+    inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Book-keeping that gives a slot away while it is in use ends the streams: no token comes from another adapter."""
+    prompt = oracle.prompts(tiny, [20], seed=9)[0]
+    monkeypatch.setattr("services.adapters._Slot.idle", True)
+    async with inside(adapters=given, adapter_slots=1, prefill=0, max_attempts=1) as cluster:
+        stream = cluster.client.stream(prompt, adapter="red", max_tokens=900, ignore_eos=True)
+        await anext(stream)
+        blue = asyncio.create_task(cluster.client.generate(prompt, adapter="blue", max_tokens=4, ignore_eos=True))
+        with pytest.raises(TandemError, match="the engine broke"):
+            async for _ in stream:
+                pass
+        with pytest.raises(TandemError):
+            await blue
+
+
+async def test_waiting_for_a_slot_is_bounded(inside: Any, given: dict[str, str], tiny: Path) -> None:
+    """After `queue_timeout_s` on the worker the answer is RESOURCE_EXHAUSTED, with a reason and a time to come back."""
+    async with inside(adapters=given, adapter_slots=1, prefill=0) as cluster:
+        worker = cluster.workers["decode-0"]
+        books = Adapters(worker.loop, 0.05)
+        async with books.held("red"):
+            with pytest.raises(Busy, match="slot") as caught:
+                async with books.held("blue"):
+                    pass
+            assert caught.value.reason == "NO_ADAPTER_SLOT"
+            async with books.held("red") as again, books.held("") as base:
+                assert again is not None
+                assert base is None
+        async with books.held("blue"):
+            pass
+
+
+async def test_the_adapter_used_least_recently_goes(inside: Any, given: dict[str, str]) -> None:
+    """Three adapters in two slots: the one that comes back finds its place, the one unused for longest has lost it."""
+    async with inside(adapters=given, adapter_slots=2, prefill=0) as cluster:
+        worker = cluster.workers["decode-0"]
+        lora = worker.engine.model.lora
+        for name in ("red", "blue", "red", "green"):
+            async with worker.adapters.held(name) as adapter:
+                assert lora.slots[adapter.slot].name == name
+        assert sorted(one.name for one in lora.slots) == ["green", "red"]
+
+
+async def test_an_adapter_that_changed_on_disk_is_refused(
+    inside: Any, given: dict[str, str], tiny: Path, tmp_path: Path
+) -> None:
+    """What a worker announced when it started is what it serves, or nothing; afterwards the others still load."""
+    changing = make_adapter(tmp_path / "changing", tiny, seed=11)
+    async with inside(adapters={**given, "changing": str(changing)}, prefill=0, adapter_slots=1) as cluster:
+        make_adapter(changing, tiny, seed=12)
+        with pytest.raises(CheckpointRefused, match="has changed"):
+            await cluster.client.generate([5, 6, 7], adapter="changing", max_tokens=2)
+        assert (await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2, ignore_eos=True)).token_ids
+
+
+# ---- one name, two contents
+
+
+async def differing(inside: Any, given: dict[str, str], prompt: list[int]) -> Any:
+    """A request for "red" where the prefill worker has blue's content under that name, and no "green"."""
+    async with unlike(inside, given) as cluster:
+        return await cluster.client.generate(prompt, adapter="red", max_tokens=NEW, ignore_eos=True)
+
+
+@asynccontextmanager
+async def unlike(inside: Any, given: dict[str, str]) -> AsyncIterator[Any]:
+    async with inside(adapters=given, prefill=0) as cluster:
+        cluster.settings = cluster.settings.model_copy(
+            update={"adapters": {"red": given["blue"], "blue": given["blue"]}}
+        )
+        await cluster.start_worker("prefill-0")
+        await cluster.seen(2)
+        yield cluster
+
+
+async def test_doctor_names_adapters_that_differ(inside: Any, given: dict[str, str]) -> None:
+    """Those of other content and those that only one of the two has; the pair may still hand over."""
+    async with unlike(inside, given) as cluster:
+        diagnosis = await cluster.client.diagnose()
+        (pair,) = diagnosis.pairs
+        assert pair.compatible
+        assert pair.differences == [f"adapter {name} is not the same on both" for name in ("green", "red")]
+        assert any("adapter red" in problem for problem in diagnosis.problems)
+
+
+def without_the_prefills_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillServicer, "_check", lambda self, request: None)
+
+
+def without_the_decodes_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.servicer._check_opened", lambda *given: None)
+
+
+def without_the_adapter_in_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = hashing.root
+    monkeypatch.setattr(hashing, "root", lambda salt, adapter=b"": root(salt))
+
+
+@pytest.mark.parametrize("off", [[], [without_the_prefills_check]])
+async def test_other_content_under_the_same_name_is_refused(
+    inside: Any,
+    given: dict[str, str],
+    references: dict[str, Path],
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    off: list[Any],
+) -> None:
+    """The prefill worker refuses, or, if it does not, the decode worker does before the first token goes up; it then
+    computes the prompt itself, and the receipt says why."""
+    for switch in off:
+        switch(monkeypatch)
+    prompt = oracle.prompts(tiny, [50])[0]
+    done = await differing(inside, given, prompt)
+    assert done.token_ids == expected(references, "red", prompt)
+    assert done.receipt.path == "local"
+    assert any("another adapter" in note for note in done.receipt.notes)
+
+
+async def test_without_both_checks_the_digest_refuses_its_blocks(
+    inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are bound to the adapter, too: nothing that another one computed is ever committed."""
+    without_the_prefills_check(monkeypatch)
+    without_the_decodes_check(monkeypatch)
+    with pytest.raises(ResumeFailed, match="digest"):
+        await differing(inside, given, oracle.prompts(tiny, [50])[0])
+
+
+async def test_control_without_any_of_them_the_answer_is_wrong(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another adapter's KV gives wrong tokens, with status OK."""
+    without_the_prefills_check(monkeypatch)
+    without_the_decodes_check(monkeypatch)
+    without_the_adapter_in_hashes(monkeypatch)
+    prompt = oracle.prompts(tiny, [50])[0]
+    done = await differing(inside, given, prompt)
+    assert done.receipt.path == "disaggregated"
+    assert done.token_ids != expected(references, "red", prompt)
+
+
+async def resumed(cluster: Any, prompt: list[int], fingerprint: bytes) -> list[int]:
+    """The next tokens as the router asks for them after a decode worker died: a journal and a fingerprint."""
+    channels = Channels()
+    stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
+    request = decode_pb2.DecodeRequest(
+        request_id="resumed",
+        attempt=2,
+        token_ids=prompt,
+        prompt_tokens=len(prompt) - 1,
+        max_tokens=5,
+        adapter=common_pb2.Adapter(name="red", fingerprint=fingerprint),
+    )
+    try:
+        with calling("decode-0"):
+            return [token async for event in stub.Decode(request, timeout=20) for token in event.tokens.token_ids]
+    finally:
+        await channels.close()
+
+
+async def test_a_stream_does_not_go_on_with_other_content(
+    inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode worker whose adapter of that name is not the one that began the stream refuses; its own is fine. Without
+    the check it would go on."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    async with inside(adapters=given, prefill=0) as cluster:
+        books = cluster.workers["decode-0"].adapters
+        assert len(await resumed(cluster, prompt, books.fingerprint("red"))) == 4
+        with pytest.raises(Unavailable, match="another adapter") as caught:
+            await resumed(cluster, prompt, books.fingerprint("blue"))
+        assert caught.value.reason == "OTHER_ADAPTER"
+        monkeypatch.setattr(DecodeServicer, "_check_adapter", lambda self, request: None)
+        assert len(await resumed(cluster, prompt, books.fingerprint("blue"))) == 4
+
+
+# ---- HTTP
+
+
+def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        f"http://{address}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+async def test_openai_clients_name_an_adapter_as_the_model(
+    inside: Any, given: dict[str, str], references: dict[str, Path], tiny: Path
+) -> None:
+    """/v1/models lists them, `model` chooses one, and an unknown one is 404 with the names."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    async with inside(adapters=given, http_port=0) as cluster:
+        address = cluster.router.http.address
+
+        def models() -> Any:
+            with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
+                return json.load(answer)["data"]
+
+        listed = await asyncio.to_thread(models)
+        assert [one["id"] for one in listed] == [str(tiny), *given]
+        assert all(one["parent"] == str(tiny) for one in listed[1:])
+        for name in ("red", "blue"):
+            status, answer = await asyncio.to_thread(post, address, {**body, "model": name, "tandem_receipt": True})
+            assert (status, answer["model"]) == (200, name)
+            assert answer["choices"][0]["token_ids"] == expected(references, name, prompt, 6)
+            assert answer["choices"][0]["tandem_receipt"]["adapter"] == name
+        status, answer = await asyncio.to_thread(post, address, {**body, "model": str(tiny)})
+        assert answer["choices"][0]["token_ids"] == expected(references, "", prompt, 6)
+        status, answer = await asyncio.to_thread(post, address, {**body, "model": "pink"})
+        assert status == 404
+        assert "red, green, blue" in answer["error"]["message"]
