@@ -3,7 +3,8 @@
 Registered once under `paged_kv` in transformers' attention registry, with no mask function, so that models build no
 mask and hand theirs over as None. The reference in plain PyTorch gathers each sequence's context through its block
 table. Where the step has compiled operators, single tokens (decode) are attended by `torch.ops.tandem.attend` over the
-pages as they lie; prompt chunks and latent pages stay with the reference.
+pages as they lie; prompt chunks and latent pages stay with the reference. On CUDA `engine.varlen` serves the calls that
+it can.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
 Blocks are gathered whole, and what they hold outside of a sequence's context is overwritten with zeros before it is
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from engine import kernels
+from engine import kernels, varlen
 from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.mla import Expander, expander
 from engine.quantised import dequantise, quantise
@@ -100,6 +101,9 @@ def attend(
     fits = query.dtype == k_pages.dtype or scales[0] is not None
     if step.compiled and fits and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
+    kernel = step.varlen if query.dtype == k_pages.dtype else None
+    if kernel is not None and varlen.refusal(kernel, facts, query.dtype, k_pages.shape[1]) is None:
+        return varlen.attend(kernel, query, k_pages, v_pages, step, facts)
     outs = [
         attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand) for plan in plans(step, facts.reach)
     ]

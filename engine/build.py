@@ -10,7 +10,7 @@ from time import perf_counter
 import psutil
 import torch
 
-from engine import weights
+from engine import graphs, weights
 from engine.engine import Engine
 from engine.grammar import Grammars
 from engine.model import Model
@@ -41,9 +41,9 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         device=device,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,
-        weights=settings.weights,
         adapters=settings.adapters,
         adapter_slots=settings.adapter_slots,
+        weights=settings.weights,
         kv_dtype=settings.kv_dtype,
         progress=say,
     )
@@ -60,7 +60,8 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
-    return Engine(
+    captures = generates and device.type == "cuda"
+    engine = Engine(
         model,
         num_blocks=blocks,
         block_size=settings.block_size,
@@ -70,7 +71,11 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         pace=pace,
         speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
         grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
+        spare_block=captures,
     )
+    if captures:
+        say(f"decode steps: {engine.capture(graphs.captured())}")
+    return engine
 
 
 def _calibrate(model: Model, settings: Settings) -> Pace:

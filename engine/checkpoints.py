@@ -49,6 +49,31 @@ REAL: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
 }
 
 LAYERS, WINDOW = 4, 8
@@ -206,6 +231,13 @@ def make_adapter(
     (Path(folder) / "adapter_config.json").write_text(json.dumps(values, indent=2))
     save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
     return Path(folder)
+
+
+def make_module(shape: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model of a shape with random weights, made on the device: nothing passes through the host or a file."""
+    auto: Any = AutoModelForCausalLM
+    with device:
+        return auto.from_config(_config(shape, {}), dtype=dtype, attn_implementation="eager").eval()
 
 
 def _config(shape: str, changes: dict[str, Any]) -> PreTrainedConfig:

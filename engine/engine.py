@@ -24,6 +24,7 @@ import torch
 
 from engine.blocks import BlockPool
 from engine.grammar import Filling, Grammars, Masks
+from engine.graphs import Capture, Decode, Uncapturable
 from engine.model import Model
 from engine.pace import Pace
 from engine.pages import Pages
@@ -67,20 +68,36 @@ class Engine:
         pace: Pace | None = None,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
+        spare_block: bool = False,
     ) -> None:
-        """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound."""
+        """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound.
+        `spare_block`: the pages have one block more, which is never in a table; `capture` needs it."""
         self.model = model
         self.pace = pace or Pace()
         self.stretch = stretch
         self.speculation = speculation
         self.pool = BlockPool(num_blocks, block_size)
-        self.pages: Pages = model.allocate(num_blocks, block_size)
+        self.pages: Pages = model.allocate(num_blocks + spare_block, block_size)
+        self.spare = num_blocks if spare_block else None  # that block's id
+        self.decode: Decode | None = None  # set by `capture`
         self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = 0
         self.streams = self.prompt_tokens = 0  # in the last step
         self.grammars = grammars
         self.masks = Masks(grammars.left_behind if grammars else None)
+
+    def capture(self, how: Capture) -> str:
+        """Records steps of single tokens where that can be proven right; says what serves. Before the first sequence,
+        whose blocks it would overwrite."""
+        assert self.spare is not None, "the engine was made without a spare block"
+        assert not self.sequences, "somebody has blocks already"
+        most = self.scheduler.max_running
+        try:
+            self.decode = Decode(self.model, self.pages, spare=self.spare, max_running=most, capture=how)
+        except Uncapturable as error:
+            return f"not captured: {error}"
+        return f"captured for {', '.join(map(str, self.decode.sizes))} sequences"
 
     # ---- life of a sequence
 
@@ -145,7 +162,7 @@ class Engine:
         drafts = self._draft(plan)
         ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
         filling = self.masks.begin(ready, self.model.vocab_size)
-        logits = self.model.forward(self.pages, self._pack(plan, drafts))  # [rows wanted, vocab]
+        logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
         self.steps += 1
         progress = self._advance(plan, drafts, logits, filling)
         if self.speculation:
@@ -153,6 +170,10 @@ class Engine:
         return progress
 
     # ---- inside
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        logits = self.decode.logits(batch) if self.decode else None
+        return self.model.forward(self.pages, batch) if logits is None else logits
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, flat, foreign, lora, mla, probe, selfcheck
+from engine import attention, flat, foreign, lora, mla, probe, selfcheck, varlen
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, lowbit, modules, serving
@@ -72,6 +72,7 @@ class Model:
         self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weights = CHECKPOINT  # or the format that their products have
+        self.varlen: varlen.Kernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: flat.Replay | None = None  # set by `record`
         self.check: selfcheck.Report | None = None  # set by load: what the self-check measured
         self.lora: lora.Lora | None = None  # set by load, if there are adapters
@@ -89,18 +90,18 @@ class Model:
         max_model_len: int | None = None,
         block_size: int = 16,
         kernels: Literal["auto", "reference"] = "auto",
-        weights: str = CHECKPOINT,
         adapters: Mapping[str, str | Path] | None = None,
         adapter_slots: int = 8,
+        weights: str = CHECKPOINT,
         kv_dtype: KvDtype = "auto",
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
 
         `max_model_len` limits a sequence, in tokens; the config's own limit if None. `block_size` is the default of
-        `allocate`. `kernels` "reference" leaves the compiled operators out. `weights` is the format that
-        products are rounded to (engine/formats.py). `adapters` are LoRA folders by name, of which `adapter_slots` are
-        in the model at a time (engine.lora). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
+        `allocate`. `kernels` "reference" leaves the compiled operators out. `adapters` are LoRA folders by name,
+        of which `adapter_slots` are in the model at a time (engine.lora). `weights` is the format that products are
+        rounded to (engine/formats.py). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
         (engine/quantised.py has the others). `progress` receives a line for each stage.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's and for `weights` that cannot be here.
@@ -141,6 +142,8 @@ class Model:
             say(model.quantise(weights))
         if model.kernels != REFERENCE:
             modules.prepare(module)
+        if device.type == "cuda" and kernels == "auto":
+            say(f"attention: {model.choose_attention()}")
         model.check = model.self_check()
         say(f"self-check passed: {model.check}; kernels: {model.kernels}")
         if adapters:
@@ -220,16 +223,18 @@ class Model:
         """
         step = self.step(pages, batch)
         wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
+        return self.run(step, wanted)[: len(batch.logits_at)].float()
+
+    def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""
         if self.recorded is not None and step.compiled and step.facts is self.facts:
-            logits = flat.run(self.recorded, step, wanted, self)
-        else:
-            with torch.inference_mode(), self.exact():
-                logits = self.by_modules(step, wanted)
-        return logits[: len(batch.logits_at)].float()
+            return flat.run(self.recorded, step, wanted, self)
+        with torch.inference_mode(), self.exact():
+            return self.by_modules(step, wanted)
 
     def step(self, pages: Pages, batch: Batch) -> Step:
         """The tensors of one forward."""
-        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE)
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
         if self.lora is not None:
             step.lora = self.lora.rows(batch)
         assert self.lora is not None or all(slot == lora.BASE for slot in batch.adapters), "a model without adapters"
@@ -255,6 +260,13 @@ class Model:
         except flat.Unrecordable as error:
             return f"by modules, because it cannot be recorded: {error}"
         return "recorded"
+
+    def choose_attention(self) -> str:
+        """Tries what CUDA has for attention over pages; says what serves."""
+        if self.kv_dtype != "auto":
+            return f"{REFERENCE}, because K and V are kept in {self.kv_dtype}"
+        self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device)
+        return line
 
     def exact(self) -> AbstractContextManager[None]:
         return exact(self.device) if self.kernels != REFERENCE else nullcontext()

@@ -30,6 +30,7 @@ import torch
 
 from engine import grammar
 from engine.sequence import Sampling, Sequence
+from engine.step import on_device
 from tandem.errors import InvalidRequest, TandemError
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
@@ -104,7 +105,7 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
 def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
     """For each row its token's log probability, and those of its `tops` most likely tokens."""
     norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
-    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm  # [rows, 1]
+    chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
     rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
     return [Logprob(one, ids[:top], values[:top]) for one, ids, values, top in rows]
@@ -164,17 +165,21 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
-    """Choose a token for each row. `logits` is [rows, vocab] float32; `positions` are those of the new tokens."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    """Choose a token for each row. `logits` is [rows, vocab] float32; `positions` are those of the new tokens.
+
+    The device is waited for once, at the end (and once in each pass that filters by top-p).
+    """
+    tokens = logits.argmax(dim=-1)  # [rows]
     drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
     size = max(1, PASS_ELEMENTS[logits.device.type] // logits.shape[-1])
     for start in range(0, len(drawn), size):
         rows = drawn[start : start + size]
         how = [sampling[row] for row in rows]
         numbers = [uniform(one.seed, positions[row]) for one, row in zip(how, rows, strict=True)]
-        for row, token in zip(rows, _draw(weights(logits[rows], how), numbers), strict=True):
-            tokens[row] = token
-    return tokens
+        at = on_device(rows, torch.int64, logits.device)
+        tokens[at] = _draw(weights(logits[at], how), numbers)
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
 def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
@@ -182,16 +187,17 @@ def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
     probability are kept or filtered out together."""
 
     def column(values: Seq[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]  # [rows, 1]
+        return on_device(values, torch.float64, logits.device)[:, None]  # [rows, 1]
 
     # The largest is taken off first: however small a temperature is, nothing overflows.
     result = logits.double()  # [rows, vocab]
     result.sub_(logits.amax(dim=-1, keepdim=True)).div_(column([how.temperature for how in sampling])).exp_()
     vocab = logits.shape[-1]
     if rows := [row for row, how in enumerate(sampling) if 0 < how.top_k < vocab]:
-        counts = torch.tensor([sampling[row].top_k for row in rows], device=logits.device)[:, None]  # [rows, 1]
-        best = _rows(result, rows).topk(int(counts.max())).values
-        _filter(result, rows, best.gather(1, counts - 1))
+        counts = [sampling[row].top_k for row in rows]
+        best = _rows(result, rows).topk(max(counts)).values
+        last = on_device([count - 1 for count in counts], torch.int64, logits.device)[:, None]  # [rows, 1]
+        _filter(result, rows, best.gather(1, last))
     if rows := [row for row, how in enumerate(sampling) if how.top_p < 1.0]:
         _filter(result, rows, _nucleus(_rows(result, rows), column([sampling[row].top_p for row in rows])))
     if rows := [row for row, how in enumerate(sampling) if how.min_p > 0.0]:
@@ -204,12 +210,12 @@ def _filter(result: torch.Tensor, rows: list[int], least: torch.Tensor) -> None:
     kept = _rows(result, rows)
     kept.masked_fill_(kept < least, 0.0)
     if kept is not result:
-        result[rows] = kept
+        result[on_device(rows, torch.int64, result.device)] = kept
 
 
 def _rows(result: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """These rows; a copy unless they are all."""
-    return result if len(rows) == len(result) else result[rows]
+    return result if len(rows) == len(result) else result[on_device(rows, torch.int64, result.device)]
 
 
 def _nucleus(result: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -223,12 +229,11 @@ def _nucleus(result: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return best.gather(1, inside - 1)
 
 
-def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> list[int]:
-    """A token for each row; `numbers` are in [0, 1)."""
+def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> torch.Tensor:
+    """A token for each row, [rows]; `numbers` are in [0, 1)."""
     cumulative = weighted.cumsum(dim=-1)  # [rows, vocab]
     # `right`, and a target strictly below the total: a token of weight zero can not be chosen, whatever the number is.
     total = cumulative[:, -1:].contiguous()
-    wanted = total * torch.tensor(numbers, dtype=torch.float64, device=weighted.device)[:, None]
+    wanted = total * on_device(numbers, torch.float64, weighted.device)[:, None]
     target = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    tokens: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
-    return tokens
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -23,6 +23,17 @@ from engine.pages import Pages
 
 if TYPE_CHECKING:
     from engine.lora import Rows
+    from engine.varlen import Kernel
+
+
+def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host numbers as a tensor, without waiting for the device: on CUDA a copy from pinned memory is put in the queue.
+
+    torch gives the pinned memory to nobody else before the copy has ended. (CUDA: not yet run on a GPU.)
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 @dataclass
@@ -80,6 +91,7 @@ class Step:
         facts: tuple[CallFacts, ...],
         device: torch.device,
         compiled: bool = False,
+        varlen: Kernel | None = None,
     ) -> None:
         batch.check(pages.block_size, pages.num_blocks)
         self.batch = batch
@@ -87,6 +99,7 @@ class Step:
         self.facts = facts
         self.device = device
         self.compiled = compiled  # the compiled operators are there and wanted
+        self.varlen = varlen  # serves the attention calls that it can, on CUDA
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # what the attention function works out once and uses in every call
         self.lora: Rows | None = None  # set by the model, if it has adapters
@@ -118,10 +131,10 @@ class Step:
 
     def tensor(self, values: list[Any]) -> torch.Tensor:
         """An int64 tensor on the step's device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return on_device(values, torch.int64, self.device)
 
     def _int(self, values: list[Any]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+        return on_device(values, torch.int32, self.device)
 
 
 _running = threading.local()

@@ -17,6 +17,7 @@ import torch
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from engine.build import build_engine
+from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.pages import Pages
 from kvtransfer.blocks import Region
@@ -44,7 +45,7 @@ class Worker:
         self.weight_bytes = self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
         self.transport = make_transport(
-            settings.transport, region_of(self.engine.pages), worker_id, self.incarnation, self.layout_hash
+            settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.adapters = Adapters(engine, settings.queue_timeout_s)
@@ -216,7 +217,8 @@ async def load_engine(settings: Settings, say: Callable[[str], None], *, generat
     return EngineLoop(await asyncio.to_thread(build_engine, settings, say, generates=generates))
 
 
-def region_of(pages: Pages) -> Region:
+def region_of(engine: Engine) -> Region:
+    pages = engine.pages
     on_host = pages.buffer.device.type == "cpu"
     return Region(
         address=pages.base_address,
@@ -224,6 +226,7 @@ def region_of(pages: Pages) -> Region:
         block_bytes=pages.block_bytes,
         device=pages.device_id,
         memory="dram" if on_host else "vram",
+        spare_block=engine.spare,
         keepalive=pages.buffer,
     )
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from engine import sampling
 from engine.sampling import adjust, choose, sample, uniform, weights
 from engine.sequence import Sampling, Sequence
+from tests.engine.stand_ins import Asked
 
 
 def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
@@ -252,3 +255,19 @@ def test_logprobs_are_the_models_own() -> None:
     (few,) = choose(raw[:1, :3].clone(), [sequence([1], [], Sampling(logprobs=20))])
     assert few.logprob is not None
     assert len(few.logprob.top) == 3
+
+
+def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the tokens are read, no number comes from the device; top-p asks whether the likely tokens suffice."""
+
+    def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.tensor(values, dtype=dtype, device=device)
+
+    monkeypatch.setattr(sampling, "on_device", unwatched)
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(9))
+    how = [Sampling(), *(Sampling(temperature=1.0, seed=seed, top_k=seed, min_p=0.01) for seed in range(5))]
+    for last, waits in ((how[-1], []), (replace(how[-1], top_p=0.9), ["aten._local_scalar_dense.default"])):
+        with Asked() as asked:
+            sample(logits.clone(), [*how[:-1], last], [5] * 6)
+        assert asked.names == waits

@@ -1,0 +1,166 @@
+"""Attention on CUDA as far as a machine without one can tell: which calls are served, and with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen as torch_varlen
+
+from engine import attention, varlen
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding
+from engine.model import Model
+from engine.step import Batch
+from engine.varlen import FA2, FA3, Kernel, refusal
+from tests.engine.stand_ins import checked
+
+CPU = torch.device("cpu")
+PLAIN = CallFacts(kv_heads=2, heads=4, k_dim=16, v_dim=16, reach=Full(), softcap=None, sinks=False, scaling=0.25)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this machine look like one with a kernel, by default the checker."""
+
+    def install(kernel: Kernel, function: Any = checked) -> None:
+        monkeypatch.setattr(torch_varlen, "varlen_attn", function)
+        monkeypatch.setattr(varlen, "available", lambda device: kernel)
+        monkeypatch.setattr(varlen, "restore_flash_attention_impl", lambda: None)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"reach": Sliding(8)}, None),
+        ({"heads": 2}, None),
+        ({"reach": Chunked(8)}, "chunked"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"sinks": True}, "sinks"),
+        ({"latent": True}, "latent"),
+        ({"v_dim": 24}, "heads of"),
+        ({"k_dim": 264, "v_dim": 264}, "heads of"),
+        ({"k_dim": 20, "v_dim": 20}, "heads of"),
+        ({"heads": 3}, "3 heads"),
+    ],
+)
+def test_what_a_kernel_does_not_know_goes_to_the_reference(change: dict[str, Any], reason: str | None) -> None:
+    """Each fact that the kernel has no argument for is a reason; heads that are shared and windows are none."""
+    found = refusal(FA3, replace(PLAIN, **change), torch.bfloat16, 16)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_types_and_block_sizes_decide() -> None:
+    """16 bits only; what torch brings along takes blocks of multiples of 256 tokens, FA3 takes any."""
+    assert refusal(FA3, PLAIN, torch.float16, 3) is None
+    assert "float32" in (refusal(FA3, PLAIN, torch.float32, 16) or "")
+    assert "multiples of 256" in (refusal(FA2, PLAIN, torch.bfloat16, 16) or "")
+    assert refusal(FA2, PLAIN, torch.bfloat16, 512) is None
+
+
+@pytest.mark.parametrize("reach", [Full(), Sliding(1), Sliding(8), Sliding(257)], ids=str)
+@pytest.mark.parametrize(("kernel", "block_size"), [(FA3, 16), (FA3, 5), (FA2, 256)])
+def test_the_arguments_mean_what_the_reference_computes(
+    reach: Reach, kernel: Kernel, block_size: int, on_cpu: Callable[..., None]
+) -> None:
+    """Chunks, fresh prompts and single tokens over scattered blocks, windows and shared heads."""
+    on_cpu(kernel)
+    for fact in (replace(PLAIN, reach=reach), replace(PLAIN, reach=reach, heads=2, scaling=1.0)):
+        assert varlen.choose((fact,), torch.bfloat16, block_size, CPU) == (kernel, f"cuda-varlen ({kernel.name})")
+
+
+def twisted(**twist: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+    """The checker with some of its arguments changed."""
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lens: Any, **others: Any) -> torch.Tensor:
+        return checked(query, key, value, *lens, **{**others, **{n: f(others[n]) for n, f in twist.items()}})
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        twisted(window_size=lambda window: (window[0] + 1, 0)),
+        twisted(window_size=lambda window: (window[0] - 1, 0)),
+        twisted(window_size=lambda window: (window[0], 1)),
+        twisted(window_size=lambda window: (-1, -1)),
+        twisted(seqused_k=lambda used: (used - 1).clamp(min=1)),
+        twisted(scale=lambda scale: scale * 1.3),
+        twisted(block_table=lambda table: table.roll(1, 0)),
+        lambda *given, **named: checked(*given, **named) * 1.1,
+        lambda *given, **named: checked(*given, **named).index_fill(0, torch.tensor([3]), torch.nan),
+    ],
+)
+@pytest.mark.parametrize("window", [8, 4096])
+def test_a_kernel_that_is_wrong_serves_nothing(wrong: Any, window: int, on_cpu: Callable[..., None]) -> None:
+    """One key too many or too few, another scale, another's blocks, a NaN: found at load, and said."""
+    on_cpu(FA3, wrong)
+    kernel, line = varlen.choose((replace(PLAIN, reach=Sliding(window)),), torch.bfloat16, 16, CPU)
+    assert kernel is None
+    assert line.startswith("reference, because FA3 differs from it by")
+
+
+def test_a_kernel_that_fails_serves_nothing(on_cpu: Callable[..., None]) -> None:
+    """A torch without paged attention says so in an exception: the reference serves, the load goes on."""
+
+    def old(*given: Any, **named: Any) -> torch.Tensor:
+        raise TypeError("varlen_attn() got an unexpected keyword argument 'block_table'")
+
+    on_cpu(FA3, old)
+    kernel, line = varlen.choose((PLAIN,), torch.bfloat16, 16, CPU)
+    assert kernel is None
+    assert line == "reference, because FA3 fails: varlen_attn() got an unexpected keyword argument 'block_table'"
+
+
+def test_the_line_says_who_serves_which_calls(on_cpu: Callable[..., None]) -> None:
+    """A mixed model is told in numbers; one that cannot be served at all, with the reason."""
+    on_cpu(FA3)
+    mixed = (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, softcap=5.0))
+    line = "cuda-varlen (FA3), reference for 2 of 3 calls because of sinks; softcap"
+    assert varlen.choose(mixed, torch.bfloat16, 16, CPU) == (FA3, line)
+    assert varlen.choose(mixed[1:2], torch.bfloat16, 16, CPU) == (None, "reference, because of sinks")
+
+
+def test_without_cuda_the_reference_serves() -> None:
+    """Nothing is tried, and the line says why."""
+    assert varlen.choose((PLAIN,), torch.bfloat16, 16, CPU) == (None, "reference, because the device is cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma2", "gpt-oss"])
+def test_a_model_attends_by_it_where_it_can(
+    family: str, checkpoint: Callable[[str], Path], on_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a whole model every call that can be served is, no other, and the logits stay what the reference gives."""
+    calls = 0
+
+    def counted(*given: Any, **named: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return checked(*given, **named)
+
+    model = Model.load(str(checkpoint(f"tiny-{family}")), dtype=torch.bfloat16, device=CPU, kernels="reference")
+    tokens = [index * 7 % 384 for index in range(40)]
+    batch = Batch(tokens, [*range(30), *range(10)], [30, 10], [30, 10], [[4, 1], [0]], [29, 39])
+    expected = model.forward(model.allocate(6), batch)
+    on_cpu(FA3, counted)
+    line = model.choose_attention()
+    calls = 0
+    found = model.forward(model.allocate(6), batch)
+    served = family in ("llama", "qwen3-sliding")
+    assert line.startswith("cuda-varlen (FA3)" if served else "reference")
+    assert calls == (len(model.facts) if served else 0)
+    assert ((found - expected).abs().amax(-1) / expected.std(-1)).max() < 0.5
+
+    def never(*_given: Any, **_named: Any) -> None:
+        pytest.fail("the reference was asked")
+
+    if served:
+        monkeypatch.setattr(attention, "attend_plan", never)
+        model.forward(model.allocate(6), batch)

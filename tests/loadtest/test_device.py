@@ -1,0 +1,61 @@
+"""The GPU's measurement: its arithmetic, and that it runs to its end on a machine without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.checkpoints import make_module
+from loadtest.device import NO_CUDA, Floors, main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, and nothing is measured."""
+    assert main([]) == 1
+    assert capsys.readouterr() == ("", NO_CUDA + "\n")
+
+
+def test_all_of_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model on the CPU goes through every part: rates, load with self-check, both kinds of steps, digests."""
+    assert main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = [
+        "copy",
+        "product",
+        "attention:",
+        "self-check:",
+        "step:",
+        "tiny-llama:",
+        "decode steps captured for (1, 2, 3)",
+    ]
+    wanted += [f"decode {count} x 40, {name}" for count in (1, 2, 3) for name in ("plain", "captured")]
+    wanted += ["prefill 64", "block of", "measured in"]
+    assert [one for one in wanted if not any(line.startswith(one) for line in lines)] == []
+    assert sum("of the floor of" in line for line in lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "kv"), [("Qwen3-8B", 8_190_735_360, 147_456), ("Llama-3.1-8B", 8_030_261_248, 131_072)]
+)
+def test_the_floors_are_those_of_the_published_models(shape: str, parameters: int, kv: int) -> None:
+    """Parameters as published; an embedding is looked up, so a step reads all weights but that; the head multiplies one
+    row of a prompt, so the floor of a prefill is without it."""
+    module = make_module(shape, torch.bfloat16, torch.device("meta"))
+    config = module.config
+    assert sum(each.numel() for each in module.parameters()) == parameters
+    assert kv == 2 * config.num_hidden_layers * config.num_key_value_heads * 128 * 2
+    table = config.vocab_size * config.hidden_size
+    floors = Floors.of(module, kv)
+    assert floors == Floors(weights=2 * (parameters - table), layers=parameters - 2 * table, kv=kv)
+    assert floors.decode_s(64, 1024, 4e12) == (2 * (parameters - table) + 64 * 1024 * kv) / 4e12
+    assert floors.prefill_s(8192, 8e14) == 2 * (parameters - 2 * table) * 8192 / 8e14
+
+
+def test_tied_weights_are_read_once() -> None:
+    """The one table is the head, too: it is read by every step."""
+    module = make_module("SmolLM2-135M", torch.bfloat16, torch.device("meta"))
+    total = sum(each.numel() for each in module.parameters())
+    floors = Floors.of(module, 1)
+    assert floors.weights == 2 * total
+    assert floors.layers == total - 49152 * 576
