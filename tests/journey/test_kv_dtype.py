@@ -23,9 +23,16 @@ NEW, BLOCK = 12, 8
 LENGTHS = [1, 2, 7, 8, 9, 17, 31, 40, 63, 64, 65, 90, 128, 150]
 
 
-@pytest.fixture(scope="module", params=["demo", "llama"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "demo":
+@pytest.fixture(scope="module", params=[("demo", "int8"), ("llama", "fp8")], ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A cluster for each; tests/engine/test_quantised.py has every pair without one."""
+    name, kept = request.param
+    return name, kept
+
+
+@pytest.fixture(scope="module")
+def model(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if case[0] == "demo":
         return ROOT / "demo/model"
     from engine.checkpoints import make_checkpoint
 
@@ -38,17 +45,17 @@ def kv(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, kv: str) -> Iterator[LocalCluster]:
+def cluster(model: Path, case: tuple[str, str]) -> Iterator[LocalCluster]:
     settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    with LocalCluster(model, dtype="float32", kv_dtype=kv, **settings) as running:
+    with LocalCluster(model, dtype="float32", kv_dtype=case[1], **settings) as running:
         yield running
 
 
-def test_tokens_and_bytes(cluster: LocalCluster, model: Path, kv: str) -> None:
+def test_tokens_and_bytes(cluster: LocalCluster, model: Path, case: tuple[str, str]) -> None:
     """Alone and many at once, cache cold and warm, over NIXL between two processes: always the same tokens, those of a
     decoder that rounds likewise. The receipt's bytes are those of the plan, some 53 % of bfloat16 where a head has 32
     elements; workers say what they keep."""
-    client = cluster.client()
+    client, kv = cluster.client(), case[1]
     prompts = oracle.prompts(model, LENGTHS)
     shape = read_shape(model)
     block = shape.block_bytes(BLOCK, "float32", kv)
