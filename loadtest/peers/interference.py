@@ -12,6 +12,7 @@ from statistics import mean
 from time import perf_counter, process_time
 
 from loadtest import web
+from loadtest.local import precedence
 from loadtest.peers.servers import Peers, Server, make, started
 from loadtest.stats import Row, Section, Spread, Tick, percentile, ratios
 
@@ -80,11 +81,12 @@ def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
         tick(f"starting {side}")
         server = make(side, peers.checkpoint(SHAPE), peers)
         with started([server]):
-            sections.append(_server(server, plan, tick))
+            with precedence() as said:
+                sections.append(_server(server, plan, tick, said))
     return sections
 
 
-def _server(server: Server, plan: Plan, tick: Tick) -> Section:
+def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
     calm: list[Window] = []
     disturbed: list[Window] = []
     asyncio.run(_window(server, plan, seconds=min(5.0, plan.seconds), disturb=True, needs=False))  # warms up
@@ -106,7 +108,7 @@ def _server(server: Server, plan: Plan, tick: Tick) -> Section:
         f"{plan.streams} streams of {plan.prompt} tokens in and {plan.output} out; a prompt of {plan.long} tokens every"
         f" {plan.every:g} s; {plan.rounds} rounds of {plan.seconds:g} s each way",
         f"first token of the long prompts: {mean(one.long_ttft for one in disturbed):.2f} s (mean)",
-        f"the client shares the server's two cores: it used {cpu:.2f} of one at most",
+        f"the client shares the server's two cores: it used {cpu:.2f} of one at most; {said}",
     ]
     details = {"undisturbed": [vars(one) for one in calm], "disturbed": [vars(one) for one in disturbed]}
     return Section(f"Interference: {server.name}", "disturbed / undisturbed", rows, notes, details)

@@ -17,26 +17,11 @@ from tests import oracle, rounding
 from tests.faults import Harm, only_first
 from tests.harness import LocalCluster
 
-ROOT = Path(__file__).parents[2]
+DEMO = Path(__file__).parents[2] / "demo/model"
+KV = "int8"  # of the cluster; tests/engine/test_quantised.py has the others without one
 NEW, BLOCK = 12, 8
 # One token to several chunks of 64; block borders hit, missed by one, and crossed.
 LENGTHS = [1, 2, 7, 8, 9, 17, 31, 40, 63, 64, 65, 90, 128, 150]
-
-
-@pytest.fixture(scope="module", params=[("demo", "int8")], ids="-".join)
-def case(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """A cluster for each; tests/engine/test_quantised.py has the others without one."""
-    name, kept = request.param
-    return name, kept
-
-
-@pytest.fixture(scope="module")
-def model(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if case[0] == "demo":
-        return ROOT / "demo/model"
-    from engine.checkpoints import make_checkpoint
-
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "tiny-llama", seed=0, dtype="float32")
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8"])
@@ -45,20 +30,20 @@ def kv(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, case: tuple[str, str]) -> Iterator[LocalCluster]:
+def cluster() -> Iterator[LocalCluster]:
     settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    with LocalCluster(model, dtype="float32", kv_dtype=case[1], **settings) as running:
+    with LocalCluster(DEMO, dtype="float32", kv_dtype=KV, **settings) as running:
         yield running
 
 
-def test_tokens_and_bytes(cluster: LocalCluster, model: Path, case: tuple[str, str]) -> None:
+def test_tokens_and_bytes(cluster: LocalCluster) -> None:
     """Alone and many at once, cache cold and warm, over NIXL between two processes: always the same tokens, those of a
     decoder that rounds likewise. The receipt's bytes are those of the plan, some 53 % of bfloat16 where a head has 32
     elements; workers say what they keep."""
-    client, kv = cluster.client(), case[1]
-    prompts = oracle.prompts(model, LENGTHS)
-    shape = read_shape(model)
-    block = shape.block_bytes(BLOCK, "float32", kv)
+    client = cluster.client()
+    prompts = oracle.prompts(DEMO, LENGTHS)
+    shape = read_shape(DEMO)
+    block = shape.block_bytes(BLOCK, "float32", KV)
     moved: list[int] = []
 
     def ask(prompt: list[int]) -> list[int]:
@@ -73,7 +58,7 @@ def test_tokens_and_bytes(cluster: LocalCluster, model: Path, case: tuple[str, s
     with ThreadPoolExecutor(14) as pool:
         cold = list(pool.map(ask, prompts))
         warm = list(pool.map(ask, prompts))
-    assert rounding.follow(model, prompts, cold, kv)
+    assert rounding.follow(DEMO, prompts, cold, KV)
     assert len({tuple(tokens) for tokens in cold}) > len(cold) // 2, "outputs must vary, or equality is weak"
     assert warm == cold
     alone = [0, 4, 8, 10, 13]
@@ -84,16 +69,16 @@ def test_tokens_and_bytes(cluster: LocalCluster, model: Path, case: tuple[str, s
     assert block < 0.6 * shape.block_bytes(BLOCK, "bfloat16")
     for worker in client.workers():
         if worker.role != "router":
-            assert worker.kv_dtype == {"int8": "int8", "fp8": "float8_e4m3fn"}[kv]
+            assert worker.kv_dtype == KV
             assert worker.kv_token_bytes == block / BLOCK
     assert all(pair.compatible for pair in client.diagnose().pairs)
     cluster.wait_balanced()
 
 
-def test_a_killed_decode_worker_changes_no_token(cluster: LocalCluster, model: Path) -> None:
+def test_a_killed_decode_worker_changes_no_token(cluster: LocalCluster) -> None:
     """A stream that loses its decode worker goes on with the tokens that it would have had."""
     client = cluster.client()
-    prompt = oracle.prompts(model, [50], seed=3)[0]
+    prompt = oracle.prompts(DEMO, [50], seed=3)[0]
     options: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True, "timeout": 90}
     whole = client.generate(prompt, **options).token_ids
     stream = client.stream(prompt, **options)
