@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+from loadtest.local import precedence
 from loadtest.peers.servers import Peers, Server, make, others_frozen, started
 from loadtest.stats import Row, Section, Spread, Tick, ratios
 from tandem.errors import Unavailable
@@ -149,9 +150,10 @@ def _load(
         ]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
         before, began = {one.name: one.cpu() for one in others}, monotonic()
-        done = subprocess.run(
-            list(map(str, command)), env=env, cwd=folder, timeout=CLIENT_TIMEOUT_S, capture_output=True, check=False
-        )
+        with precedence():  # the load client inherits it
+            done = subprocess.run(
+                list(map(str, command)), env=env, cwd=folder, timeout=CLIENT_TIMEOUT_S, capture_output=True, check=False
+            )
         if done.returncode != 0 or not result.exists():
             raise Unavailable(f"vllm bench serve failed against {server.name}: {done.stderr.decode()[-2000:]}")
         said = json.loads(result.read_text())
