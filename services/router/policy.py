@@ -5,12 +5,14 @@ the least to do before this prompt. Then whether that is worth it: the decode wo
 that costs everybody together clearly less time. Costs are seconds, from what the workers measured of themselves.
 
     there   (prompt tokens before this one + its own) / the prefill worker's rate
-            + what the prompts that wait there lose: each of them, or one that comes instead, waits for this one
+            + what the prompts that wait lose, there or at the router: each of them, or one that comes instead, waits
+            for this one
     here    the same on the decode worker, which also goes on with its streams
             + what its streams lose: each of them waits for this prompt's tokens
 
 Workers compute the shorter prompt first (engine.scheduler), so of one that is longer than this one no more than this
-one's own length comes before it.
+one's own length comes before it. The router keeps the same order, and keeps what a prefill worker could not begin soon:
+whoever is done first takes it, and until then it holds no blocks on a decode worker.
 """
 
 from __future__ import annotations
@@ -60,10 +62,19 @@ class Rules:
 
 # The decode worker must be this much better: estimates err, and what it computes it cannot hand to anybody.
 CLEARLY = 0.8
+# What a prefill worker must have before it, so that it never stands still until the next prompt arrives from here: so
+# many prompts, and so many seconds of work.
+READY_PROMPTS, READY_S = 2, 0.5
 
 
 def place(
-    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, ahead: int, rules: Rules, near: str = ""
+    decodes: Sequence[Candidate],
+    prefills: Sequence[Candidate],
+    tokens: int,
+    ahead: int,
+    rules: Rules,
+    near: str = "",
+    behind: int = 0,
 ) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
@@ -71,7 +82,7 @@ def place(
     whose blocks mean the same, the one that would begin soonest. Equals take turns.
 
     `near` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room for
-    what is new, nothing moves.
+    what is new, nothing moves. `behind` is how many prompts wait at the router after this one.
     """
     roomy = [
         one
@@ -90,7 +101,7 @@ def place(
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     if able:
         prefill = min(able, key=lambda one: (_wait(one, tokens), one.running, -one.free_blocks, *_turn(one)))
-        why = _why_here(decode, prefill, tokens, rules) if rules.weigh else ""
+        why = _why_here(decode, prefill, tokens, rules, behind / len(able)) if rules.weigh else ""
         return Placement(decode, None if why else prefill, why)
     if not prefills:
         why = "there is no prefill worker"
@@ -101,16 +112,27 @@ def place(
     return Placement(decode, None, why)
 
 
+def begins_late(found: Placement, tokens: int) -> bool:
+    """Whether its prefill worker has enough to do without this prompt, so that nothing is lost by deciding later."""
+    prefill = found.prefill
+    return (
+        prefill is not None
+        and len(prefill.prompts) >= READY_PROMPTS
+        and prefill.prompt_rate > 0
+        and _wait(prefill, tokens) > READY_S
+    )
+
+
 def _wait(prefill: Candidate, tokens: int) -> float:
     """Seconds until it would begin with a prompt; the tokens alone where its rate is not known."""
     return prefill.before(tokens) / (prefill.prompt_rate or 1.0)
 
 
-def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules) -> str:
+def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules, behind: float) -> str:
     """The reason for computing the prompt on the decode worker, in words; empty when there is none."""
     if not decode.prompt_rate or not prefill.prompt_rate:
         return ""
-    there = cost_there(prefill, tokens)
+    there = cost_there(prefill, tokens, behind)
     here = cost_here(decode, tokens, rules.stretch)
     if here >= CLEARLY * there:
         return ""
@@ -120,9 +142,10 @@ def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules) 
     )
 
 
-def cost_there(prefill: Candidate, tokens: int) -> float:
-    """Seconds to the first token when the prefill worker computes the prompt, and what those who wait there lose."""
-    return (prefill.before(tokens) + tokens * (1 + len(prefill.prompts))) / prefill.prompt_rate
+def cost_there(prefill: Candidate, tokens: int, behind: float = 0) -> float:
+    """Seconds to the first token when the prefill worker computes the prompt, and what those who wait there lose;
+    `behind` more of them wait at the router."""
+    return (prefill.before(tokens) + tokens * (1 + len(prefill.prompts) + behind)) / prefill.prompt_rate
 
 
 def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:

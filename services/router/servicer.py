@@ -219,7 +219,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         job.tokens.extend(event.tokens.token_ids)
                         if event.tokens.HasField("first"):
                             account.first_token(event.tokens.first)
-                            self._placer.prefilled(placement)
+                            await self._placer.prefilled(placement)
                         account.told(event.tokens)
                         yield event.tokens
                     elif event.HasField("ended"):

@@ -98,3 +98,97 @@ async def test_the_wait_ends_with_the_reason() -> None:
         await once(Placer(full, 0.01, Rules()))
     assert nobody.value.retry_after
     assert busy.value.retry_after
+
+
+# ---- waiting at the router for a prefill worker that would begin soon
+
+DECODE = replace(RECORD, max_running=16, blocks_total=10_000, prompt_rate=1000.0)
+PREFILL = replace(DECODE, worker_id="prefill-0", role="prefill")
+
+
+class Asked:
+    """Requests to one placer: where each went, and the end of each by hand."""
+
+    def __init__(self, queue_timeout_s: float = 5.0) -> None:
+        self.placer = Placer(seen(DECODE, PREFILL), queue_timeout_s, Rules(weigh=False))
+        self.placed: list[tuple[int, Placement]] = []  # (tokens, placement) in the order of placing
+        self.third = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def ask(self, *prompts: int) -> None:
+        for tokens in prompts:
+            self._tasks.append(asyncio.create_task(self._one(tokens)))
+            await self.settle()
+
+    async def _one(self, tokens: int) -> None:
+        async with self.placer.placed(tokens, tokens + 10, 60.0) as placement:
+            self.placed.append((tokens, placement))
+            if len(self.placed) == 3:
+                self.third.set()
+            await asyncio.Event().wait()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def first_token(self, number: int) -> None:
+        await self.placer.prefilled(self.placed[number][1])
+        await self.settle()
+
+    @property
+    def order(self) -> list[int]:
+        return [tokens for tokens, _ in self.placed]
+
+    async def __aenter__(self) -> Asked:
+        return self
+
+    async def __aexit__(self, *about: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def test_a_prompt_waits_at_the_router_until_a_prefill_worker_would_begin_soon() -> None:
+    """Two prompts keep it busy; the third holds no blocks anywhere until one of them has its first token."""
+    async with Asked() as asked:
+        await asked.ask(900, 900, 900, 900)
+        assert asked.order == [900, 900]
+        await asked.first_token(0)
+        assert asked.order == [900] * 3
+        await asked.first_token(1)
+        assert asked.order == [900] * 4
+
+
+async def test_control_short_work_is_not_kept_back() -> None:
+    """A worker gets as many small prompts as it can pack into its next steps."""
+    async with Asked() as asked:
+        await asked.ask(*[40] * 10)
+        assert asked.order == [40] * 10
+
+
+async def test_who_waits_is_placed_shortest_first_but_nobody_is_overtaken_by_more_than_it_has() -> None:
+    """A prompt of 800 tokens that waits lets one of 400 pass; then what is left to it is no more than the next has."""
+    async with Asked() as asked:
+        await asked.ask(900, 900, 800, 400, 400, 400)
+        for number in range(6):
+            await asked.first_token(number)
+        assert asked.order == [900, 900, 400, 800, 400, 400]
+
+
+async def test_patience_ends_with_the_queue_timeout() -> None:
+    """It is an optimisation, no limit: where there is room, nobody is refused for it."""
+    async with Asked(queue_timeout_s=0.02) as asked:
+        await asked.ask(900, 900, 900)
+        async with asyncio.timeout(5):
+            await asked.third.wait()
+        assert asked.order == [900] * 3
+
+
+async def test_one_who_leaves_while_waiting_leaves_nothing() -> None:
+    """Its place in the order is free, and the next one is placed in its turn."""
+    async with Asked() as asked:
+        await asked.ask(900, 900, 500, 600)
+        asked._tasks[2].cancel()
+        await asked.settle()
+        await asked.first_token(0)
+        assert asked.order == [900, 900, 600]
