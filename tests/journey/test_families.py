@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.checkpoints import SHAPES, make_checkpoint
 from tests import oracle
-from tests.harness import LocalCluster
+from tests.harness import Hosts, LocalCluster
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-"))
@@ -30,8 +31,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(model, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=32, dtype="float32") as running:
+def hosts() -> Iterator[Hosts]:
+    """The same three processes serve all models, one after the other."""
+    with Hosts() as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, hosts: Hosts) -> Iterator[LocalCluster]:
+    settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
+    with LocalCluster(model, hosts=hosts, dtype="float32", **settings) as running:
         yield running
 
 
