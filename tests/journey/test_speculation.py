@@ -88,16 +88,27 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar
         assert await cluster.ledgers_balance()
 
 
+SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[int]]:
+    """What sixteen streams give without drafts and without faults."""
+    with LocalCluster(tiny, **SIZES) as cluster:
+        return asyncio.run(undisturbed(cluster, sixteen(tiny)))
+
+
+def sixteen(tiny: Path) -> list[list[int]]:
+    return oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
+
+
 @pytest.mark.parametrize("kind", ["draft", "ngram"])
-async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, kind: str) -> None:
+async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, plain: list[list[int]], kind: str) -> None:
     """Killed by SIGKILL in the middle of sixteen speculating streams, real processes and real prices: no token lost,
     none twice, all the same."""
-    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
-    how = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
-    with LocalCluster(tiny, **how) as plain:
-        expected = await undisturbed(plain, prompts)
+    prompts, expected = sixteen(tiny), plain
     draft_model = str(similar) if kind == "draft" else None
-    with LocalCluster(tiny, speculation=kind, draft_model=draft_model, **how) as cluster:
+    with LocalCluster(tiny, speculation=kind, draft_model=draft_model, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
         assert [ids(one) for one in pieces] == expected
         assert expected[0] == oracle.greedy(tiny, prompts[0], LONG)

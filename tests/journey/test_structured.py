@@ -146,10 +146,10 @@ async def test_preempted_streams_change_nothing(inside: Any) -> None:
     """With too few blocks for all of them, each still gives what it gives alone."""
     how = options(grammar={"regex": "[a-z ]{2000}"}, max_tokens=150)
     async with inside(model=DEMO, kv_blocks=50) as cluster:
-        _slow_down(cluster.workers["decode-0"])
         alone = [
             await cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS
         ]
+        _slow_down(cluster.workers["decode-0"])
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS)
         )

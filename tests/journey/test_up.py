@@ -212,31 +212,18 @@ def test_sigkill_leaves_nothing_either(tiny: Path) -> None:
         running.assert_nothing_left(15)
 
 
-def incomplete(folder: Path) -> None:
-    make_checkpoint(folder, "tiny-llama")
-    next(folder.glob("*.safetensors")).unlink()
-
-
 def truncated(folder: Path) -> None:
     make_checkpoint(folder, "tiny-llama")
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:2000])
 
 
-def recurrent(folder: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
-    MambaForCausalLM(config).save_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    "prepare", [None, incomplete, truncated, recurrent], ids=lambda one: getattr(one, "__name__", "missing")
-)
+@pytest.mark.parametrize("prepare", [None, truncated], ids=lambda one: getattr(one, "__name__", "missing"))
 def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(
     tmp_path: Path, prepare: Callable[[Path], None] | None
 ) -> None:
-    """Missing, incomplete, truncated or of an unsupported kind: non-zero exit, one sentence, nothing left."""
+    """Refused before or by the workers (tests/engine/test_refusals.py has every reason): non-zero exit, one sentence,
+    nothing left."""
     folder = tmp_path / "model"
     if prepare:
         prepare(folder)
