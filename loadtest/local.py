@@ -161,21 +161,22 @@ def precedence() -> Iterator[str]:
     right to; where that is missing, the sentence says so.
     """
     group, thread = Path("/proc/self/autogroup"), threading.get_native_id()
-    before = os.getpriority(os.PRIO_PROCESS, thread)
+    nice = os.getpriority(os.PRIO_PROCESS, thread)
+    group_nice = group.read_text().split()[-1] if group.exists() else None  # "/autogroup-7 nice 0"
+    said = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
     gc.collect()
     gc.disable()
-    said = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
     try:
         try:
             os.setpriority(os.PRIO_PROCESS, thread, CLIENT_NICE)
-            if group.exists():
+            if group_nice is not None:
                 group.write_text(str(CLIENT_NICE))
-        except PermissionError:
+        except OSError:
             said = "the client may not go first on the cores that it shares: its own delays are in the figures"
         yield said
     finally:
         gc.enable()
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, thread, before)
-            if group.exists():
-                group.write_text("0")
+        with suppress(OSError):  # what could not be raised need not be lowered
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+            if group_nice is not None:
+                group.write_text(group_nice)
