@@ -162,7 +162,8 @@ def precedence() -> Iterator[str]:
     """
     group, thread = Path("/proc/self/autogroup"), threading.get_native_id()
     nice = os.getpriority(os.PRIO_PROCESS, thread)
-    group_nice = group.read_text().split()[-1] if group.exists() else None  # "/autogroup-7 nice 0"
+    said_of_group = group.read_text() if group.exists() else ""  # "/autogroup-7 nice 0"; empty for a process in none
+    group_nice = said_of_group.split()[-1] if said_of_group else None
     said = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
     gc.collect()
     gc.disable()
