@@ -1,7 +1,12 @@
 """The engine's own thread, and how asyncio code talks to it.
 
-Everything that touches an Engine happens on this thread: steps while there is work, and between steps the calls that
-others submitted. Progress of one step goes to each event loop in one wake-up, however many sequences it moved.
+Everything that touches an Engine happens on this thread: it is built here, and then there are steps while there is work,
+and between steps the calls that others submitted. Progress of one step goes to each event loop in one wake-up, however
+many sequences it moved.
+
+Built here, because OpenMP gives each thread that computes helpers of its own. A second such thread would leave its
+helpers behind, and with more of them than cores they all sleep after each operator instead of looking out for the next
+one: steps on two cores then took twice as long.
 """
 
 from __future__ import annotations
@@ -66,8 +71,10 @@ class Watch:
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    engine: Engine
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        """`await built()` before anything else."""
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the engine thread
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -75,10 +82,14 @@ class EngineLoop:
         self._watches: dict[str, Watch] = {}
         self._stopping = False
         self._stuck = False  # the last step could not run anything; only a call can change that
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
+        self._built: Future[None] = Future()
+        self._built.set_running_or_notify_cancel()  # who waits for it can be cancelled, the thread cannot
+        self._thread = threading.Thread(target=self._run, args=(make,), name="engine", daemon=True)
         self._thread.start()
+
+    async def built(self) -> None:
+        """Until the engine is there. Raises what `make` raises."""
+        await asyncio.wrap_future(self._built)
 
     def stop(self, timeout: float = 10.0) -> None:
         with self._wake:
@@ -156,7 +167,13 @@ class EngineLoop:
 
     # ---- on the engine thread
 
-    def _run(self) -> None:
+    def _run(self, make: Callable[[], Engine]) -> None:
+        try:
+            self.engine = make()
+        except Exception as error:  # belongs to who waits for it
+            self._built.set_exception(error)
+            return
+        self._built.set_result(None)
         try:
             while self._turn():
                 pass

@@ -67,7 +67,6 @@ class Worker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         here = asyncio.get_running_loop()
         self.loop.on_broken = functools.partial(here.call_soon_threadsafe, self._on_broken)
-        self.loop.start()
         self.address = await self.grpc.start(self.settings.host, 0, [*services, "tandem.v1.WorkerService"])
         self.state = State.READY
         await self._heartbeat.start()
@@ -213,8 +212,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineLoop:
-    """Load and check the model on a thread, so that the event loop stays alive meanwhile."""
-    return EngineLoop(await asyncio.to_thread(build_engine, settings, say, generates=generates))
+    """Load and check the model on the engine's thread, while the event loop stays alive."""
+    loop = EngineLoop(functools.partial(build_engine, settings, say, generates=generates))
+    await loop.built()
+    return loop
 
 
 def region_of(engine: Engine) -> Region:
