@@ -60,7 +60,8 @@ class WorkerRecord:
     blocks_held: int = 0
     weights: str = ""  # format of the weights of its products
     weight_bytes: int = 0  # of the model as it is served
-    step_s: float = 0.0  # seconds of a step of its streams; 0: not known
+    step_s: float = 0.0  # seconds of a step of one stream; 0: not known
+    stream_s: float = 0.0  # that each further stream adds
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     beat: float = 0.0  # unix seconds on the worker's clock
 

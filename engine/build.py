@@ -14,7 +14,7 @@ from engine import graphs, weights
 from engine.engine import Engine
 from engine.grammar import Grammars
 from engine.model import Model
-from engine.pace import Pace
+from engine.pace import MANY, Pace
 from engine.scheduler import EXTRA_LOGITS
 from engine.speculation import Drafter, ModelDrafter, Ngram, Speculation
 from engine.step import Batch
@@ -67,7 +67,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         block_size=settings.block_size,
         token_budget=settings.max_num_batched_tokens,
         max_running=settings.max_num_seqs,
-        stretch=settings.stream_stretch,
+        stretch=settings.stretch,
         pace=pace,
         speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
         grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
@@ -79,22 +79,26 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
 
 
 def _calibrate(model: Model, settings: Settings) -> Pace:
-    """Times a prompt and a step of one stream, each the second time: the first warms up."""
+    """Times a prompt and steps of one stream and of several, each the second time: the first warms up."""
     length = min(model.max_model_len - 1, settings.max_num_batched_tokens, CALIBRATION_TOKENS)
+    several = min(1 + MANY, settings.max_num_seqs)
     blocks = -(-(length + 1) // settings.block_size)
     pages = model.allocate(blocks, settings.block_size)
-    table = [list(range(blocks))]
+    table = list(range(blocks))
 
-    def seconds(first: int, count: int) -> float:
-        positions = list(range(first, first + count))
+    def seconds(first: int, count: int, sequences: int = 1) -> float:
+        positions = list(range(first, first + count)) * sequences
         tokens = [position % model.vocab_size for position in positions]
-        batch = Batch(tokens, positions, [count], [first + count], table, logits_at=[count - 1])
+        ends = [count * number - 1 for number in range(1, sequences + 1)]
+        batch = Batch(tokens, positions, [count] * sequences, [first + count] * sequences, [table] * sequences, ends)
         model.forward(pages, batch)
         start = perf_counter()
         model.forward(pages, batch).cpu()  # on a GPU: waits for it
         return perf_counter() - start
 
-    return Pace(step_s=seconds(length, 1), prompt_rate=length / seconds(0, length))
+    prompt = seconds(0, length)
+    one, many = seconds(length, 1), seconds(length, 1, several)
+    return Pace(one, max(0.0, many - one) / max(1, several - 1), length / prompt)
 
 
 def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) -> Model:

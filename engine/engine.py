@@ -70,7 +70,7 @@ class Engine:
         grammars: Grammars | None = None,
         spare_block: bool = False,
     ) -> None:
-        """`stretch`: how many times as long a prompt may make a step in which streams advance; None: no bound.
+        """`stretch`: how many times as long as a step of one stream one with prompts may take; None: no bound.
         `spare_block`: the pages have one block more, which is never in a table; `capture` needs it."""
         self.model = model
         self.pace = pace or Pace()
@@ -152,8 +152,7 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One packed forward over whatever is most useful now. Empty when nothing could run."""
-        beside_streams = self.pace.prompt_tokens_within(self.stretch) if self.stretch else None
-        plan = self.scheduler.plan(beside_streams, self.pace.prompt_tokens_alone())
+        plan = self.scheduler.plan(self._beside, self.pace.prompt_tokens_alone())
         if not plan:
             return []
         self.streams = sum(chunk.tokens == 1 for chunk in plan)
@@ -170,6 +169,10 @@ class Engine:
         return progress
 
     # ---- inside
+
+    def _beside(self, streams: int) -> int | None:
+        """Prompt tokens at most in a step with so many streams."""
+        return self.pace.prompt_tokens_beside(streams, self.stretch) if self.stretch else None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         logits = self.decode.logits(batch) if self.decode else None

@@ -1,7 +1,7 @@
 """The engine's own thread, and how asyncio code talks to it.
 
-Everything that touches an Engine happens on this thread: it is built here, and then there are steps while there is work,
-and between steps the calls that others submitted. Progress of one step goes to each event loop in one wake-up, however
+Everything that touches an Engine happens on this thread: it is built here, then come steps while there is work, and
+between steps the calls that others submitted. Progress of one step goes to each event loop in one wake-up, however
 many sequences it moved.
 
 Built here, because OpenMP gives each thread that computes helpers of its own. A second such thread would leave its

@@ -16,6 +16,7 @@ order, and those that came later delay a prompt by no more tokens than it has it
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.blocks import BlockPool
@@ -63,15 +64,15 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def plan(self, beside_streams: int | None = None, alone: int | None = None) -> list[Chunk]:
+    def plan(self, beside: Callable[[int], int | None] = lambda _: None, alone: int | None = None) -> list[Chunk]:
         """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
 
-        `beside_streams`: prompt tokens at most in a step in which streams advance too; `alone`: in any other.
+        `beside`: prompt tokens at most in a step in which so many streams advance too; `alone`: in any other.
         """
         plan: list[Chunk] = []
         streams = [sequence for sequence in self.running if sequence.todo == 1]
         budget, rows = self._advance(streams, self.token_budget, EXTRA_LOGITS, plan)
-        if (most := beside_streams if plan else alone) is not None:
+        if (most := beside(len(plan)) if plan else alone) is not None:
             budget = min(budget, most)
         prompts = [sequence for sequence in self.running if sequence.todo > 1]
         self._advance(sorted([*prompts, *self.waiting], key=_turn), budget, rows, plan)

@@ -157,6 +157,7 @@ class Worker:
             weights=model.weights,
             weight_bytes=self.weight_bytes,
             step_s=self.engine.pace.step_s,
+            stream_s=self.engine.pace.stream_s,
             prompt_rate=self.engine.pace.prompt_rate,
         )
 

@@ -14,6 +14,7 @@ from pydantic_settings import SettingsError as Unreadable
 from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
+STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 
@@ -68,8 +69,9 @@ class Settings(BaseSettings):
     """Sequences that one worker has in progress at most."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 512
     """Token budget of one step; prompts longer than this are computed in chunks."""
-    stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] = 3.0
-    """Where prompts are computed on a worker that also decodes: how many times as long they may make a step."""
+    stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
+    """Where a worker computes prompts beside its streams: how many times as long as a step of one stream alone such a
+    step may take. Absent: 2 with prefill workers, 8 without, where prompts have no other place."""
     local_prefill: Literal["measured", "never"] = "measured"
     """measured: the decode worker computes a prompt where that costs everybody together less time than waiting for a
     prefill worker. never: only where there is no prefill worker."""
@@ -111,6 +113,11 @@ class Settings(BaseSettings):
     """A worker not heard of for so long is gone."""
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish what runs."""
+
+    @property
+    def stretch(self) -> float:
+        """`stream_stretch`, or its default."""
+        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.prefill else STRETCH_ALONE)
 
 
 def load(**given: Any) -> Settings:

@@ -70,7 +70,7 @@ void put_weights(Vec weights, BFloat16* to) {
   const __m256bh narrow = _mm512_cvtneps_pbh(weights);
   std::memcpy(to, &narrow, sizeof(narrow));
 #else
-  put(weights, to, LANES);
+  put(weights, to);
 #endif
 }
 
@@ -411,7 +411,12 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       for (int64_t r = 0; r < count; ++r) {
         const Q* from = query.const_data_ptr<Q>() + (task.row + r / groups) * query.stride(0) +
                         (head * groups + r % groups) * query.stride(1);
-        for (int64_t d = 0; d < q_dim; ++d) q[r * q_dim + d] = d < k_dim ? static_cast<W>(from[d]) : W(0.0f);
+        W* to = q + r * q_dim;
+        if constexpr (std::is_same_v<W, Q>)
+          std::memcpy(to, from, k_dim * sizeof(W));
+        else
+          for (int64_t d = 0; d < k_dim; ++d) to[d] = static_cast<W>(from[d]);
+        std::fill(to + k_dim, to + q_dim, W(0.0f));
       }
       // Which rows see something of the tokens that begin at `start`.
       const auto from_row = [&](int64_t start) { return std::max<int64_t>(0, start - task.position) * groups; };
@@ -477,8 +482,10 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       }
       for (int64_t r = 0; r < count; ++r) {
         Q* to = out.data_ptr<Q>() + (task.row + r / groups) * out.stride(0) + (head * groups + r % groups) * out.stride(1);
-        for (int64_t d = 0; d < v_dim; d += LANES)
-          put(Vec::loadu(sums + r * wide + d) / Vec(totals[r]), to + d, std::min<int64_t>(LANES, v_dim - d));
+        const auto mean = [&](int64_t d) { return Vec::loadu(sums + r * wide + d) / Vec(totals[r]); };
+        int64_t d = 0;
+        for (; d + LANES <= v_dim; d += LANES) put(mean(d), to + d);
+        if (d < v_dim) put(mean(d), to + d, v_dim - d);
       }
     }
   });

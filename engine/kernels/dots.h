@@ -58,15 +58,34 @@ inline Vec load(const c10::BFloat16* from, int count) {
 inline void put(const Vec& from, float* to, int64_t count) { from.store(to, static_cast<int>(count)); }
 
 inline void put(const Vec& from, c10::BFloat16* to, int64_t count) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  const auto narrow = at::vec::cvtfp32_bf16(from);
+  std::memcpy(to, &narrow, count * sizeof(c10::BFloat16));
+#else
   at::vec::convert_float_bfloat16(from, Vec(0.0f)).store(to, static_cast<int>(count));
+#endif
 }
+
+inline void put(const Vec& from, float* to) { from.store(to); }
+
+inline void put(const Vec& from, c10::BFloat16* to) { put(from, to, LANES); }
 
 template <typename T>
 Vec rounded(const Vec& from) {
   if constexpr (std::is_same_v<T, float>) return from;
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 back;
+  at::vec::cvtbf16_fp32(at::vec::cvtfp32_bf16(from), back);
+  return back;
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256 back;
+  at::vec::cvtbf16_fp32(at::vec::cvtfp32_bf16(from), back);
+  return back;
+#else
   T there[LANES];
   put(from, there, LANES);
   return load(there);
+#endif
 }
 
 // How a row x and a column w are multiplied: STEP elements at a time, into a vector of float32 sums.
@@ -244,7 +263,7 @@ void weighted_sum(const float* p, int64_t p_stride, const V& v, int64_t from, in
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < WIDE; ++c) put(sums[r][c] / Vec(total[r]), out + r * out_stride + d + c * LANES, LANES);
+      for (int c = 0; c < WIDE; ++c) put(sums[r][c] / Vec(total[r]), out + r * out_stride + d + c * LANES);
   }
   for (; d < dim; d += LANES) {
     const int count = static_cast<int>(std::min<int64_t>(LANES, dim - d));

@@ -84,7 +84,7 @@ void each(const Tensor& from, Tensor& to, const F& f) {
   const T* x = from.const_data_ptr<T>();
   T* y = to.data_ptr<T>();
   at::parallel_for(0, from.numel(), 1 << 14, [&](int64_t at, int64_t end) {
-    for (; at + LANES <= end; at += LANES) put(f(load(x + at)), y + at, LANES);
+    for (; at + LANES <= end; at += LANES) put(f(load(x + at)), y + at);
     if (at < end) put(f(load(x + at, static_cast<int>(end - at))), y + at, end - at);
   });
 }

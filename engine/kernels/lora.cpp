@@ -67,7 +67,7 @@ void down(int64_t rows, const T* const* x, int64_t k, const T* panel, float* con
     Vec sums[R][W];
     add_up<R, W, FOUR>(x, k, panel, NARROW, sums);
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < W; ++c) put(sums[r][c], u[r] + c * LANES, LANES);
+      for (int c = 0; c < W; ++c) put(sums[r][c], u[r] + c * LANES);
     return;
   }
   if constexpr (R > 1) down<R - 1>(rows, x, k, panel, u);

@@ -41,11 +41,13 @@ void rms_rows(const T* x, const T* weight, T* y, int64_t m, int64_t n, float eps
       squares.store(lanes);
       for (int i = 0; i < LANES; ++i) total += lanes[i];
       const Vec scale(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
-      for (int64_t at = 0; at < n; at += LANES) {
-        Vec normed = get(from, at) * scale;
-        if (round_first) normed = rounded<T>(normed);
-        put(normed * (get(weight, at) + Vec(offset)), y + row * n + at, std::min<int64_t>(LANES, n - at));
-      }
+      const auto normed = [&](int64_t at) {
+        const Vec part = get(from, at) * scale;
+        return (round_first ? rounded<T>(part) : part) * (get(weight, at) + Vec(offset));
+      };
+      int64_t at = 0;
+      for (; at + LANES <= n; at += LANES) put(normed(at), y + row * n + at);
+      if (at < n) put(normed(at), y + row * n + at, n - at);
     }
   });
 }
@@ -78,25 +80,37 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
   const int64_t d = x.size(3), half = d / 2, rows = x.size(0) * x.size(1) * x.size(2);
   const auto *from = x.const_data_ptr<T>(), *c = cos.const_data_ptr<T>(), *s = sin.const_data_ptr<T>();
   T* to = y.data_ptr<T>();
-  const auto start = [&](const Tensor& t, int64_t row) {
-    const int64_t i2 = row % x.size(2), i1 = row / x.size(2) % x.size(1), i0 = row / x.size(2) / x.size(1);
-    return i0 * t.stride(0) + i1 * t.stride(1) + i2 * t.stride(2);
+  // Where a row begins in each of them; neighbours in the third dimension are one step apart.
+  struct Walk {
+    const Tensor& t;
+    int64_t step = t.stride(2), at = 0;
+    void start(int64_t i0, int64_t i1, int64_t i2) { at = i0 * t.stride(0) + i1 * t.stride(1) + i2 * step; }
   };
   at::parallel_for(0, rows, std::max<int64_t>(1, TASK_BYTES / (d * sizeof(T))), [&](int64_t begin, int64_t end) {
+    Walk in{x}, co{cos}, si{sin}, out{y};
+    int64_t left = 0;  // rows until the next one begins elsewhere
     for (int64_t row = begin; row < end; ++row) {
-      const T *in = from + start(x, row), *co = c + start(cos, row), *si = s + start(sin, row);
-      T* out = to + start(y, row);
-      const auto turn = [&](int64_t at, int64_t other, bool minus) {
-        for (int64_t i = 0; i < half; i += LANES) {
-          const int64_t count = std::min<int64_t>(LANES, half - i);
-          const auto get = [count](const T* p) { return count == LANES ? load(p) : load(p, static_cast<int>(count)); };
-          const Vec across = get(in + other + i);
-          const Vec straight = rounded<T>(get(in + at + i) * get(co + at + i));
-          put(straight + rounded<T>((minus ? across.neg() : across) * get(si + at + i)), out + at + i, count);
-        }
+      if (left == 0) {
+        const int64_t i2 = row % x.size(2), i1 = row / x.size(2) % x.size(1), i0 = row / x.size(2) / x.size(1);
+        for (Walk* each : {&in, &co, &si, &out}) each->start(i0, i1, i2);
+        left = x.size(2) - i2;
+      }
+      const auto pair = [&](int64_t i, const auto& get, const auto& store) {
+        const Vec first = get(from + in.at + i), second = get(from + in.at + half + i);
+        const auto turned = [&](int64_t at, Vec straight, Vec across) {
+          store(rounded<T>(straight * get(c + co.at + at)) + rounded<T>(across * get(s + si.at + at)), to + out.at + at);
+        };
+        turned(i, first, second.neg());
+        turned(half + i, second, first);
       };
-      turn(0, half, true);
-      turn(half, 0, false);
+      int64_t i = 0;
+      for (; i + LANES <= half; i += LANES)
+        pair(i, [](const T* p) { return load(p); }, [](Vec v, T* p) { put(v, p); });
+      const int rest = static_cast<int>(half - i);
+      if (rest > 0)
+        pair(i, [rest](const T* p) { return load(p, rest); }, [rest](Vec v, T* p) { put(v, p, rest); });
+      for (Walk* each : {&in, &co, &si, &out}) each->at += each->step;
+      --left;
     }
   });
 }
@@ -119,7 +133,7 @@ void gate_rows(const Tensor& gate, const Tensor& up, Tensor& y, const F& f) {
   const auto *a = gate.const_data_ptr<T>(), *b = up.const_data_ptr<T>();
   T* to = y.data_ptr<T>();
   at::parallel_for(0, y.numel(), 1 << 14, [&](int64_t at, int64_t end) {
-    for (; at + LANES <= end; at += LANES) put(rounded<T>(f(load(a + at))) * load(b + at), to + at, LANES);
+    for (; at + LANES <= end; at += LANES) put(rounded<T>(f(load(a + at))) * load(b + at), to + at);
     const int rest = static_cast<int>(end - at);
     if (rest > 0) put(rounded<T>(f(load(a + at, rest))) * load(b + at, rest), to + at, rest);
   });

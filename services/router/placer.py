@@ -194,6 +194,8 @@ class Placer:
             streams=max(0, record.running + since.running - len(since.awaited)),
             prompts=tuple(since.prompts.values()),
             prompt_rate=record.prompt_rate,
+            step_s=record.step_s,
+            stream_s=record.stream_s,
             last_used=since.last_used,
             usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,
         )

@@ -37,6 +37,8 @@ class Candidate:
     streams: int = 0  # of `running`, those that have their first token
     prompts: tuple[int, ...] = ()  # tokens of each prompt sent there that has not led to a first token yet
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
+    step_s: float = 0.0  # seconds of a step of one stream; 0: not known
+    stream_s: float = 0.0  # that each further stream adds
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
 
@@ -57,7 +59,7 @@ class Rules:
     """The settings that matter here."""
 
     weigh: bool = True  # whether the decode worker may compute a prompt although a prefill worker could
-    stretch: float = 3.0  # how many times as long prompts may make a step of its streams
+    stretch: float = 2.0  # how many times as long as a step of one stream one with prompts may take
 
 
 # The decode worker must be this much better: estimates err, and what it computes it cannot hand to anybody.
@@ -65,6 +67,7 @@ CLEARLY = 0.8
 # What a prefill worker must have before it, so that it never stands still until the next prompt arrives from here: so
 # many prompts, and so many seconds of work.
 READY_PROMPTS, READY_S = 2, 0.5
+LEAST_TOKENS = 8  # of prompts in a step, whatever its streams take: engine.pace has the same
 
 
 def place(
@@ -151,8 +154,17 @@ def cost_there(prefill: Candidate, tokens: int, behind: float = 0) -> float:
 def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:
     """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it."""
     computing = tokens / decode.prompt_rate
-    share = (stretch - 1.0) / stretch if decode.streams and stretch > 1.0 else 1.0  # of the time goes to prompts
+    share = _share(decode, stretch)
     return (decode.before(tokens) / decode.prompt_rate + computing) / share + decode.streams * computing
+
+
+def _share(decode: Candidate, stretch: float) -> float:
+    """Of its time, what goes to prompts while its streams go on (engine.pace bounds a step so)."""
+    if not decode.streams or not decode.step_s:
+        return 1.0
+    streams_s = decode.step_s + decode.stream_s * (decode.streams - 1)
+    prompts_s = max(stretch * decode.step_s - streams_s, LEAST_TOKENS / decode.prompt_rate)
+    return prompts_s / (streams_s + prompts_s)
 
 
 def _turn(one: Candidate) -> tuple[int, str]:

@@ -64,7 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._view = view
         self._text = text
         self._channels = channels
-        rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stream_stretch)
+        rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stretch)
         self._placer = Placer(view, settings.queue_timeout_s, rules)
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress

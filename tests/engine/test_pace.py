@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.pace import LEAST_TOKENS, Pace
 
 
-def test_both_numbers_converge_on_a_machine_of_constant_speed() -> None:
-    """Whatever the mix of steps: 1,000 prompt tokens a second, 20 ms for a step of streams."""
-    pace = Pace(step_s=0.5, prompt_rate=10.0)
-    for turn in range(100):
-        pace.learn(0, 4, 0.020)
-        pace.learn(100 + turn, 4, 0.020 + (100 + turn) / 1000)
+def test_all_numbers_converge_on_a_machine_of_constant_speed() -> None:
+    """Whatever the mix of steps: 1,000 prompt tokens a second, 20 ms for a step of one stream, 1 ms for each further."""
+    pace, some = Pace(step_s=0.5, stream_s=0.0, prompt_rate=10.0), random.Random(1)
+    for turn in range(500):
+        streams = some.randint(1, 16)
+        streams_s = 0.020 + 0.001 * (streams - 1)
+        pace.learn(0, streams, streams_s)
+        pace.learn(100 + turn, streams, streams_s + (100 + turn) / 1000)
         pace.learn(512, 0, 0.512)
-    assert pace.step_s == pytest.approx(0.020)
-    assert pace.prompt_rate == pytest.approx(1000)
+    assert pace.step_s == pytest.approx(0.020, rel=0.01)
+    assert pace.stream_s == pytest.approx(0.001, rel=0.01)
+    assert pace.prompt_rate == pytest.approx(1000, rel=0.01)
+
+
+def test_with_one_number_of_streams_what_is_said_of_it_is_right() -> None:
+    """How the seconds are shared out cannot be known then, and does not matter."""
+    pace = Pace()
+    for _ in range(100):
+        pace.learn(0, 9, 0.030)
+    assert pace.without_prompts(9) == pytest.approx(0.030, rel=0.01)
+
+
+def test_strange_steps_leave_numbers_that_mean_something() -> None:
+    """A clock that says nothing, a step that hung: seconds stay positive, and recover."""
+    pace = Pace(0.020, 0.001, 1000)
+    for seconds in (0.0, 0.0, 30.0, 0.0):
+        pace.learn(0, 16, seconds)
+        assert pace.step_s > 0
+        assert pace.stream_s >= 0
+    for _ in range(200):
+        pace.learn(0, 1, 0.020)
+        pace.learn(0, 16, 0.035)
+    assert pace.without_prompts(16) == pytest.approx(0.035, rel=0.05)
 
 
 def test_a_few_tokens_say_nothing_about_the_rate() -> None:
     """A step of a handful of prompt tokens is all overhead."""
-    pace = Pace(step_s=0.020, prompt_rate=1000)
+    pace = Pace(0.020, 0.0, 1000)
     pace.learn(LEAST_TOKENS - 1, 0, 1.0)
     pace.learn(64, 4, 0.001)  # shorter than a step of streams alone: noise
     assert (pace.step_s, pace.prompt_rate) == (0.020, 1000)
 
 
-def test_a_prompt_beside_streams_is_bounded_by_the_stretch() -> None:
-    """Three times a step of 20 ms leaves 40 ms: 40 tokens at 1,000 a second. Never less than makes progress."""
-    assert Pace(0.020, 1000).prompt_tokens_within(3.0) == 40
-    assert Pace().prompt_tokens_within(3.0) == LEAST_TOKENS
+def test_a_step_with_a_prompt_is_as_long_however_many_streams_it_has() -> None:
+    """Twice a step of 20 ms: the streams' own time first, and prompts get the rest. Never less than makes progress."""
+    pace = Pace(0.020, 0.001, 1000)
+    assert [pace.prompt_tokens_beside(streams, 2.0) for streams in (1, 5, 9)] == [20, 16, 12]
+    assert pace.prompt_tokens_beside(30, 2.0) == LEAST_TOKENS
+    assert Pace().prompt_tokens_beside(1, 3.0) == LEAST_TOKENS

@@ -46,14 +46,14 @@ def test_prompts_beside_streams_get_a_smaller_budget() -> None:
     """It holds for all prompts of the step together, running or new, and only while streams advance."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
     scheduler.add(sequence("a", 10, first=10))
-    assert [(chunk.sequence.id, chunk.tokens) for chunk in scheduler.plan(beside_streams=4)] == [("a", 10)]
+    assert [(chunk.sequence.id, chunk.tokens) for chunk in scheduler.plan(beside=lambda _: 4)] == [("a", 10)]
     scheduler.add(stream := sequence("stream", 2))
     stream.done = 1
     scheduler.running.append(scheduler.waiting.pop())
     scheduler.pool.take("stream", [], 2)
     scheduler.running[0].done = 7
     scheduler.add(sequence("b", 10, first=50))
-    plan = scheduler.plan(beside_streams=4)
+    plan = scheduler.plan(beside=lambda _: 4)
     assert [(chunk.sequence.id, chunk.tokens) for chunk in plan] == [("stream", 1), ("a", 3), ("b", 1)]
 
 
@@ -92,7 +92,7 @@ def test_prompts_alone_have_a_budget_of_their_own() -> None:
     """So that a step of prompts is short; it does not hold beside streams."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
     scheduler.add(sequence("a", 20))
-    assert [chunk.tokens for chunk in scheduler.plan(beside_streams=4, alone=10)] == [10]
+    assert [chunk.tokens for chunk in scheduler.plan(beside=lambda _: 4, alone=10)] == [10]
 
 
 def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.policy import CLEARLY, Candidate, Placement, Rules, cost_here, cost_there, place
+from engine import pace
+from services.router.policy import CLEARLY, LEAST_TOKENS, Candidate, Placement, Rules, cost_here, cost_there, place
 
 RULES = Rules(weigh=True, stretch=3.0)
 DECODE = Candidate("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
-                   max_model_len=8192, prompt_rate=1000.0)  # fmt: skip
+                   max_model_len=8192, prompt_rate=1000.0, step_s=0.020, stream_s=0.001)  # fmt: skip
 PREFILL = replace(DECODE, worker_id="prefill-0", address="h:2")
 
 candidates = st.builds(
@@ -29,6 +30,8 @@ candidates = st.builds(
     max_model_len=st.integers(1, 4096),
     prompts=st.lists(st.integers(1, 10_000), max_size=8).map(tuple),
     prompt_rate=st.sampled_from([0.0, 1.0, 500.0, 1e6]),
+    step_s=st.sampled_from([0.0, 0.001, 0.02]),
+    stream_s=st.sampled_from([0.0, 0.001, 1.0]),
     usable=st.booleans(),
 )
 
@@ -87,6 +90,21 @@ def test_a_queue_at_the_prefill_worker_sends_prompts_to_an_idle_decode_worker() 
 def test_streams_beside_it_count() -> None:
     """The same queue, but eight streams would lose half a second each: the prompt waits its turn."""
     assert placed(replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500, 500))).prefill is not None
+
+
+def test_a_prompt_beside_streams_takes_as_long_as_they_leave_it_time() -> None:
+    """A step is bounded to 60 ms. One stream takes 20 of them, eleven take 30, sixty take 79 and all of them: there a
+    step has the fewest tokens that one has. The router reckons as the engine does."""
+    alone, beside = cost_here(DECODE, 300, 3.0), {}
+    for streams in (1, 11, 60):
+        one = replace(DECODE, streams=streams)
+        tokens = pace.Pace(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
+        beside[streams] = cost_here(one, 300, 3.0) - streams * alone
+        assert beside[streams] == pytest.approx(300 / tokens * (0.020 + 0.001 * (streams - 1) + tokens / 1000))
+    assert alone == pytest.approx(0.3)
+    assert beside[1] == pytest.approx(0.45)
+    assert beside[11] == pytest.approx(0.6)
+    assert LEAST_TOKENS == pace.LEAST_TOKENS
 
 
 def test_unknown_rates_decide_nothing() -> None:

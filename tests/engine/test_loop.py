@@ -1,0 +1,56 @@
+"""The engine has one thread, from its first weight to its last step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from engine.loop import EngineLoop
+
+IDLE: Any = SimpleNamespace(scheduler=SimpleNamespace(has_work=False))  # an engine as far as the loop looks at it
+
+
+def compute() -> int:
+    """Something that two threads do together; returns who asked for it."""
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1.0)
+    return threading.get_ident()
+
+
+async def test_an_engine_is_built_and_used_by_one_thread_with_one_set_of_helpers() -> None:
+    """A second set would put all helpers to sleep after each operator: with two cores a step took twice as long."""
+    before, built_by = psutil.Process().num_threads(), []
+
+    def make() -> Any:
+        built_by.append(compute())
+        return IDLE
+
+    loop = EngineLoop(make)
+    try:
+        await loop.built()
+        assert loop.engine is IDLE
+        assert [await loop.call(compute)] == built_by
+        assert psutil.Process().num_threads() == before + 2  # itself and one helper
+        await asyncio.to_thread(lambda: [compute(), compute()])  # the control: two for whoever else computes
+        assert psutil.Process().num_threads() > before + 3
+    finally:
+        loop.stop()
+
+
+async def test_what_goes_wrong_while_it_is_built_reaches_who_waits_for_it() -> None:
+    """And its thread ends."""
+
+    def make() -> Any:
+        raise ZeroDivisionError
+
+    loop = EngineLoop(make)
+    with pytest.raises(ZeroDivisionError):
+        await loop.built()
+    loop.stop()
+    assert not loop._thread.is_alive()
