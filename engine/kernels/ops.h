@@ -4,11 +4,34 @@
 // token's result does not depend on what else is in the step, nor on whether it comes there alone or in a chunk.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <atomic>
 
 namespace tandem {
 
 constexpr int64_t TASK_BYTES = 1 << 16;  // what one thread reads at least
+
+// f(begin, end) over [0, count), at least `grain` at a time. Each thread takes what comes next when it is done: whoever
+// has to share its core with another process takes less, and nobody waits long for it. at::parallel_for gives all an
+// equal part beforehand, which is better where neighbours are read ahead.
+template <typename F>
+void share_out(int64_t count, int64_t grain, const F& f) {
+  constexpr int64_t TURNS = 8;  // of each thread
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t turn = std::max(grain, count / (threads * TURNS)), turns = (count + turn - 1) / turn;
+  if (threads == 1 || turns <= 1) {
+    if (count > 0) f(int64_t{0}, count);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min(threads, turns), 1, [&](int64_t, int64_t) {
+    for (int64_t at; (at = next.fetch_add(turn, std::memory_order_relaxed)) < count;)
+      f(at, std::min(at + turn, count));
+  });
+}
 
 inline at::Tensor rows_of(const at::Tensor& t) {
   return t.dim() > 0 && t.stride(-1) != 1 && t.size(-1) != 1 ? t.contiguous() : t;

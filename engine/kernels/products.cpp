@@ -179,6 +179,8 @@ void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename 
   if constexpr (R > 1) panel_rows<D, FETCH, T, R - 1>(rows, x, k, panel, later, bias, beside, y, stride, columns);
 }
 
+constexpr int64_t FEW = 2 * ROWS;  // rows with which a product does little but read its weight, panel after panel
+
 // x [m, k] times several weights, whose panels are shared out to the threads together.
 template <typename D, typename T>
 void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Product<typename D::W, T>>& products) {
@@ -191,7 +193,7 @@ void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Pr
   const int64_t part = (m + parts - 1) / parts;
   const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size * static_cast<int64_t>(sizeof(typename D::W)) +
                                                            part * k * static_cast<int64_t>(sizeof(float))));
-  at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
+  const auto run_tasks = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       int64_t panel = task / parts;
       const auto* to = products.data();
@@ -217,7 +219,11 @@ void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Pr
           run(std::integral_constant<Fetch, Fetch::NOTHING>());
       }
     }
-  });
+  };
+  if (m <= FEW)
+    at::parallel_for(0, panels * parts, grain, run_tasks);
+  else
+    share_out(panels * parts, grain, run_tasks);
 }
 
 // weight [n, k] in panels, to be used by `linear`; flat.

@@ -10,7 +10,7 @@ from engine.pace import LEAST_TOKENS, Pace
 
 
 def test_all_numbers_converge_on_a_machine_of_constant_speed() -> None:
-    """Whatever the mix of steps: 1,000 prompt tokens a second, 20 ms for a step of one stream, 1 ms for each further."""
+    """Whatever the mix: 1,000 prompt tokens a second, 20 ms for a step of one stream, 1 ms for each further one."""
     pace, some = Pace(step_s=0.5, stream_s=0.0, prompt_rate=10.0), random.Random(1)
     for turn in range(500):
         streams = some.randint(1, 16)
