@@ -100,7 +100,8 @@ def test_a_prompt_beside_streams_takes_as_long_as_they_leave_it_time() -> None:
         one = replace(DECODE, streams=streams)
         tokens = pace.Pace(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
         beside[streams] = cost_here(one, 300, 3.0) - streams * alone
-        assert beside[streams] == pytest.approx(300 / tokens * (0.020 + 0.001 * (streams - 1) + tokens / 1000), rel=0.03)
+        step_s = 0.020 + 0.001 * (streams - 1) + tokens / 1000
+        assert beside[streams] == pytest.approx(300 / tokens * step_s, rel=0.03)  # there are no parts of tokens
     assert alone == pytest.approx(0.3)
     assert beside[1] == pytest.approx(0.45, rel=0.03)
     assert beside[11] == pytest.approx(0.6, rel=0.03)
