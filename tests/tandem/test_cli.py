@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -95,9 +96,9 @@ async def test_ctrl_c_cancels_the_stream(fake: Any, events: Any, json_flag: list
         await asyncio.Event().wait()
 
     fake.script = endless
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", MAIN, "generate", "Hi", "--target", fake.target, *json_flag, stdout=-1, stderr=-1
-    )
+    command = [sys.executable, "-c", MAIN, "generate", "Hi", "--target", fake.target, *json_flag]
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    process = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1, preexec_fn=heard)
     await asyncio.wait_for(begun.wait(), 10)
     process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(), 10)
