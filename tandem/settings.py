@@ -14,7 +14,7 @@ from pydantic_settings import SettingsError as Unreadable
 from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
-STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0
+STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from engine.build import _dtype
-from tandem.settings import Settings
+from tandem.settings import STRETCH_ALONE, STRETCH_BESIDE_PREFILL, Settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
+
+
+def test_streams_wait_longer_for_prompts_only_where_these_have_no_other_place() -> None:
+    """Without prefill workers a step may be longer; a number that is given holds in both."""
+    for prefill, default in ((1, STRETCH_BESIDE_PREFILL), (0, STRETCH_ALONE)):
+        assert Settings(model="m", prefill=prefill).stretch == default
+        assert Settings(model="m", prefill=prefill, stream_stretch=1.0).stretch == 1.0
+    assert STRETCH_BESIDE_PREFILL < STRETCH_ALONE
 
 
 @pytest.mark.parametrize(
