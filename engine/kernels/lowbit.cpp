@@ -276,7 +276,7 @@ template <typename F>
 struct AsCodes {
   explicit AsCodes(const uint8_t* panel) : panel(panel) {}
   const uint8_t* panel;
-  const Reader<F> read;
+  const Reader<F> read{};
   TANDEM_INLINE Wide operator()(int64_t pair) const {
     const uint8_t* at = panel + pair * STEP_BYTES<F>;
     for (int64_t line = 0; line < STEP_BYTES<F>; line += LINE)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import random
+import shlex
+import subprocess
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -12,12 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import cpp_extension
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engine import kernels
 from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
-from engine.kernels import modules
+from engine.kernels import build, modules
 from engine.model import Model
 from engine.pages import Pages, layout_of
 from tandem.errors import CheckpointRefused
@@ -30,6 +35,19 @@ ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # rounding of float32 sums
 built = pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
 )
+
+
+@built
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names levels of x86-64")
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize("source", ["lowbit.cpp", "rows.cpp"])
+def test_what_differs_by_instruction_set_compiles_for_the_others(source: str, level: str) -> None:
+    """The machine that builds takes one branch of each; a worker elsewhere must not be left without operators."""
+    options = [option for option in build.OPTIONS if not option.startswith(("-march", "-O"))]
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    command = [*shlex.split(os.environ.get("CXX", "c++")), *options, f"-march={level}", *includes, "-fsyntax-only"]
+    done = subprocess.run([*command, str(build.HERE / source)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
 
 
 def ops() -> torch._ops._OpNamespace:
