@@ -45,8 +45,9 @@ def test_what_differs_by_instruction_set_compiles_for_the_others(source: str, le
     """The machine that builds takes one branch of each; a worker elsewhere must not be left without operators."""
     options = [option for option in build.OPTIONS if not option.startswith(("-march", "-O"))]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    command = [*shlex.split(os.environ.get("CXX", "c++")), *options, f"-march={level}", *includes, "-fsyntax-only"]
-    done = subprocess.run([*command, str(build.HERE / source)], capture_output=True, text=True, timeout=120, check=False)
+    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *options, f"-march={level}", *includes, "-fsyntax-only"]
+    command = [*compiler, str(build.HERE / source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[:2000]
 
 
