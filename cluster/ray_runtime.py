@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +41,10 @@ from cluster.registry import Registry
 from cluster.supervisor import ROLES, role_of
 from tandem.errors import InternalError, PreconditionFailed, SettingsError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
+from tandem.tasks import end
 
 log = logging.getLogger(__name__)
+LAST_STAGES_S = 1.0  # longest wait for what a ready worker still has to tell of its start
 T = TypeVar("T")
 NAMESPACE = "tandem"
 LAUNCHER = "services.launch:start"
@@ -65,14 +67,38 @@ class WorkerActor:
         self._settings = settings
         self._launcher = launcher
         self._starting: asyncio.Task[Any] | None = None
+        self._stages: list[str] = []
+        self._news = asyncio.Event()
+        self._told_all = False
 
     async def start(self) -> Started:
         if self._starting is None:
             module, _, name = self._launcher.partition(":")
             launch = getattr(importlib.import_module(module), name)
-            self._starting = asyncio.create_task(launch(role_of(self._worker_id), self._settings, self._worker_id))
-        service = await asyncio.shield(self._starting)
+            here = asyncio.get_running_loop()
+
+            def say(line: str) -> None:  # on any thread
+                here.call_soon_threadsafe(self._note, line)
+
+            role = role_of(self._worker_id)
+            self._starting = asyncio.create_task(launch(role, self._settings, self._worker_id, say))
+        try:
+            service = await asyncio.shield(self._starting)
+        finally:
+            self._told_all = True
+            self._news.set()
         return Started(service.address, os.getpid(), service.incarnation)
+
+    async def stages(self, after: int) -> list[str]:
+        """What start() has told beyond the first `after` lines; waits until there is something. Empty: it is over."""
+        while len(self._stages) <= after and not self._told_all:
+            self._news.clear()
+            await self._news.wait()
+        return self._stages[after:]
+
+    def _note(self, line: str) -> None:
+        self._stages.append(line)
+        self._news.set()
 
     async def wait(self) -> None:
         assert self._starting is not None
@@ -166,8 +192,24 @@ class RayLife:
         self._actor = actor
         self._worker_id = worker_id
 
-    async def start(self) -> Started:
-        return await self._call(self._actor.start.remote())
+    async def start(self, tell: Callable[[str], None]) -> Started:
+        follow = asyncio.create_task(self._follow(tell), name=f"stages of {self._worker_id}")
+        try:
+            started: Started = await self._call(self._actor.start.remote())
+            await asyncio.wait({follow}, timeout=LAST_STAGES_S)
+            return started
+        finally:
+            await end(follow)
+
+    async def _follow(self, tell: Callable[[str], None]) -> None:
+        told = 0
+        try:
+            while lines := await self._call(self._actor.stages.remote(told)):
+                for line in lines:
+                    tell(line)
+                told += len(lines)
+        except TandemError:
+            return  # it is dead, which start() tells
 
     async def wait(self) -> None:
         await self._call(self._actor.wait.remote())

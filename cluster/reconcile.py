@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -43,8 +44,8 @@ class Started:
 class Life(Protocol):
     """One worker process. Every call raises WorkerLost once the process is dead, and only errors of the tree."""
 
-    async def start(self) -> Started:
-        """Serves; again on a worker that serves already, the same answer."""
+    async def start(self, tell: Callable[[str], None]) -> Started:
+        """Serves; again on a worker that serves already, the same answer. `tell` receives what it does meanwhile."""
 
     async def wait(self) -> None:
         """Returns when the service has ended by itself."""
@@ -65,6 +66,7 @@ class Host(Protocol):
 
 class Kind(StrEnum):
     STARTING = "starting"
+    LOADING = "loading"  # still starting; `text` says how far it is
     READY = "ready"
     STOPPED = "stopped"  # drained, as it was told to or by itself
     FAILED = "failed"  # could not start, for a reason that starting again would not change
@@ -81,6 +83,7 @@ class Event:
     started: Started | None = None
     error: TandemError | None = None
     retry_in_s: float = 0.0
+    text: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +188,7 @@ class Supervisor:
         await self._tell(Kind.STARTING, worker)
         error: TandemError | None = None
         try:
-            worker.started = await worker.life.start()
+            worker.started = await worker.life.start(partial(self._tell_stage, worker))
             worker.ready_at = self._clock()
             if worker.phase is Phase.STARTING:
                 worker.phase = Phase.READY
@@ -244,9 +247,21 @@ class Supervisor:
         again = kind in (Kind.DIED, Kind.FAILED) and not self._stopping
         retry_in_s = max(0.0, backoff.retry_at - self._clock()) if again else 0.0
         log.info("supervisor.worker", kind=kind, worker_id=worker.worker_id, error=error and error.message)
+        self._add(kind, worker, error, retry_in_s)
+        await self._announce()
+
+    def _tell_stage(self, worker: _Worker, text: str) -> None:
+        self._add(Kind.LOADING, worker, text=text)
+        self._spawn(self._announce())
+
+    def _add(
+        self, kind: Kind, worker: _Worker, error: TandemError | None = None, retry_in_s: float = 0.0, text: str = ""
+    ) -> None:
+        self._seq += 1
+        self._events.append(Event(self._seq, kind, worker.worker_id, worker.started, error, retry_in_s, text))
+
+    async def _announce(self) -> None:
         async with self._news:
-            self._seq += 1
-            self._events.append(Event(self._seq, kind, worker.worker_id, worker.started, error, retry_in_s))
             self._news.notify_all()
 
     def _spawn(self, work: asyncio._CoroutineLike[None]) -> None:

@@ -1,4 +1,5 @@
-"""Who lives: the only file that knows Redis, and every key in it. Works with Redis and Valkey.
+"""Who lives. With cluster/journal.py the only file that knows Redis, and every key of workers in it. Works with Redis
+and Valkey.
 
     tandem:<cluster>:worker:<id>   JSON of one WorkerRecord, expires after heartbeat_ttl_s without a beat
     tandem:<cluster>:wanted        hash role -> number of workers
@@ -96,7 +97,7 @@ class Registry:
     async def ping(self) -> float:
         """Seconds of one round trip."""
         start = perf_counter()
-        with _answering():
+        with answering():
             await self._redis.ping()
         return perf_counter() - start
 
@@ -105,7 +106,7 @@ class Registry:
     async def beat(self, record: WorkerRecord, *, announce: bool = False) -> None:
         """Write the record for another ttl; `announce` a change of state so that routers see it at once."""
         key = f"{self._prefix}:worker:{record.worker_id}"
-        with _answering():
+        with answering():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.set(key, json.dumps({**asdict(record), "beat": time()}), px=int(self.ttl_s * 1000))
                 if announce:
@@ -114,7 +115,7 @@ class Registry:
 
     async def withdraw(self, worker_id: str) -> None:
         """Forget a worker that has stopped."""
-        with _answering():
+        with answering():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.delete(f"{self._prefix}:worker:{worker_id}")
                 pipe.publish(f"{self._prefix}:changed", "workers")
@@ -122,7 +123,7 @@ class Registry:
 
     async def workers(self) -> list[WorkerRecord]:
         """Every worker heard of within the ttl, by id."""
-        with _answering():
+        with answering():
             keys = [key async for key in self._redis.scan_iter(match=f"{self._prefix}:worker:*", count=1000)]
             values = await self._redis.mget(keys) if keys else []
         records = [WorkerRecord.parse(value) for value in values if value is not None]
@@ -131,7 +132,7 @@ class Registry:
     # ---- wanted pool sizes
 
     async def want(self, sizes: dict[str, int]) -> None:
-        with _answering():
+        with answering():
             async with self._redis.pipeline(transaction=True) as pipe:
                 if sizes:
                     pipe.hset(f"{self._prefix}:wanted", mapping={role: str(size) for role, size in sizes.items()})
@@ -139,7 +140,7 @@ class Registry:
                 await pipe.execute()
 
     async def wanted(self) -> dict[str, int]:
-        with _answering():
+        with answering():
             values = await self._redis.hgetall(f"{self._prefix}:wanted")
         return {str(role): int(size) for role, size in values.items()}
 
@@ -209,7 +210,7 @@ async def _within(event: asyncio.Event, seconds: float) -> bool:
 
 
 @contextmanager
-def _answering() -> Iterator[None]:
+def answering() -> Iterator[None]:
     try:
         yield
     except RedisError as error:

@@ -10,6 +10,7 @@ If this process is killed outright, Linux ends its workers (cluster/lifeline.py)
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import socket
 import sys
@@ -22,6 +23,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
 
 from cluster import rundir
 from cluster.guard import Guard
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 600.0
 DEFAULT_LAUNCHER = "services.launch:start"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ports for 0: below those that systems give to outgoing connections, one of which could take a port while it is still
+# unused.
+PICKED_FROM, PICKED, PICKS = 20_000, 12_000, 50
 
 
 class _Notice(Enum):
@@ -115,7 +121,8 @@ class Cluster:
     def http(self) -> str:
         """Where the OpenAI API is, once started; empty when it is off."""
         host, port = self.settings.host, self.settings.http_port
-        return "" if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        scheme = "https" if self.settings.tls_cert else "http"
+        return "" if port is None else f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     @property
     def workers(self) -> dict[str, Event]:
@@ -157,7 +164,8 @@ class Cluster:
         ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
         if self.settings.http_port is not None:
             ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")
-        self.settings = self.settings.model_copy(update=ports)
+        token = self.settings.cluster_token or SecretStr(secrets.token_hex(16))
+        self.settings = self.settings.model_copy(update={**ports, "cluster_token": token})
         logs = _writable(self.settings.logs)
         self.directory = rundir.create()
         self._undo.callback(rundir.remove, self.directory)
@@ -182,7 +190,7 @@ class Cluster:
     async def _want(self) -> None:
         registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
         try:
-            await registry.want({"router": 1, "prefill": self.settings.prefill, "decode": self.settings.decode})
+            await registry.want(self._wanted())
         finally:
             await registry.close()
 
@@ -202,7 +210,7 @@ class Cluster:
         return runtime
 
     def _await_ready(self) -> None:
-        wanted = {"router": 1, "prefill": self.settings.prefill, "decode": self.settings.decode}
+        wanted = self._wanted()
         deadline = self._began + self._start_timeout_s
         while not all(self._count(role) >= size for role, size in wanted.items()):
             left = deadline - monotonic()
@@ -212,6 +220,10 @@ class Cluster:
             for event in self.events(left):
                 if event.kind is Kind.FAILED and event.error:
                     raise event.error
+
+    def _wanted(self) -> dict[str, int]:
+        given = self.settings
+        return {"router": given.routers, "prefill": given.prefill, "decode": given.decode}
 
     def _count(self, role: str) -> int:
         return sum(role_of(worker_id) == role for worker_id in self._ready)
@@ -238,6 +250,9 @@ class Cluster:
             self._report(f"{event.worker_id}: ready on {event.started.address}")
             if role_of(event.worker_id) == "router":
                 self.target = event.started.address
+            return
+        if event.kind is Kind.LOADING:
+            self._report(f"{event.worker_id}: {event.text}")
             return
         if event.kind is Kind.STARTING:
             return
@@ -309,7 +324,9 @@ def run_forever(
 
 def _ready_line(cluster: Cluster) -> str:
     settings = cluster.settings
-    return f"ready {cluster.target} ({settings.prefill} prefill, {settings.decode} decode, model {settings.model})"
+    routers = f"{settings.routers} routers, " if settings.routers > 1 else ""
+    workers = f"{settings.prefill} prefill, {settings.decode} decode"
+    return f"ready {cluster.target} ({routers}{workers}, model {settings.model})"
 
 
 @contextmanager
@@ -345,14 +362,16 @@ def _writable(folder: Path | None) -> Path | None:
 
 def _free_port(host: str, port: int, field: str) -> int:
     """`port`, or a free one for 0: a restarted router must come back where its clients look for it."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise SettingsError(
-                f"port {port} on {host} cannot be used: {error.strerror}", field=field, bound="a free port, or 0"
-            ) from error
-        found: int = probe.getsockname()[1]
-        return found
+    candidates = [port] if port else [PICKED_FROM + secrets.randbelow(PICKED) for _ in range(PICKS)]
+    for candidate in candidates:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                return candidate
+            except OSError as error:
+                refused = error
+    raise SettingsError(
+        f"port {candidate} on {host} cannot be used: {refused.strerror}", field=field, bound="a free port, or 0"
+    ) from refused

@@ -33,6 +33,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # held by nobody; oldest first
         self._tables: dict[str, list[int]] = {}
+        self._news: list[tuple[bytes, bool]] | None = None  # None: nobody wants to know
 
     # ---- questions
 
@@ -111,6 +112,7 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            self._tell(digest, True)
 
     def drop(self, owner: str) -> None:
         """Give up the owner's blocks: known prefixes become cached, the rest free."""
@@ -128,7 +130,21 @@ class BlockPool:
         while self._cached:
             heapq.heappush(self._free, self._evict())
         for block in list(self._hash_of):
-            del self._block_of[self._hash_of.pop(block)]
+            self._forget(block)
+
+    # ---- what is known here, for others
+
+    def listen(self) -> list[bytes]:
+        """The hashes of all blocks that can be reused. From now on `news` has what changes."""
+        self._news = []
+        return list(self._block_of)
+
+    def news(self) -> list[tuple[bytes, bool]]:
+        """What has come (True) or gone since the last call, in order."""
+        if not self._news:
+            return []
+        news, self._news = self._news, []
+        return news
 
     # ---- the books
 
@@ -161,8 +177,17 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        self._tell(digest, False)
+
+    def _tell(self, digest: bytes, here: bool) -> None:
+        if self._news is not None:
+            self._news.append((digest, here))
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 
 import psutil
@@ -18,6 +21,7 @@ from engine.pace import MANY, Pace
 from engine.scheduler import EXTRA_LOGITS
 from engine.speculation import Drafter, ModelDrafter, Ngram, Speculation
 from engine.step import Batch
+from engine.weight_cache import WeightCache, default_folder
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
 
@@ -45,9 +49,11 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         adapter_slots=settings.adapter_slots,
         weights=settings.weights,
         kv_dtype=settings.kv_dtype,
+        cache=_cache(settings),
         progress=say,
     )
     draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None
+    _return_memory()
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
     drafter: Drafter | None = None
     if draft is not None:
@@ -73,6 +79,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
         spare_block=captures,
     )
+    say(f"{blocks} blocks of KV allocated")
     if captures:
         say(f"decode steps: {engine.capture(graphs.captured())}")
     return engine
@@ -98,7 +105,8 @@ def _calibrate(model: Model, settings: Settings) -> Pace:
 
     prompt = seconds(0, length)
     one, many = seconds(length, 1), seconds(length, 1, several)
-    return Pace(one, max(0.0, many - one) / max(1, several - 1), length / prompt)
+    own = max(prompt - one, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
+    return Pace(one, max(0.0, many - one) / max(1, several - 1), length / own)
 
 
 def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) -> Model:
@@ -109,6 +117,7 @@ def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) 
         device=target.device,
         block_size=settings.block_size,
         weights=settings.weights,
+        cache=_cache(settings),
         progress=lambda line: say(f"draft model: {line}"),
     )
     if draft.vocab_size != target.vocab_size:
@@ -119,6 +128,21 @@ def _draft_model(settings: Settings, target: Model, say: Callable[[str], None]) 
             bound=f"a checkpoint with vocab_size {target.vocab_size}",
         )
     return draft
+
+
+def _return_memory() -> None:
+    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
+    it to the system when asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _cache(settings: Settings) -> WeightCache | None:
+    if settings.weight_cache == "off":
+        return None
+    folder = default_folder() if settings.weight_cache == "auto" else Path(settings.weight_cache).expanduser()
+    return WeightCache(folder, int(settings.weight_cache_gib * 2**30))
 
 
 def _device(settings: Settings) -> torch.device:
@@ -151,7 +175,7 @@ def _measured_blocks(model: Model, draft: Model | None, settings: Settings, say:
     Never more than all places filled to the longest length could use.
     """
     working = _profile(model, settings)
-    free = _free_bytes(model.device)
+    free = _free_bytes(model.device, kept=sum(one.mapped_bytes for one in (model, draft) if one))
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
     block = sum(one.block_bytes(settings.block_size) for one in (model, draft) if one)
     per_sequence = -(-model.max_model_len // settings.block_size)
@@ -191,23 +215,41 @@ def _profile(model: Model, settings: Settings) -> int:
         torch.cuda.synchronize(model.device)
         return torch.cuda.max_memory_allocated(model.device) - before
     before = psutil.Process().memory_info().rss
+    peak = _peak_from_now()
     model.forward(pages, batch)
-    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    return max(0, peak() - before)
 
 
-def _free_bytes(device: torch.device) -> int:
-    """What is free now: of the device, or of the host and of this process's cgroup, whichever is less."""
+def _peak_from_now() -> Callable[[], int]:
+    """A function that says the most bytes this process has had resident since; since ever, where Linux cannot tell."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading, and nothing else
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_bytes(device: torch.device, kept: int) -> int:
+    """What is free now: of the device, or of the host and of this process's cgroup, whichever is less.
+
+    `kept` bytes of mapped files have to stay: the kernel counts them as free to be had. Workers that map the same file
+    each take them off, once, from the one number that holds them once.
+    """
     if device.type == "cuda":  # not yet run on a GPU
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(psutil.virtual_memory().available, _cgroup_free())
+    return min(psutil.virtual_memory().available, _cgroup_free()) - kept
 
 
-def _cgroup_free() -> int:
-    """Bytes that the container may still take; unlimited (a very large number) without a limit. cgroup v2."""
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the container may still take, those that hold files included; a very large number without a limit.
+
+    cgroup v2.
+    """
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            text = limit.read().strip()
-            return 2**62 if text == "max" else int(text) - int(used.read())
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return 2**62
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        files = int(stat["active_file"]) + int(stat["inactive_file"])
+        return int(limit) - int((folder / "memory.current").read_text()) + files
     except OSError:
         return 2**62  # no cgroup v2 here: the host's number decides
 

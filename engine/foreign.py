@@ -4,17 +4,24 @@ transformers loads them with the quantiser that their config names; compressed-t
 machine. Its library makes the dense weight of each layer, and the codes are found again from that and the scales: they
 are used only where they give that very weight, bit for bit. A layer whose codes we have no format for is served from
 its dense weight. Whatever else a config asks for, quantised activations above all, is refused.
+
+transformers' quantisers of GPTQ and AWQ want GPTQModel, and that of FP8 a GPU; `engine.packed` reads these instead, and
+transformers gets the weights that they stand for, one at a time, as if they were in the file. The codes take their
+place under the same condition.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from engine import packed
 from engine.kernels import lowbit
 from tandem.errors import CheckpointRefused
 
@@ -26,15 +33,17 @@ LEFTOVERS = ("_scale", "_scale_inv", "_zero_point", "_packed", "_g_idx", ".qweig
 
 def check(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint is quantised, None if it is not. Raises CheckpointRefused with what to do."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    if getattr(config, "quantization_config", None) is None:
         return None
-    asked: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    asked = _asked(config)
     method = asked.get("quant_method")
+    if method in packed.METHODS:
+        packed.scheme_of(asked)
+        return str(method)
     if method != METHOD:
         raise CheckpointRefused(
-            f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve a"
-            f" {METHOD} checkpoint of the model, or the original one with weights = int8, int4 or fp8"
+            f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve one"
+            f" of {', '.join((METHOD, *packed.METHODS))}, or the original one with weights = int8, int4 or fp8"
         )
     groups = list((asked.get("config_groups") or {}).values())
     for group in groups:
@@ -52,14 +61,40 @@ def check(config: PreTrainedConfig) -> str | None:
     return METHOD
 
 
+def _asked(config: PreTrainedConfig) -> dict[str, Any]:
+    found: Any = config.quantization_config
+    asked: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    return asked
+
+
 def _refused(why: str) -> CheckpointRefused:
-    return CheckpointRefused(
-        f"the {METHOD} checkpoint {why}; or serve the original one with weights = int8, int4 or fp8"
-    )
+    return packed.refused(METHOD, why)
 
 
-def check_keys(unexpected: list[str]) -> None:
-    """Raises CheckpointRefused when the files hold scales or codes that no layer has taken: the rest means nothing."""
+def read(files: list[Path], config: PreTrainedConfig) -> packed.Weights | None:
+    """The tensors of a checkpoint that transformers does not unpack here; None if it reads the files itself.
+
+    Takes the quantisation out of the config: to transformers the checkpoint is a plain one.
+    """
+    if getattr(config, "quantization_config", None) is None or _asked(config)["quant_method"] not in packed.METHODS:
+        return None
+    weights = packed.read(files, packed.scheme_of(_asked(config)))
+    del config.quantization_config
+    return weights
+
+
+def check_keys(unexpected: list[str], weights: packed.Weights | None = None) -> None:
+    """Raises CheckpointRefused when the files hold scales or codes that no layer has taken: the rest means nothing.
+
+    Beside packed weights nothing at all may be left over, but biases of 0 that packers add to layers without one.
+    """
+    if weights is not None:
+        left = [name for name in unexpected if not _is_no_bias(name, weights)]
+        if left:
+            raise packed.refused(
+                weights.method,
+                f"holds {len(left)} tensors that no layer takes, such as {left[0]}: it is of another model",
+            )
     names = sorted(name for name in unexpected if name.endswith(LEFTOVERS))
     if names:
         raise CheckpointRefused(
@@ -68,13 +103,23 @@ def check_keys(unexpected: list[str]) -> None:
         )
 
 
-def adopt(model: PreTrainedModel, compiled: bool) -> str:
-    """Makes plain layers of the library's; with `compiled`, over packed codes where exact. Says what it did."""
+def _is_no_bias(name: str, weights: packed.Weights) -> bool:
+    layer, _, last = name.rpartition(".")
+    return last == "bias" and layer in weights.products and not weights.tensors[name][...].any()
+
+
+def adopt(model: PreTrainedModel, compiled: bool, weights: packed.Weights | None) -> str:
+    """Makes plain layers of the library's; with `compiled`, over packed codes where exact. Says what it did.
+
+    `weights` are what `read` has given. Raises CheckpointRefused where a layer's weight is not the one that was read.
+    """
+    if weights is not None:
+        return _adopt(model, compiled, weights)
     from compressed_tensors.compressors import ModelCompressor
 
     layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
     ModelCompressor.decompress_model(_compressor(model), model)
-    packed = 0
+    over_codes = 0
     for layer in layers:
         if type(layer) is not nn.Linear:
             raise _refused(f"quantises a {type(layer).__name__}, and only plain linear layers are served so")
@@ -82,8 +127,40 @@ def adopt(model: PreTrainedModel, compiled: bool) -> str:
         _strip(layer)
         if codes is not None:
             lowbit.put(layer, codes)
-            packed += 1
-    return f"weights: {len(layers)} products of the {METHOD} checkpoint, {packed} of them over its own codes"
+            over_codes += 1
+    return _line(len(layers), METHOD, over_codes)
+
+
+def _line(count: int, method: str, over_codes: int) -> str:
+    return f"weights: {count} products of the {method} checkpoint, {over_codes} of them over its own codes"
+
+
+def _adopt(model: PreTrainedModel, compiled: bool, weights: packed.Weights) -> str:
+    layers = dict(model.named_modules())
+    if any(isinstance(layer, Conv1D) for layer in layers.values()):
+        raise packed.refused(
+            weights.method, "is of a model that keeps its weights turned, and these are not turned here"
+        )
+    accessors: Any = model  # transformers', not typed
+    head = accessors.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    over_codes = 0
+    for name, product in weights.products.items():
+        layer: Any = layers.get(name, layers.get(f"{model.base_model_prefix}.{name}"))
+        if layer is None:
+            continue  # transformers has made it a part of something, such as a mixture's experts
+        if type(layer) is not nn.Linear:
+            raise packed.refused(
+                weights.method, f"quantises a {type(layer).__name__}, and only linear layers are served"
+            )
+        if layer is head:
+            raise packed.refused(weights.method, f"has {name} packed, and its config ties it to the embedding")
+        if not torch.equal(product.weight().to(layer.weight.dtype), layer.weight.detach().cpu()):
+            raise packed.refused(weights.method, f"has weights of {name} that are not what the model computes with")
+        codes = product.codes() if compiled else None
+        if codes is not None:
+            lowbit.put(layer, codes)
+            over_codes += 1
+    return _line(len(weights.products), weights.method, over_codes)
 
 
 def _compressor(model: PreTrainedModel) -> Any:
@@ -125,4 +202,4 @@ def _strip(layer: Any) -> None:
         layer.__dict__.pop(name, None)
 
 
-__all__ = ["adopt", "check", "check_keys"]
+__all__ = ["adopt", "check", "check_keys", "read"]

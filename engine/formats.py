@@ -16,6 +16,13 @@ def of_head(format: str) -> str:
     return format if format == "bf16" else "int8"
 
 
+def of_integers(bits: int, symmetric: bool) -> str | None:
+    """The format that surely has integers of so many bits less their zero; None if none has. Zeros of their own need a
+    bit more."""
+    needed = bits if symmetric else bits + 1
+    return "int4" if needed <= 4 else "int8" if needed <= 8 else None
+
+
 def weight_bytes(n: int, k: int, format: str, group: int | None = None) -> int:
     """Bytes of codes and float32 scales of a weight `[n, k]`."""
     return n * -(-k * BITS[format] // 8) + 4 * n * -(-k // (group or group_of(format, k)))

@@ -8,6 +8,9 @@ and `engine.flat` proves the result against the modules, bit for bit, whatever t
     x + linear(y)                                 tandem::linear_add
     x * cos + cat(-x[half:], x[:half]) * sin      tandem::rotate
     silu(x) * y, gelu(x) * y                      tandem::gated
+    the same of two linear layers of one x        tandem::linears_gated
+
+And what comes behind the last attention is computed for those tokens only whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def fuse(graph: Graph) -> None:
     passes._jit_pass_inline(graph)
     passes._jit_pass_constant_pooling(graph)
     passes._jit_pass_cse(graph)
-    for rule in (_detours, _rotations, _sums, _siblings, _gates):
+    for rule in (_detours, _rotations, _sums, _siblings, _gates, _gated_siblings, _wanted_rows):
         rule(graph)
         passes._jit_pass_dce(graph)
     passes._jit_pass_lint(graph)
@@ -147,6 +150,87 @@ def _gates(graph: Graph) -> None:
             name.node().moveBefore(node)
             _replace(graph, node, "tandem::gated", [silu.inputsAt(0), up, name])
             break
+
+
+def _gated_siblings(graph: Graph) -> None:
+    for node in graph.findAllNodes("tandem::gated"):
+        gate, up = node.inputsAt(0), node.inputsAt(1)
+        apart = _made_by(gate, "prim::ListUnpack")
+        if apart is None or [gate, up] not in (pair := list(apart.outputs()), pair[::-1]):
+            continue
+        linears = _made_by(apart.input(), "tandem::linears")
+        once = all(len(value.uses()) == 1 for value in (gate, up))
+        if linears is None or not once:
+            continue
+        x, *lists, k = list(linears.inputs())
+        columns = [value.toIValue() for value in lists[2].node().inputs()]
+        if columns[0] != columns[1]:
+            continue
+        if gate != pair[0]:
+            lists = [
+                _list_of(graph, node, list(each.node().inputs())[::-1], of)
+                for each, (_, of) in zip(lists, _LISTS, strict=True)
+            ]
+        _replace(graph, node, "tandem::linears_gated", [x, *lists, k, node.inputsAt(2)])
+
+
+# Operators whose rows do not depend on each other: the places of their inputs that have as many rows as they give.
+_BY_ROWS = {
+    "tandem::rms_norm": (0,),
+    "tandem::linear": (0,),
+    "tandem::linear_add": (0, 5),
+    "tandem::linears_gated": (0,),
+    "tandem::gated": (0, 1),
+    "aten::add": (0, 1),
+}
+
+
+def _wanted_rows(graph: Graph) -> None:
+    """x[:, wanted] is taken from what x is made of, as long as nobody wants more of it."""
+    nodes = list(graph.nodes())
+    for last in (node for node in nodes if node.kind() == "aten::index"):
+        rows = last.inputsAt(1).node()
+        kinds = [each.type().kind() for each in rows.inputs()]
+        if kinds != ["NoneType", "TensorType"] or last.inputsAt(0).type().dim() != 3:
+            continue
+        late = {last}
+        for node in reversed(nodes[: nodes.index(last)]):
+            users = [use.user for use in node.output().uses()] if node.outputsSize() == 1 else []
+            if users and late.issuperset(users) and (_is_by_rows(node) or _is_whole(node)):
+                late.add(node)
+        fewer: dict[str, Value] = {}
+        for node in nodes:
+            if node not in late or node is last or _is_whole(node):
+                continue
+            for at in _BY_ROWS[node.kind()]:
+                value = node.inputsAt(at)
+                if value.node() in late:
+                    continue
+                if value.debugName() not in fewer:
+                    index = _list_of(graph, node, list(rows.inputs()), rows.output().type().getElementType())
+                    taken = graph.create("aten::index", [value, index], 1)
+                    taken.insertBefore(node)
+                    taken.output().setType(last.output().type())
+                    fewer[value.debugName()] = taken.output()
+                node.replaceInput(at, fewer[value.debugName()])
+        if fewer:
+            last.output().replaceAllUsesWith(last.inputsAt(0))
+
+
+def _is_by_rows(node: Node) -> bool:
+    rows = [node.inputsAt(at).type() for at in _BY_ROWS.get(node.kind(), ())]
+    counts = {tuple(each.sizes() or ())[:-1] if each.kind() == "TensorType" else () for each in rows}
+    return len(counts) == 1 and len(counts.pop()) == 2  # as many as each other while recording: nothing is stretched
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether it is x[:] of any dimension."""
+    return (
+        node.kind() == "aten::slice"
+        and _is(node.inputsAt(2), 0)
+        and _is(node.inputsAt(3), TO_THE_END)
+        and _is(node.inputsAt(4), 1)
+    )
 
 
 def _replace(graph: Graph, node: Node, kind: str, inputs: list[Value]) -> None:

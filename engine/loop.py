@@ -77,6 +77,7 @@ class EngineLoop:
         """`await built()` before anything else."""
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the engine thread
+        self.after_turn: Callable[[], object] | None = None  # called after each turn, on the engine thread
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._watches: dict[str, Watch] = {}
@@ -206,6 +207,8 @@ class EngineLoop:
             if progress:
                 self.engine.pace.learn(self.engine.prompt_tokens, self.engine.streams, ended - started)
             self._deliver(progress, started, ended)
+        if self.after_turn:
+            self.after_turn()
         return True
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:

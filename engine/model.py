@@ -16,19 +16,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine import attention, flat, foreign, lora, mla, probe, selfcheck, varlen
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
 from engine.kernels import REFERENCE, exact, lowbit, modules, serving
+from engine.packed import Weights
 from engine.pages import Pages, block_bytes, layout_of
 from engine.quantised import element_dtype
 from engine.rope import check_positions, max_length
 from engine.step import Batch, Step, running
+from engine.weight_cache import WeightCache
 from tandem.errors import CheckpointRefused, SettingsError
 
+GENERATION = "generation_config.json"
 CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
 
 log = logging.getLogger(__name__)
@@ -94,6 +97,7 @@ class Model:
         adapter_slots: int = 8,
         weights: str = CHECKPOINT,
         kv_dtype: KvDtype = "auto",
+        cache: WeightCache | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Model:
         """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
@@ -102,7 +106,8 @@ class Model:
         `allocate`. `kernels` "reference" leaves the compiled operators out. `adapters` are LoRA folders by name,
         of which `adapter_slots` are in the model at a time (engine.lora). `weights` is the format that products are
         rounded to (engine/formats.py). `kv_dtype` is what pages keep K and V in, "auto" for `dtype`
-        (engine/quantised.py has the others). `progress` receives a line for each stage.
+        (engine/quantised.py has the others). `cache` keeps packed weights for other workers and the next start; without
+        one they are in memory of this process. `progress` receives a line for each stage that is over.
         Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
         the config's and for `weights` that cannot be here.
         """
@@ -115,13 +120,15 @@ class Model:
         method = foreign.check(config)
         if method is not None and weights != CHECKPOINT:
             raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
-        say(f"fingerprint of {len(files)} weight files")
         fingerprint = files_on_disk.fingerprint(folder, files)
-        say(f"loading {config.model_type} from {folder}")
-        module = _load_module(folder, config, dtype, device)
+        say(f"fingerprint of {len(files)} weight files")
+        packed = foreign.read(files, config)
+        module = _load_module(folder, config, packed, dtype, device)
+        say(f"{config.model_type} loaded from {folder}")
         served_by = serving(device) if kernels == "auto" else REFERENCE
         if method is not None:
-            say(foreign.adopt(module, compiled=served_by != REFERENCE))
+            say(foreign.adopt(module, served_by != REFERENCE, packed))
+        del packed
         latent = mla.use_latent_pages(module)
         facts = probe.learn_facts(module)
         say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
@@ -141,7 +148,7 @@ class Model:
         if weights != CHECKPOINT:
             say(model.quantise(weights))
         if model.kernels != REFERENCE:
-            modules.prepare(module)
+            say(modules.prepare(module, cache))
         if device.type == "cuda" and kernels == "auto":
             say(f"attention: {model.choose_attention()}")
         model.check = model.self_check()
@@ -188,6 +195,11 @@ class Model:
         table: torch.Tensor = module.get_input_embeddings().weight
         head = getattr(module.get_output_embeddings(), "weight", None)
         return self.weight_bytes - (0 if head is table else table.nbytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that steps read from mapped files, which the host counts as free memory."""
+        return modules.mapped_bytes(self.module) if self.device.type == "cpu" else 0
 
     def self_check(self) -> selfcheck.Report:
         """Compares the paged path with plain eager attention on random prompts; leaves the model on the paged path.
@@ -305,21 +317,27 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
 
 
-def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_module(
+    folder: Path, config: PreTrainedConfig, packed: Weights | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     if config.is_encoder_decoder:
         raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
     auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
     try:
         with _quiet():
-            module, report = auto.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation="eager",
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+            if packed is None:
+                module, report = auto.from_pretrained(
+                    folder, config=config, trust_remote_code=False, use_safetensors=True, **options
+                )
+            else:
+                with torch.device("meta"):  # transformers' factory takes no tensors, and the class that it finds does
+                    found = auto.from_config(config, trust_remote_code=False)
+                module, report = type(found).from_pretrained(
+                    None, config=found.config, state_dict=packed.tensors, **options
+                )
+                if (folder / GENERATION).is_file():
+                    module.generation_config = GenerationConfig.from_pretrained(folder)
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
@@ -329,7 +347,7 @@ def _load_module(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, dev
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )
-    foreign.check_keys(sorted(map(str, report.get("unexpected_keys") or ())))
+    foreign.check_keys(sorted(map(str, report.get("unexpected_keys") or ())), packed)
     ready: PreTrainedModel = module.to(device).eval()
     return ready
 

@@ -29,7 +29,7 @@ class Finish(StrEnum):
 class GrammarSpec(NamedTuple):
     """What a text must fit, as the client said it: `kind` is a field of tandem.v1.Grammar."""
 
-    kind: str  # json_schema, json, regex, ebnf, or choice with a JSON list as its text
+    kind: str  # json_schema, json, regex, ebnf; choice and calls have a JSON list as their text
     text: str
 
     @property

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import socket
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +15,9 @@ from time import perf_counter
 
 import grpc
 
-from loadtest.local import Local
+from loadtest.local import Local, cpu_seconds
 from loadtest.stats import Row, Section, Spread, Tick, ratios
-from loadtest.web import stream
+from loadtest.web import free_port, stream
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROUTER, WORKER = "router-0", "decode-0"
@@ -105,7 +103,7 @@ class _Web(_Side):
         return stream(self._port, self._model, self.prompt(), max_tokens)
 
 
-class _Straight(_Side):
+class Straight(_Side):
     async def events(self, max_tokens: int) -> AsyncIterator[int]:
         ids, name = self.prompt(), f"bench-{next(_numbers)}"
         request = decode_pb2.DecodeRequest(
@@ -121,7 +119,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows."""
     tick("starting a router and a decode worker")
     with Local(model=model, kv_blocks=1024) as local:
-        port = _free_port()
+        port = free_port()
         local.launch("router", ROUTER, http_port=port)
         local.launch("decode", WORKER)
         local.wait_seen(ROUTER, 1)
@@ -131,7 +129,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, tick: Tick) -> Section:
     through = _Through(local.address(ROUTER), vocab, plan.prompt)
     web = _Web(port, model, vocab, plan.prompt)
-    straight = _Straight(local.address(WORKER), vocab, plan.prompt)
+    straight = Straight(local.address(WORKER), vocab, plan.prompt)
     try:
         tick(f"{plan.requests} requests each way")
         rows = [await _per_request(through, straight, plan)]
@@ -176,15 +174,15 @@ async def _per_token(sides: dict[str, _Side], local: Local, streams: int, plan: 
     worker_cpu, batched = [], []
     for number in range(plan.rounds + 1):
         for name, side in tuple(sides.items())[:: 1 if number % 2 else -1]:
-            before = _cpu(router), _cpu(worker)
+            before = cpu_seconds(router), cpu_seconds(worker)
             done = await asyncio.gather(*(side.stream(plan.tokens) for _ in range(streams)))
             tokens = sum(stream.tokens for stream in done)
             if number == 0:  # warms up
                 continue
             intervals[name].append(Spread.of([stream.per_token for stream in done]).median)
-            router_cpu[name].append((_cpu(router) - before[0]) / tokens)
+            router_cpu[name].append((cpu_seconds(router) - before[0]) / tokens)
             if name == "through":
-                worker_cpu.append((_cpu(worker) - before[1]) / tokens)
+                worker_cpu.append((cpu_seconds(worker) - before[1]) / tokens)
                 batched.append(tokens / sum(len(stream.at) for stream in done))
     added = [one - other for one, other in zip(intervals["through"], intervals["straight"], strict=True)]
     what = f"{streams} stream{'s' if streams > 1 else ''} of {plan.tokens} tokens"
@@ -209,18 +207,3 @@ async def _per_token(sides: dict[str, _Side], local: Local, streams: int, plan: 
             {name: (Spread.of(router_cpu[name]), "s") for name in ("http", "through")},
         ),
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _cpu(pid: int) -> float:
-    """CPU seconds that a process has used, all its threads.
-
-    The clock is the one that clock_getcpuclockid(3) names: nanoseconds, where /proc/PID/stat counts steps of 10 ms.
-    """
-    return time.clock_gettime(~pid << 3 | 2)

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
-from time import monotonic, sleep
+from time import clock_gettime, monotonic, sleep
 from types import TracebackType
 
 from cluster.lifeline import before_exec
@@ -31,12 +31,18 @@ CLIENT_NICE = -10
 class Process:
     """One child whose lines can be waited for. Closing its stdin asks those to end that read it."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str] | None = None, core: int | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        env: dict[str, str] | None = None,
+        core: int | None = None,
+        python: str = sys.executable,
+    ) -> None:
         """`core` pins the child to that one of the usable cores (counted round), where the system can."""
         self._lines: Queue[str | None] = Queue()
         self._tail: list[str] = []
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [python, "-m", *arguments],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,7 +64,7 @@ class Process:
             except Empty:
                 raise DeadlineExceeded(f"{self.popen.args!r} said no {start!r} within {timeout_s:.0f} s") from None
             if line is None:
-                raise Unavailable(f"{self.popen.args!r} ended early: {''.join(self._tail)}")
+                raise Unavailable(f"{self.popen.args!r} ended early: {self.last_words()}")
             if line.startswith(start):
                 return line.removeprefix(start).strip()
 
@@ -73,6 +79,9 @@ class Process:
             self.popen.kill()
             self.popen.wait(STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)
+
+    def last_words(self) -> str:
+        return "".join(self._tail)
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
@@ -112,12 +121,20 @@ class Local:
     ) -> None:
         self._stack.close()
 
-    def launch(self, role: str, name: str, *, core: int | None = None, **settings: object) -> None:
-        """Starts it and does not wait."""
+    def launch(
+        self,
+        role: str,
+        name: str,
+        *,
+        core: int | None = None,
+        program: Sequence[str] = ("services",),
+        **settings: object,
+    ) -> None:
+        """Starts it and does not wait. `program`: a module and its first arguments that takes the place of a role."""
         given = {**self._settings, **settings}
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         env |= {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
-        process = Process(["services", role, name], env, core)
+        process = Process([*program, role, name], env, core)
         self._processes[name] = process
         self._stack.callback(process.stop)
 
@@ -138,6 +155,14 @@ class Local:
                 if monotonic() > deadline:
                     raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
                 sleep(0.05)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process has used, all its threads.
+
+    The clock is the one that clock_getcpuclockid(3) names: nanoseconds, where /proc/PID/stat counts steps of 10 ms.
+    """
+    return clock_gettime(~pid << 3 | 2)
 
 
 def _before(core: int | None) -> Callable[[], None]:

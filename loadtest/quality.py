@@ -1,6 +1,7 @@
 """What rounding the weights does to a model's answers, and what it saves.
 
     python -m loadtest.quality FOLDER [--weights int8,fp8,int4] [--dtype bfloat16] [--tokens 4096] [--text FILE]
+    python -m loadtest.quality FOLDER --checkpoints FOLDER,FOLDER ...
 
 The same text goes through the model with the checkpoint's weights and with rounded ones. At every position the two
 distributions of the next token are compared:
@@ -9,6 +10,7 @@ distributions of the next token are compared:
     KL           mean divergence of the rounded model's distribution from the checkpoint's, in nats
     loss         mean of -log p(the token that the text has next), in nats; and by how much it is more than before
 
+With --checkpoints the others are folders of the same model, quantised already (GPTQ, AWQ, FP8, compressed-tensors).
 Without --text it is docstrings of Python's standard library. A model with random weights has no quality to lose: its
 numbers say nothing.
 """
@@ -97,29 +99,31 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.quality", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--weights", default="int8,fp8,int4", help="formats, with commas between them")
+    parser.add_argument("--checkpoints", default="", help="folders of the model, quantised already; not --weights")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--text", type=Path)
     given = parser.parse_args(arguments)
-    formats = given.weights.split(",")
+    folders = given.checkpoints.split(",") if given.checkpoints else []
+    formats = [] if folders else given.weights.split(",")
     if unknown := sorted(set(formats) - BITS.keys()):
         parser.error(f"no format {', '.join(unknown)}; there are {', '.join(BITS)}")
     text = given.text.read_text() if given.text else docstrings()
     tokens = Tokenizer.from_file(str(Path(given.folder) / "tokenizer.json")).encode(text).ids[: given.tokens + 1]
 
-    def load(weights: str) -> Model:
+    def load(weights: str, folder: str = given.folder) -> Model:
         dtype, cpu = getattr(torch, given.dtype), torch.device("cpu")
-        return Model.load(given.folder, dtype=dtype, device=cpu, weights=weights, progress=lambda _line: None)
+        return Model.load(folder, dtype=dtype, device=cpu, weights=weights, progress=lambda _line: None)
 
     try:
         before = load(CHECKPOINT)
         print(f"{'weights':<12} {'MiB':>8} {'same token':>11} {'KL':>9} {'loss':>7}")
         print(f"{CHECKPOINT:<12} {before.weight_bytes / 2**20:>8.2f}")
-        for name in formats:
-            one = compare(before, load(name), tokens)
+        for name in folders or formats:
+            one = compare(before, load(CHECKPOINT, name) if folders else load(name), tokens)
             more = one.loss - one.loss_before
             print(
-                f"{name:<12} {one.weight_bytes / 2**20:>8.2f} {one.same_token:>10.2%} {one.divergence:>9.5f}"
+                f"{Path(name).name:<12} {one.weight_bytes / 2**20:>8.2f} {one.same_token:>10.2%} {one.divergence:>9.5f}"
                 f" {one.loss:>7.4f}  {more:+.4f} of {one.loss_before:.4f} over {one.positions} tokens"
             )
     except TandemError as error:

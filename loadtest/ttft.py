@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass
-class _Asked:
+class Asked:
     """What one prompt of two output tokens showed. `second` is seconds from the first token to the second."""
 
     receipt: Receipt
@@ -59,7 +59,7 @@ class _Round:
     """One loaded round of one side: gaps between tokens of the streams in seconds, alone and by the prompt's length."""
 
     calm: list[float]
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
     gaps: dict[int, list[float]] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ def run(folder: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
     clients = {side: AsyncClient(local.address(f"router-{side}")) for side in SIDES}
     try:
-        idle: dict[int, dict[str, list[_Asked]]] = {}
+        idle: dict[int, dict[str, list[Asked]]] = {}
         for length in plan.prompts:
             tick(f"{length} tokens, idle, {plan.repeats} times each way")
             idle[length] = await _idle(clients, vocab, length, plan)
@@ -115,15 +115,15 @@ async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
     return Section("Disaggregated (split) against local prefill", read, rows, notes, details)
 
 
-async def _idle(clients: dict[str, AsyncClient], vocab: int, length: int, plan: Plan) -> dict[str, list[_Asked]]:
-    found: dict[str, list[_Asked]] = {side: [] for side in SIDES}
+async def _idle(clients: dict[str, AsyncClient], vocab: int, length: int, plan: Plan) -> dict[str, list[Asked]]:
+    found: dict[str, list[Asked]] = {side: [] for side in SIDES}
     for number in range(plan.repeats):
         for side in SIDES[:: 1 if number % 2 else -1]:
-            found[side].append(await _ask(clients[side], vocab, length))
+            found[side].append(await ask(clients[side], vocab, length))
     return found
 
 
-async def _ask(client: AsyncClient, vocab: int, length: int) -> _Asked:
+async def ask(client: AsyncClient, vocab: int, length: int) -> Asked:
     sent = perf_counter()
     at, receipt = [], None
     async for piece in client.stream(_random_ids(vocab, length), max_tokens=2, ignore_eos=True):
@@ -131,31 +131,33 @@ async def _ask(client: AsyncClient, vocab: int, length: int) -> _Asked:
         receipt = piece.receipt or receipt
     assert receipt is not None
     assert receipt.cached_tokens == 0, "a fresh random prompt was cached"
-    return _Asked(receipt, at[0] - sent, at[1] - at[0], (sent, at[1]))
+    return Asked(receipt, at[0] - sent, at[1] - at[0], (sent, at[1]))
 
 
 async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
-    async with _streams(client, vocab, plan) as gaps:
+    async with streams(client, vocab, plan.streams, plan.stream_tokens, plan.settle) as gaps:
         began = perf_counter()
         await asyncio.sleep(plan.calm)
-        found = _Round(_within(gaps, (began, perf_counter())))
+        found = _Round(within(gaps, (began, perf_counter())))
         for length in plan.prompts:
-            asked = found.asked[length] = await _ask(client, vocab, length)
+            asked = found.asked[length] = await ask(client, vocab, length)
             await asyncio.sleep(0.2)  # the gap that the prompt's end lies in has ended by then
-            found.gaps[length] = _within(gaps, asked.during)
+            found.gaps[length] = within(gaps, asked.during)
     return found
 
 
 @asynccontextmanager
-async def _streams(client: AsyncClient, vocab: int, plan: Plan) -> AsyncIterator[list[Gap]]:
-    """Streams that run, all with a first token, and the gaps between their tokens so far."""
+async def streams(
+    client: AsyncClient, vocab: int, count: int, tokens: int, settle_s: float = 1.0
+) -> AsyncIterator[list[Gap]]:
+    """So many streams that run, all with a first token since `settle_s`, and the gaps between their tokens so far."""
     gaps: list[Gap] = []
-    started = [asyncio.Event() for _ in range(plan.streams)]
+    started = [asyncio.Event() for _ in range(count)]
 
     async def follow(first: asyncio.Event) -> None:
         while True:  # one that came to its end is followed by another
             last = 0.0
-            pieces = client.stream(_random_ids(vocab, STREAM_PROMPT), max_tokens=plan.stream_tokens, ignore_eos=True)
+            pieces = client.stream(_random_ids(vocab, STREAM_PROMPT), max_tokens=tokens, ignore_eos=True)
             async for piece in pieces:
                 last = _note(piece, last, gaps)
                 first.set()
@@ -168,7 +170,7 @@ async def _streams(client: AsyncClient, vocab: int, plan: Plan) -> AsyncIterator
             waiting.cancel()
             if task.done():
                 task.result()  # raises what ended the stream
-        await asyncio.sleep(plan.settle)
+        await asyncio.sleep(settle_s)
         yield gaps
         for task in tasks:
             if task.done():
@@ -191,12 +193,12 @@ def _note(piece: Piece, last: float, gaps: list[Gap]) -> float:
     return now
 
 
-def _within(gaps: list[Gap], window: Gap) -> list[float]:
+def within(gaps: list[Gap], window: Gap) -> list[float]:
     """Seconds of the gaps that touch the window."""
     return [end - start for start, end in gaps if end >= window[0] and start <= window[1]]
 
 
-def _first_token(what: str, found: dict[str, list[_Asked]]) -> list[Row]:
+def _first_token(what: str, found: dict[str, list[Asked]]) -> list[Row]:
     split, local = ([one.ttft for one in found[side]] for side in SIDES)
     exposed = [one.receipt.transfer.exposed if one.receipt.transfer else 0.0 for one in found["split"]]
     reading = [one.receipt.transfer.seconds if one.receipt.transfer else 0.0 for one in found["split"]]
@@ -232,7 +234,7 @@ def _harm(side: str, length: int, rounds: list[_Round]) -> Row:
     return Row(f"p99 interval of streams, {length} tokens, {side}", ratios(worst, usual), beside)
 
 
-def _phases(length: int, side: str, asked: list[_Asked]) -> str:
+def _phases(length: int, side: str, asked: list[Asked]) -> str:
     names = list(asked[0].receipt.phases)
     medians = {name: Spread.of([one.receipt.phases[name] for one in asked]).median for name in names}
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in medians.items())

@@ -1,13 +1,28 @@
-"""One streaming completion over the OpenAI HTTP API, read with no library so that the client's share of the cores stays
-small."""
+"""The OpenAI HTTP API with no library, so that the client's share of the cores stays small: one streaming completion,
+or one after another on a connection that stays open."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 
 from tandem.errors import Unavailable
+
+EVENT, DONE, LAST_CHUNK = b"data: {", b"data: [DONE]", b"0\r\n\r\n"
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+KEPT = 1024  # bytes before the end of an answer, in which its usage is
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def stream(port: int, model: str, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
@@ -16,20 +31,18 @@ async def stream(port: int, model: str, prompt: Sequence[int], max_tokens: int) 
     Raises Unavailable, with what the server said, when it answers with an error or ends early.
     """
     fields = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True, "return_token_ids": True}
-    body = json.dumps({"model": model, "prompt": list(prompt), **fields})
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
-        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        writer.write(completion({"model": model, "prompt": list(prompt), **fields}))
         status = (await reader.readline()).decode().strip()
         while (await reader.readline()).strip():
             pass
         if " 200" not in status:
             raise Unavailable(f"port {port} answered {status}: {(await reader.read(2000)).decode(errors='replace')}")
         async for line in _lines(reader):
-            if line == b"data: [DONE]":
+            if line == DONE:
                 return
-            if line.startswith(b"data: {"):
+            if line.startswith(EVENT):
                 event = json.loads(line[6:])
                 if "choices" not in event:
                     raise Unavailable(f"port {port} broke off: {line.decode(errors='replace')}")
@@ -38,6 +51,77 @@ async def stream(port: int, model: str, prompt: Sequence[int], max_tokens: int) 
         raise Unavailable(f"port {port} ended the stream early")
     finally:
         writer.close()
+
+
+def completion(body: dict[str, object]) -> bytes:
+    """The whole request."""
+    text = json.dumps(body)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    return f"{head}\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds to its first message and to its end, its messages, and the tokens that it says it has."""
+
+    ttft: float
+    seconds: float
+    messages: int
+    tokens: int
+
+
+class Connection(asyncio.Protocol):
+    """Messages are counted as bytes and not parsed; only the usage at the end is."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.WriteTransport | None = None
+        self._answer: asyncio.Future[Answer] | None = None
+        self._rest = b""
+        self._messages = 0
+        self._sent = self._first = 0.0
+
+    @classmethod
+    async def open(cls, port: int) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
+        return connection
+
+    async def complete(self, request: bytes) -> Answer:
+        """Raises Unavailable, with what the server said, when it answers with an error or hangs up."""
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        self._rest, self._messages, self._first, self._sent = b"", 0, 0.0, perf_counter()
+        self._transport.write(request)
+        return await self._answer
+
+    def close(self) -> None:
+        if self._transport:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if not self._rest and not data.startswith(b"HTTP/1.1 200"):
+            self._answer.set_exception(Unavailable(f"the server answered {data[:2000].decode(errors='replace')}"))
+            return
+        # What begins in the last bytes of before and ends here has not been counted yet.
+        self._messages += (self._rest[1 - len(EVENT) :] + data).count(EVENT)
+        if self._messages and not self._first:
+            self._first = perf_counter()
+        self._rest = (self._rest + data)[-KEPT:]
+        if self._rest.endswith(LAST_CHUNK) and DONE in self._rest:
+            ended, tokens = perf_counter(), USAGE.findall(self._rest)
+            said = int(tokens[-1]) if tokens else 0
+            self._answer.set_result(Answer(self._first - self._sent, ended - self._sent, self._messages, said))
+        elif self._rest.endswith(LAST_CHUNK):
+            self._answer.set_exception(Unavailable(f"the server broke off: {self._rest.decode(errors='replace')}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer and not self._answer.done():
+            self._answer.set_exception(Unavailable(f"the server hung up: {error}"))
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

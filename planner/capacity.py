@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.formats import BITS, of_head, weight_bytes
 from engine.layout import QUANTISED, SCALE_BYTES, plan_calls
+from planner import packed
 from tandem.errors import CheckpointRefused, SettingsError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,7 +49,8 @@ class Shape:
     why: str  # how the KV size was found, in words
     products: int  # parameters of the products, whose weights can be quantised
     quantised: dict[str, int]  # format -> bytes of these
-    ready: bool = False  # quantised by whoever made the checkpoint: then its parameters cannot be told from its files
+    ready: bool = False  # quantised by whoever made the checkpoint
+    coded: int | None = None  # bytes of the products then; None if they cannot be told from its files
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
@@ -63,8 +65,10 @@ class Shape:
         return self.layers * self.kv_heads * of_head
 
     def weight_bytes(self, dtype: str, weights: str = CHECKPOINT) -> int:
-        if self.ready:
+        if self.ready and self.coded is None:
             return self.stored_bytes
+        if self.coded is not None:
+            return (self.parameters - self.products) * DTYPE_BYTES[dtype] + self.coded
         if weights == CHECKPOINT or (weights == "bf16" and DTYPE_BYTES[dtype] == 2):
             return self.parameters * DTYPE_BYTES[dtype]
         return (self.parameters - self.products) * DTYPE_BYTES[dtype] + self.quantised[weights]
@@ -88,12 +92,20 @@ def read_shape(folder: Path) -> Shape:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointRefused(f"{folder} has no readable config.json: {error}") from error
-    ready = bool(config.get("quantization_config"))
+    asked = config.get("quantization_config") or {}
     config = config.get("text_config") or config
     layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
-    shapes, stored, key_width = _weights(folder)
+    shapes, stored = _weights(folder)
+    products, coded = _products(shapes), None
+    if asked.get("quant_method") in packed.METHODS:
+        try:
+            shapes, of_codes = packed.unpacked(shapes, asked)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CheckpointRefused(f"{folder} has a quantization_config that is not understood: {error}") from error
+        products, coded = {name: shapes[name] for name in of_codes}, sum(of_codes.values())
+    key_width = next((shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")), 0)
     if config.get("kv_lora_rank"):
         latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
         kv_heads, k_dim, v_dim = 1, latent, rope
@@ -113,9 +125,10 @@ def read_shape(folder: Path) -> Shape:
         parameters=sum(map(math.prod, shapes.values())),
         stored_bytes=stored,
         why=why,
-        products=sum(map(math.prod, _products(shapes).values())),
-        quantised={} if ready else {format: _quantised(shapes, format) for format in BITS},
-        ready=ready,
+        products=sum(map(math.prod, products.values())),
+        quantised={} if asked else {format: _quantised(shapes, format) for format in BITS},
+        ready=bool(asked),
+        coded=coded,
     )
 
 
@@ -164,25 +177,23 @@ def format_name(dtype: str, weights: str) -> str:
     return dtype if weights == CHECKPOINT else f"{weights}, the rest {dtype}"
 
 
-def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int, int]:
-    """Shapes of the parameters, stored bytes, and the width of a key projection (0 without one), by the headers."""
+def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Shapes of the parameters, and stored bytes, by the headers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointRefused(f"{folder} has no safetensors files; convert or download them first")
     shapes: dict[str, tuple[int, ...]] = {}
-    stored = key_width = 0
+    stored = 0
     for path in files:
         try:
             with safe_open(path, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     view = tensors.get_slice(name)
                     shapes[name] = tuple(view.get_shape())
-                    if name.endswith("k_proj.weight"):
-                        key_width = shapes[name][0]
                     stored += math.prod(shapes[name]) * _STORED_BYTES.get(view.get_dtype(), 1)
         except (SafetensorError, OSError) as error:
             raise CheckpointRefused(f"{path} is not a readable safetensors file: {error}") from error
-    return shapes, stored, key_width
+    return shapes, stored
 
 
 def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

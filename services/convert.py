@@ -44,13 +44,17 @@ def sampling_from(message: common_pb2.Sampling, vocab_size: int) -> Sampling:
     )
 
 
-def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec | None:
+def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
     kind = message.WhichOneof("kind")
-    if kind is None:
-        return None
+    if kind is None:  # a newer router's: without it the text would fit nothing
+        raise InvalidRequest("a grammar of no known kind", field="sampling.grammar", bound="what this worker knows")
     try:
         if kind == "choice":
             return GrammarSpec(kind, json.dumps([text.decode() for text in message.choice.texts]))
+        if kind == "calls":
+            separator = message.calls.separator.decode() if message.calls.HasField("separator") else None
+            calls = [[part.decode() for part in (one.before, one.arguments, one.after)] for one in message.calls.any]
+            return GrammarSpec(kind, json.dumps([separator, calls]))
         return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
     except UnicodeDecodeError as error:
         raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error

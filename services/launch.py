@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Callable
+from time import monotonic
 from typing import Protocol
+
+import structlog
 
 from tandem.errors import SettingsError
 from tandem.settings import Settings
+
+log = structlog.get_logger(__name__)
 
 # Imported only when asked for: the router must not load torch.
 _MODULES = {
@@ -15,6 +21,20 @@ _MODULES = {
     "decode": "services.decode.servicer",
     "prefill": "services.prefill.servicer",
 }
+
+
+class Stages:
+    """Tells each stage of a start when it is over, with its seconds."""
+
+    def __init__(self, worker_id: str, say: Callable[[str], None]) -> None:
+        self._worker_id, self._say = worker_id, say
+        self._since = monotonic()
+
+    def __call__(self, line: str) -> None:
+        now = monotonic()
+        took, self._since = now - self._since, now
+        log.info("worker.stage", worker=self._worker_id, stage=line, seconds=round(took, 3))
+        self._say(f"{took:5.1f} s  {line}")
 
 
 class Service(Protocol):
@@ -30,11 +50,19 @@ class Service(Protocol):
         ...
 
 
-async def start(role: str, settings: Settings, worker_id: str) -> Service:
-    """A running service that has told the registry about itself. Raises what its role's `start` raises."""
+async def start(
+    role: str, settings: Settings, worker_id: str, say: Callable[[str], None] = lambda line: None
+) -> Service:
+    """A running service that has told the registry about itself. Raises what its role's `start` raises.
+
+    `say` receives a line for each stage, with the seconds that it took, from any thread; the log has them too.
+    """
+    stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))
-    service: Service = await importlib.import_module(_MODULES[role]).start(settings, worker_id)
+    module = importlib.import_module(_MODULES[role])
+    stages("libraries imported")
+    service: Service = await module.start(settings, worker_id, stages)
     # A full collection looks at every object that torch and transformers made, some 200 ms with every stream stopped.
     # What is alive now stays alive: collect once, then leave it out of all later ones.
     gc.collect()

@@ -7,12 +7,15 @@ a process that dies closes its sockets and is seen at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import SecretStr
 
+from services.access import CLUSTER_NAME, Showing
 from tandem.errors import SettingsError
 from tandem.status import ErrorInterceptor
 from tandem.tasks import end
@@ -20,6 +23,7 @@ from tandem.tasks import end
 KEEPALIVE_MS = 2_000  # between pings
 PING_TIMEOUT_MS = 4_000  # until a peer that does not answer one is taken for dead
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+EVERYWHERE = ("0.0.0.0", "::", "[::]")
 FAREWELL_S = 24 * 3600.0  # how long calls may go on over a channel that takes no new ones
 
 CHANNEL_OPTIONS = (
@@ -40,9 +44,21 @@ CHANNEL_OPTIONS = (
 class GrpcServer:
     """A server that knows its port and tells its health."""
 
-    def __init__(self, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        share_port: bool = False,
+        advertise: str | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """`share_port`: with others of this user's that say so, too; else a port in use is an error. `advertise`: what
+        others call this machine, where that is not what it listens on."""
+        self._advertise = advertise
+        self._credentials = credentials
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[ErrorInterceptor(), *interceptors],
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
@@ -52,25 +68,36 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server
+                ("grpc.so_reuseport", int(share_port)),
             ),
         )
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
     async def start(self, host: str, port: int, services: Iterable[str]) -> str:
-        """Listen; returns host:port. Raises SettingsError when the port is taken."""
+        """Listen; returns the host:port for others. Raises SettingsError for a taken port, or one nobody could call."""
+        if host in EVERYWHERE and self._advertise is None:
+            raise SettingsError(
+                f"{host} is every address of this machine, and others need one to call",
+                field="advertise_host",
+                bound="a name or an address of this machine",
+            )
         self._names = list(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
-            bound = self.server.add_insecure_port(f"{host}:{port}")
+            bound = (
+                self.server.add_secure_port(f"{host}:{port}", self._credentials)
+                if self._credentials
+                else self.server.add_insecure_port(f"{host}:{port}")
+            )
         except RuntimeError as error:
-            raise SettingsError(f"port {port} of {host} is in use; choose another", field="port") from error
+            what = "is in use, or the certificate is none" if self._credentials else "is in use"
+            raise SettingsError(f"port {port} of {host} {what}; choose another", field="port") from error
         await self.server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return f"{host}:{bound}"
+        return f"{self._advertise or host}:{bound}"
 
     async def stop_accepting(self) -> None:
         """Tell health checkers that nothing new should come; calls still work."""
@@ -83,16 +110,25 @@ class GrpcServer:
 
 
 class Channels:
-    """One channel for each address, made when first asked for."""
+    """One channel for each address, made when first asked for. Its calls show the cluster's token, if there is one."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, token: SecretStr | None = None, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._token = token
+        self._credentials = credentials
+        self._channels: dict[str, Any] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def to(self, address: str) -> grpc.aio.Channel:
+    def to(self, address: str) -> Any:
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = self._open(address)
+            self._channels[address] = Showing(channel, self._token.get_secret_value()) if self._token else channel
         return self._channels[address]
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
+        return grpc.aio.secure_channel(address, self._credentials, options=(*CHANNEL_OPTIONS, name))
 
     def keep_only(self, addresses: set[str]) -> None:
         """Let go of channels to addresses that nobody is known to live at any more.

@@ -7,8 +7,8 @@ import asyncio
 import functools
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from time import monotonic
 
 import grpc
@@ -22,7 +22,9 @@ from engine.loop import EngineLoop
 from engine.pages import Pages
 from kvtransfer.blocks import Region
 from kvtransfer.transport import make_transport
+from services.access import guards, of_worker
 from services.adapters import Adapters
+from services.cache_news import CacheNews
 from services.server import GrpcServer
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.settings import Settings
@@ -49,7 +51,10 @@ class Worker:
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.adapters = Adapters(engine, settings.queue_timeout_s)
-        self.grpc = GrpcServer()
+        self.cache_news = CacheNews(engine)
+        self.grpc = GrpcServer(
+            interceptors=guards(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
+        )
         self.address = ""
         self.state = State.STARTING
         self._open: dict[str, float] = {}  # requests in progress: id -> when they began
@@ -203,6 +208,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetLedgerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetLedgerResponse:
         return worker_pb2.GetLedgerResponse(ledger=await self._worker.ledger())
+
+    async def WatchCache(
+        self, request: worker_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[worker_pb2.WatchCacheResponse, None]:
+        async with aclosing(self._worker.cache_news.watch()) as messages:
+            async for message in messages:
+                if message.sequence == 0:
+                    message.incarnation = self._worker.incarnation
+                    message.adapters.update(self._worker.adapters.fingerprints())
+                yield message
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext

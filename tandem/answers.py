@@ -5,13 +5,14 @@ Everything here is frozen, compares by value and turns into JSON with `to_dict()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, Literal
 
 from tandem.errors import InternalError
-from tandem.v1 import admin_pb2, common_pb2, generation_pb2
+from tandem.v1 import admin_pb2, common_pb2, generation_pb2, jobs_pb2
 
 FinishReason = Literal["stop", "length"]
 Path = Literal["disaggregated", "local", "unknown"]
@@ -48,6 +49,20 @@ class Transfer(_Dict):
     """Time in which at least one read was under way."""
     exposed: float
     """Seconds of it that prefill compute did not hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate(_Dict):
+    """What the router expected when it placed a request, in seconds."""
+
+    wait: float
+    """Until the worker begins with the prompt; the phase prefill_queue is what came of it."""
+    compute: float
+    """Of computing what is not cached: prefill_compute."""
+    here: float
+    """What computing it on the decode worker costs everybody together; 0 where there was no choice."""
+    there: float
+    """The same on the prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,8 @@ class Receipt(_Dict):
     """Empty: the base model."""
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
+    estimate: Estimate | None = None
+    """None where a worker had not said how fast it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +149,29 @@ class Completion(_Dict):
     """One for each token of the prompt but the first, which nothing precedes, if they were asked for."""
 
 
+JobState = Literal["open", "finished", "failed", "cancelled"]
+_STATES: dict[int, JobState] = {
+    jobs_pb2.JOB_STATE_OPEN: "open",
+    jobs_pb2.JOB_STATE_FINISHED: "finished",
+    jobs_pb2.JOB_STATE_FAILED: "failed",
+    jobs_pb2.JOB_STATE_CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job(_Dict):
+    """A request whose tokens are kept."""
+
+    job_id: str
+    state: JobState
+    tokens: int
+    """Kept so far."""
+    takeovers: int
+    """How often a router went on with it because the one before was gone."""
+    error: str
+    """Why it failed; empty if it did not."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo(_Dict):
     model: str
@@ -151,11 +191,18 @@ class StreamReader:
     Make it when the request is sent: it measures the time to the first token from there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, from_token: int = 0) -> None:
+        """`from_token`: the first one that is wanted; what came in one piece with it may begin before it."""
         self._sent = perf_counter()
         self._first_token: dict[int, float] = {}  # by choice: seconds after sending
-        self._tokens: list[int] = [0]  # of each choice so far
+        self._tokens: list[int] = [from_token]  # of each choice so far
+        self._from = from_token
         self._finished: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers have said how they ended."""
+        return len(self._finished) == len(self._tokens)
 
     @property
     def tokens(self) -> int:
@@ -184,6 +231,8 @@ class StreamReader:
 
     def _delta(self, delta: generation_pb2.Delta) -> Piece:
         choice, due = delta.choice, self._tokens[delta.choice]
+        if due == self._from and delta.index <= due < delta.index + len(delta.token_ids):
+            due = self._tokens[choice] = delta.index
         if delta.index != due:
             raise InternalError(f"the stream has a gap: token {due} was due and token {delta.index} came")
         if delta.token_ids and choice not in self._first_token:
@@ -252,6 +301,10 @@ def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:
     )
 
 
+def job(answer: jobs_pb2.Job) -> Job:
+    return Job(answer.job_id, _STATES.get(answer.state, "open"), answer.tokens, answer.takeovers, answer.error)
+
+
 def _reason(reason: int) -> FinishReason:
     if reason not in _REASONS:
         raise InternalError(f"the stream ended for reason {reason}, which this client does not know; upgrade it")
@@ -284,7 +337,50 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
         choices=max(1, receipt.choices),
         adapter=receipt.adapter,
         client_ttft=client_ttft,
+        estimate=_estimate(receipt.estimate) if receipt.HasField("estimate") else None,
     )
+
+
+def _estimate(given: generation_pb2.Estimate) -> Estimate:
+    return Estimate(given.wait_seconds, given.compute_seconds, given.here_seconds, given.there_seconds)
+
+
+def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
+    return [receipt(one) for one in answer.receipts]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated(_Dict):
+    """How what came to be compares with what was expected, over the requests of one path."""
+
+    path: Path
+    requests: int
+    compute: tuple[float, float, float]
+    """Seconds of computing, was / expected: first quartile, median, third."""
+    wait: tuple[float, float, float]
+    """Seconds of waiting at the worker, was - expected: likewise."""
+
+
+def calibration(items: Iterable[Receipt]) -> list[Calibrated]:
+    """Over receipts of single answers with an estimate, whose first attempt went well; a row for each path."""
+    by_path: dict[Path, list[tuple[float, float]]] = {}
+    for item in items:
+        guess = item.estimate
+        if guess is None or guess.compute <= 0 or item.attempts > 1 or item.choice:
+            continue
+        was = item.phases.get("prefill_compute", 0.0), item.phases.get("prefill_queue", 0.0)
+        by_path.setdefault(item.path, []).append((was[0] / guess.compute, was[1] - guess.wait))
+    return [
+        Calibrated(path, len(pairs), _quartiles([a for a, _ in pairs]), _quartiles([b for _, b in pairs]))
+        for path, pairs in sorted(by_path.items())
+    ]
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _transfer(report: common_pb2.TransferReport) -> Transfer:

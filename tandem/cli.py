@@ -1,4 +1,4 @@
-"""The command line: `tandem up`, `generate`, `workers`, `scale`, `drain`, `audit`, `doctor`, `demo`.
+"""The command line: `tandem up`, `generate`, `chat`, `workers`, `scale`, `drain`, `audit`, `doctor`, `demo`.
 
 Facts go to stdout, with `--json` as one JSON value and nothing else; progress and errors go to stderr. The exit code
 is 0 only on success, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C. Commands import what they need when
@@ -21,6 +21,7 @@ import typer
 from tandem.errors import (
     Busy,
     DeadlineExceeded,
+    NotFound,
     ResumeFailed,
     SettingsError,
     TandemError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Serve language models with prefill and decode on separate workers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -67,6 +67,7 @@ def up(
     model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers behind the one address. [default: 1]")] = None,
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
@@ -196,6 +197,10 @@ def generate(
     ] = None,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="With --json: a list of so many answers.")] = None,
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
+    priority: Annotated[int | None, typer.Option(help="The smaller comes first when some wait. [default: 0]")] = None,
+    ttft_slo: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="A first token after that is of no use: be told at once.")
+    ] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
 ) -> None:
@@ -240,6 +245,8 @@ def generate(
         "stop": stop,
         "include_stop": include_stop,
         "adapter": adapter,
+        "priority": priority,
+        "ttft_slo": ttft_slo,
         "request_id": request_id,
     }
     if chat:
@@ -269,6 +276,40 @@ def generate(
 
             _write("\n")
             _print(show.receipt(answer.receipt))
+
+
+@app.command()
+def chat(
+    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to be.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Of one answer. [default: 1024]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="[default: 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
+    target: Target = LOCAL,
+) -> None:
+    """Talk to the model, line by line; /help says what else a line can be."""
+    with _reported(target):
+        from tandem.chat import Chat, typed
+        from tandem.client import Client
+
+        options = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "adapter": adapter,
+        }
+        with Client(target) as client:
+            model = client.model_info()
+            _tell(f"{model.model}; /help says what a line can be, Ctrl-D ends")
+            Chat(client, _write, _tell, options, system).run(typed())
+
+
+def _tell(what: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(what, style="dim", soft_wrap=True)
 
 
 def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:
@@ -309,6 +350,101 @@ def _write(text: str) -> None:
         text = printable(text)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+# ---- jobs
+
+
+@app.command()
+def submit(
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="A job for each; `-` reads one from stdin.")
+    ],
+    target: Target = LOCAL,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Each prompt is token ids.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="[default: 1024]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    priority: Annotated[int | None, typer.Option(help="The smaller comes first when some wait. [default: 0]")] = None,
+    request_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="The job's; the same one twice is one job.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit jobs: their tokens are kept until somebody fetches them. Prints their ids."""
+    if request_id is not None and len(prompts) > 1:
+        raise typer.BadParameter("--request-id names one job")
+    given: list[Any] = [sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt) for prompt in prompts]
+    with _reported(target):
+        from tandem.client import Client
+
+        with Client(target) as client:
+            jobs = client.submit_many(
+                [_parse_ids(prompt) for prompt in given] if token_ids else given,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                ignore_eos=ignore_eos,
+                priority=priority,
+                request_id=request_id,
+            )
+        if as_json:
+            _print_json([job.to_dict() for job in jobs])
+        else:
+            print("\n".join(job.job_id for job in jobs))
+
+
+@app.command()
+def watch(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="An id that `tandem submit` printed.")],
+    target: Target = LOCAL,
+    from_token: Annotated[int, typer.Option(help="The first one that is wanted.", min=0)] = 0,
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Draw where the time went, on stdout below the text.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stream a job's answer, from its beginning or from a token on, as often as you like."""
+    with _reported(target):
+        from tandem.answers import completion
+        from tandem.client import Client
+
+        pieces = []
+        with Client(target) as client, closing(client.watch(job, from_token=from_token)) as stream:
+            for piece in stream:
+                pieces.append(piece)
+                if not as_json:
+                    _write(piece.text or "".join(f"{token} " for token in piece.token_ids))
+        answer = completion(pieces)
+        if as_json:
+            _print_json(answer.to_dict())
+            return
+        _write("\n")
+        if receipt:
+            from tandem import show
+
+            _print(show.receipt(answer.receipt))
+
+
+@app.command()
+def job(
+    job: Annotated[str, typer.Argument(metavar="JOB")],
+    target: Target = LOCAL,
+    cancel: Annotated[bool, typer.Option("--cancel", help="End it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far a job is."""
+    with _reported(target):
+        from tandem.client import Client
+
+        with Client(target) as client:
+            found = client.cancel(job) if cancel else client.job(job)
+        if as_json:
+            _print_json(found.to_dict())
+            return
+        over = f", taken over {found.takeovers} times" if found.takeovers else ""
+        print(f"{found.job_id}: {found.state}, {found.tokens} tokens{over}{': ' if found.error else ''}{found.error}")
 
 
 # ---- operators
@@ -400,6 +536,46 @@ def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
         else:
             _print(show.diagnosis(answer, findings))
         raise typer.Exit(1 if findings.problems else 0)
+
+
+@app.command()
+def explain(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="An id of one of the last thousand requests.")],
+    target: Target = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a request went, what the router expected of that, and what came of it."""
+    with _reported(target):
+        from tandem import show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            found = client.receipts(request)
+        if not found:
+            raise NotFound(
+                f"this router remembers no request {request}; it keeps the last thousand, and of several routers each"
+                " has its own: ask again, and another one may answer",
+                field="request",
+            )
+        if as_json:
+            _print_json([item.to_dict() for item in found])
+            return
+        for item in sorted(found, key=lambda item: item.choice):
+            _print(show.explained(item))
+
+
+@app.command()
+def calibration(target: Target = LOCAL, as_json: AsJson = False) -> None:
+    """Show how good the router's estimates were, over the last thousand requests."""
+    with _reported(target):
+        from tandem import answers, show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            found = answers.calibration(client.receipts())
+        if not found:
+            raise NotFound("no request with an estimate has ended at this router yet", field="requests")
+        _print_json([item.to_dict() for item in found]) if as_json else _print(show.calibration(found))
 
 
 @app.command()

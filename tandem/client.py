@@ -10,11 +10,16 @@ what cannot be put into a message is refused.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 import reprlib
+import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
@@ -22,19 +27,22 @@ import grpc
 import grpc.aio
 
 from tandem import answers
-from tandem.answers import Audit, Completion, Diagnosis, Drained, ModelInfo, Piece, Pools
-from tandem.errors import InvalidRequest, TooLarge
+from tandem.answers import Audit, Completion, Diagnosis, Drained, Job, ModelInfo, Piece, Pools, Receipt
+from tandem.errors import InvalidRequest, TooLarge, Unavailable
 from tandem.status import from_rpc
-from tandem.v1 import admin_pb2, common_pb2, generation_pb2
+from tandem.v1 import admin_pb2, common_pb2, generation_pb2, jobs_pb2
 
 DEFAULT_TARGET = "localhost:50051"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message sent or read. Well above what a router accepts, so that its own answer is what the caller sees."""
+WATCH_TRIES, WATCH_PAUSE_S = 20, 2.0
+"""How often, and with pauses of how many seconds at most, a job's watcher asks for a router that answers."""
 LONGEST_S = 1e9
 """A deadline further away is this one, some 30 years."""
 
 GENERATION = "tandem.v1.GenerationService"
 ADMIN = "tandem.v1.AdminService"
+JOBS = "tandem.v1.JobService"
 
 # A call is tried again only while the server has not answered at all: gRPC commits a call at its first response.
 # Scaling and draining change the cluster, so they are tried once.
@@ -43,6 +51,7 @@ _SERVICE_CONFIG = {
         {
             "name": [
                 {"service": GENERATION},
+                {"service": JOBS},
                 {"service": ADMIN, "method": "ListWorkers"},
                 {"service": ADMIN, "method": "Audit"},
                 {"service": ADMIN, "method": "Diagnose"},
@@ -108,6 +117,10 @@ class Options(TypedDict, total=False):
     """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None
     """Requests with different salts never share cached KV."""
+    priority: int | None
+    """-1000 to 1000; the smaller, the sooner it is placed when requests wait. Absent: 0."""
+    ttft_slo: float | None
+    """Seconds. A first token later than this is of no use: Busy as soon as that is expected."""
     request_id: str | None
     """To find the request again in logs; made up by the router when absent."""
 
@@ -137,6 +150,8 @@ def build_request(
     n: int | None = None,
     adapter: str | None = None,
     cache_salt: str | bytes | None = None,
+    priority: int | None = None,
+    ttft_slo: float | None = None,
     request_id: str | None = None,
 ) -> generation_pb2.GenerateRequest:
     """The message for these options. Raises InvalidRequest or TooLarge for what no message can hold."""
@@ -186,6 +201,8 @@ def build_request(
     _set(sampling, "n", n, "an integer of 64 bits")
     if cache_salt is not None:
         request.cache_salt = _bytes("cache_salt", cache_salt)
+    _set(request, "priority", priority, "an integer of 64 bits")
+    _set(request, "ttft_slo_seconds", ttft_slo, "a number of seconds")
     _set(request, "adapter", adapter, "Unicode text")
     _set(request, "request_id", request_id, "Unicode text")
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
@@ -228,7 +245,7 @@ def _add_grammar(grammar: Mapping[str, Any], into: common_pb2.Grammar) -> None:
     if (
         not isinstance(grammar, Mapping)
         or len(grammar) != 1
-        or not {*grammar} <= set(common_pb2.Grammar().DESCRIPTOR.fields_by_name)
+        or not {*grammar} <= {"json_schema", "json", "regex", "ebnf", "choice"}
     ):
         raise _unencodable("grammar", grammar, kinds)
     [(kind, value)] = grammar.items()
@@ -317,6 +334,63 @@ def _diagnose() -> _Question[Diagnosis]:
     )
 
 
+def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Job]]:
+    for request in requests:
+        request.request_id = request.request_id or secrets.token_hex(8)  # so that a retry is the same job
+    return _Question(
+        f"/{JOBS}/SubmitJobs",
+        jobs_pb2.SubmitJobsRequest(requests=requests),
+        jobs_pb2.SubmitJobsResponse,
+        lambda answer: [answers.job(one) for one in answer.jobs],
+    )
+
+
+def _get_job(job_id: str) -> _Question[Job]:
+    request = jobs_pb2.GetJobRequest()
+    _set(request, "job_id", job_id, "Unicode text")
+    return _Question(f"/{JOBS}/GetJob", request, jobs_pb2.GetJobResponse, lambda answer: answers.job(answer.job))
+
+
+def _cancel_job(job_id: str) -> _Question[Job]:
+    request = jobs_pb2.CancelJobRequest()
+    _set(request, "job_id", job_id, "Unicode text")
+    return _Question(f"/{JOBS}/CancelJob", request, jobs_pb2.CancelJobResponse, lambda answer: answers.job(answer.job))
+
+
+class _Watching:
+    """Where a watcher of a job stands, and how long it waits for a router."""
+
+    def __init__(self, job_id: str, from_token: int) -> None:
+        self._job_id = job_id
+        self._failures = 0
+        self.reader = answers.StreamReader(from_token)
+
+    def request(self) -> jobs_pb2.WatchJobRequest:
+        request = jobs_pb2.WatchJobRequest()
+        _set(request, "job_id", self._job_id, "Unicode text")
+        _set(request, "from_token", self.reader.tokens, "an integer of 32 bits, 0 or more")
+        return request
+
+    def read(self, answer: jobs_pb2.WatchJobResponse) -> Piece | None:
+        self._failures = 0
+        return self.reader.read(answer.event)
+
+    def after(self, error: grpc.RpcError) -> float:
+        """Seconds until the next try. Raises what ends the watch."""
+        found = from_rpc(error)
+        self._failures += 1
+        if not isinstance(found, Unavailable) or self._failures > WATCH_TRIES:
+            raise found from error
+        return min(0.1 * float(2**self._failures), WATCH_PAUSE_S)
+
+
+def _receipts(request_id: str, limit: int) -> _Question[list[Receipt]]:
+    request = admin_pb2.ListReceiptsRequest()
+    _set(request, "request_id", request_id, "Unicode text")
+    _set(request, "limit", limit, "an integer of 32 bits, 0 or more")
+    return _Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, answers.receipts)
+
+
 def _model_info() -> _Question[ModelInfo]:
     return _Question(
         f"/{GENERATION}/GetModelInfo",
@@ -352,20 +426,66 @@ def _unanswered(question: _Question[Any]) -> str:
     return f"{question.path.rpartition('/')[2]} was not answered within {question.timeout:g} s"
 
 
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    key = os.environ.get("TANDEM_API_KEY", "") if api_key is None else api_key
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequest("the API key is no printable ASCII", field="api_key", bound="printable ASCII")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a router is known, and what it is shown: PEM files. Without `ca` nothing is encrypted."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of_environment(cls) -> Tls:
+        """TANDEM_TLS_CA, and where the router asks for a certificate TANDEM_TLS_CLIENT_CERT and ..._KEY."""
+        names = ("TANDEM_TLS_CA", "TANDEM_TLS_CLIENT_CERT", "TANDEM_TLS_CLIENT_KEY")
+        return cls(*(Path(os.environ[name]) if os.environ.get(name) else None for name in names))
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Raises InvalidRequest for files that cannot be read, or half of a pair."""
+        if (self.cert is None) != (self.key is None) or (self.cert is not None and self.ca is None):
+            raise InvalidRequest("a certificate is shown with its key, to a router of a known authority", field="tls")
+        if self.ca is None:
+            return None
+        try:
+            pems = [path.expanduser().read_bytes() if path else None for path in (self.ca, self.key, self.cert)]
+        except OSError as error:
+            raise InvalidRequest(f"{error.filename} cannot be read: {error.strerror}", field="tls") from error
+        return grpc.ssl_channel_credentials(*pems)
+
+
 # ---- the two clients
 
 
 class AsyncClient:
     """Talks to one cluster from asyncio. One connection, any number of requests at a time; close it when done."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        """`target` is the router's HOST:PORT. Connects when it is first used."""
+    def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        """`target` is the router's HOST:PORT, `api_key` what it asks for, by default TANDEM_API_KEY of the environment;
+        `tls` by default as its TANDEM_TLS_CA says. Connects when it is first used."""
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=_channel_options(target))
+        self._metadata = _metadata(api_key)
+        credentials, options = (tls or Tls.of_environment()).credentials(), _channel_options(target)
+        self._channel = (
+            grpc.aio.secure_channel(target, credentials, options=options)
+            if credentials
+            else grpc.aio.insecure_channel(target, options=options)
+        )
         self._generate = self._channel.unary_stream(
             f"/{GENERATION}/Generate",
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+        self._watch = self._channel.unary_stream(
+            f"/{JOBS}/WatchJob",
+            request_serializer=jobs_pb2.WatchJobRequest.SerializeToString,
+            response_deserializer=jobs_pb2.WatchJobResponse.FromString,
         )
 
     @overload
@@ -413,7 +533,7 @@ class AsyncClient:
         self, request: generation_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
         reader = answers.StreamReader()
-        call = self._generate(request, timeout=timeout)
+        call = self._generate(request, timeout=timeout, metadata=self._metadata)
         try:
             async for event in call:
                 if (piece := reader.read(event)) is not None:
@@ -423,6 +543,46 @@ class AsyncClient:
             raise from_rpc(error, late=_late(timeout, reader)) from error
         finally:
             call.cancel()  # does nothing to a call that is over
+
+    async def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
+        """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
+
+        The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
+        """
+        return (await self._ask(_submit([build_request(prompt, **options)])))[0]
+
+    async def submit_many(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Job]:
+        """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
+        return await self._ask(_submit([build_request(prompt, **options) for prompt in prompts]))
+
+    async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
+        """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
+        the receipt. What came in one piece with `from_token` comes, too.
+
+        A router that is lost is no end: the next one goes on where this one stopped. Raises a TandemError: the job's
+        own, NotFound for one that is not kept, Unavailable when no router was there for half a minute.
+        """
+        watching = _Watching(job_id, from_token)
+        while not watching.reader.complete:
+            call = self._watch(watching.request(), metadata=self._metadata)
+            try:
+                async for answer in call:
+                    if (piece := watching.read(answer)) is not None:
+                        yield piece
+                watching.reader.end()
+            except grpc.RpcError as error:
+                if not watching.reader.complete:
+                    await asyncio.sleep(watching.after(error))
+            finally:
+                call.cancel()
+
+    async def job(self, job_id: str) -> Job:
+        """How far it is."""
+        return await self._ask(_get_job(job_id))
+
+    async def cancel(self, job_id: str) -> Job:
+        """Ends it within seconds; one that has ended stays as it is."""
+        return await self._ask(_cancel_job(job_id))
 
     async def workers(self) -> Pools:
         """Every worker of the cluster, and the wanted pool sizes."""
@@ -440,6 +600,10 @@ class AsyncClient:
         """The block ledger of every worker."""
         return await self._ask(_audit())
 
+    async def receipts(self, request_id: str = "", limit: int = 0) -> list[Receipt]:
+        """Of the last thousand requests at this router, the newest first; of one only, or so many at most."""
+        return await self._ask(_receipts(request_id, limit))
+
     async def diagnose(self) -> Diagnosis:
         """Every prefill-decode pair probed, the registry and the versions."""
         return await self._ask(_diagnose())
@@ -455,7 +619,7 @@ class AsyncClient:
             response_deserializer=question.answer.FromString,
         )
         try:
-            return question.read(await call(question.request, timeout=question.timeout))
+            return question.read(await call(question.request, timeout=question.timeout, metadata=self._metadata))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 
@@ -475,14 +639,26 @@ class AsyncClient:
 class Client:
     """Talks to one cluster, blocking. Threads may share it; close it when done."""
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        """`target` is the router's HOST:PORT. Connects when it is first used."""
+    def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
+        """`target` is the router's HOST:PORT, `api_key` what it asks for, by default TANDEM_API_KEY of the environment;
+        `tls` by default as its TANDEM_TLS_CA says. Connects when it is first used."""
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=_channel_options(target))
+        self._metadata = _metadata(api_key)
+        credentials, options = (tls or Tls.of_environment()).credentials(), _channel_options(target)
+        self._channel = (
+            grpc.secure_channel(target, credentials, options=options)
+            if credentials
+            else grpc.insecure_channel(target, options=options)
+        )
         self._generate = self._channel.unary_stream(
             f"/{GENERATION}/Generate",
             request_serializer=generation_pb2.GenerateRequest.SerializeToString,
             response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+        self._watch = self._channel.unary_stream(
+            f"/{JOBS}/WatchJob",
+            request_serializer=jobs_pb2.WatchJobRequest.SerializeToString,
+            response_deserializer=jobs_pb2.WatchJobResponse.FromString,
         )
 
     @overload
@@ -528,7 +704,7 @@ class Client:
 
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
         reader = answers.StreamReader()
-        call = self._generate(request, timeout=timeout)
+        call = self._generate(request, timeout=timeout, metadata=self._metadata)
         try:
             for event in call:
                 if (piece := reader.read(event)) is not None:
@@ -538,6 +714,46 @@ class Client:
             raise from_rpc(error, late=_late(timeout, reader)) from error
         finally:
             call.cancel()  # does nothing to a call that is over
+
+    def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
+        """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
+
+        The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
+        """
+        return self._ask(_submit([build_request(prompt, **options)]))[0]
+
+    def submit_many(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Job]:
+        """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
+        return self._ask(_submit([build_request(prompt, **options) for prompt in prompts]))
+
+    def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
+        """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
+        the receipt. What came in one piece with `from_token` comes, too.
+
+        A router that is lost is no end: the next one goes on where this one stopped. Raises a TandemError: the job's
+        own, NotFound for one that is not kept, Unavailable when no router was there for half a minute.
+        """
+        watching = _Watching(job_id, from_token)
+        while not watching.reader.complete:
+            call = self._watch(watching.request(), metadata=self._metadata)
+            try:
+                for answer in call:
+                    if (piece := watching.read(answer)) is not None:
+                        yield piece
+                watching.reader.end()
+            except grpc.RpcError as error:
+                if not watching.reader.complete:
+                    time.sleep(watching.after(error))
+            finally:
+                call.cancel()
+
+    def job(self, job_id: str) -> Job:
+        """How far it is."""
+        return self._ask(_get_job(job_id))
+
+    def cancel(self, job_id: str) -> Job:
+        """Ends it within seconds; one that has ended stays as it is."""
+        return self._ask(_cancel_job(job_id))
 
     def workers(self) -> Pools:
         """Every worker of the cluster, and the wanted pool sizes."""
@@ -555,6 +771,10 @@ class Client:
         """The block ledger of every worker."""
         return self._ask(_audit())
 
+    def receipts(self, request_id: str = "", limit: int = 0) -> list[Receipt]:
+        """Of the last thousand requests at this router, the newest first; of one only, or so many at most."""
+        return self._ask(_receipts(request_id, limit))
+
     def diagnose(self) -> Diagnosis:
         """Every prefill-decode pair probed, the registry and the versions."""
         return self._ask(_diagnose())
@@ -570,7 +790,7 @@ class Client:
             response_deserializer=question.answer.FromString,
         )
         try:
-            return question.read(call(question.request, timeout=question.timeout))
+            return question.read(call(question.request, timeout=question.timeout, metadata=self._metadata))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

@@ -2,6 +2,8 @@
 
     TandemError
     ├── InvalidRequest        INVALID_ARGUMENT     400  a field is out of its bound; change the request
+    ├── Unauthenticated       UNAUTHENTICATED      401  no key, or an unknown one
+    ├── PermissionDenied      PERMISSION_DENIED    403  a known key that may not do this
     ├── NotFound              NOT_FOUND            404  no such model, worker or transfer
     ├── PreconditionFailed    FAILED_PRECONDITION  400  the system is not in the state that the call needs
     │   ├── CheckpointRefused                           the model would be served wrongly, or cannot be read
@@ -68,6 +70,14 @@ def _rebuild(
 
 class InvalidRequest(TandemError):
     status, http, default_reason = "INVALID_ARGUMENT", 400, "INVALID_REQUEST"
+
+
+class Unauthenticated(TandemError):
+    status, http, default_reason = "UNAUTHENTICATED", 401, "UNAUTHENTICATED"
+
+
+class PermissionDenied(TandemError):
+    status, http, default_reason = "PERMISSION_DENIED", 403, "PERMISSION_DENIED"
 
 
 class NotFound(TandemError):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as Unreadable
 
@@ -30,12 +30,36 @@ class Settings(BaseSettings):
     """Wanted prefill workers. 0: decode workers prefill for themselves, and the receipt says so."""
     decode: Annotated[int, Field(ge=1, le=1024)] = 1
     """Wanted decode workers."""
+    routers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
-    """Address that the router and the workers listen on. There is no authentication yet: keep it on loopback."""
+    """Address that the router and the workers listen on. Where that is not loopback, workers need a cluster_token or
+    a cluster_cert, and clients should need keys and TLS."""
+    tls_cert: Path | None = None
+    """The router's certificate chain (PEM), for gRPC and HTTP. With tls_key; absent: clients are not encrypted."""
+    tls_key: Path | None = None
+    """The key of tls_cert (PEM)."""
+    tls_client_ca: Path | None = None
+    """Clients must show a certificate of this authority (PEM)."""
+    cluster_cert: Path | None = None
+    """By which the cluster's processes know each other (PEM), for the name tandem-cluster; with cluster_key and
+    cluster_ca. Their calls are encrypted then, and nobody without a certificate of cluster_ca is answered. Not KV."""
+    cluster_key: Path | None = None
+    """The key of cluster_cert (PEM)."""
+    cluster_ca: Path | None = None
+    """The authority of cluster_cert (PEM)."""
+    advertise_host: str | None = None
+    """What other machines call this one. Absent: `host`."""
+    cluster_token: Annotated[SecretStr, Field(min_length=16)] | None = None
+    """What the cluster's own processes show each other, so that the workers' ports serve nobody else; the same for all
+    of them. Absent: `tandem up` makes one up; processes that are started one by one ask nobody, on loopback only."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
+    api_keys: Path | None = None
+    """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/keys.py. It is read again
+    when it changes. Absent: nobody is asked."""
     redis: str | None = None
     """redis:// or unix:// URL of the registry. Absent: an embedded Valkey that lives as long as `tandem up`."""
     cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
@@ -56,6 +80,11 @@ class Settings(BaseSettings):
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What K and V are kept and moved in. auto: the model's dtype. int8 and fp8 take about half the bytes of bfloat16,
     scales included, and round; both pools must say the same."""
+    weight_cache: Annotated[str, Field(min_length=1)] = "auto"
+    """Where weights are kept as the compiled operators read them, for the next start and for all workers of a host to
+    share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own, in memory)."""
+    weight_cache_gib: Annotated[float, Field(gt=0, le=65536)] = 32.0
+    """What is kept there at most; the files used longest ago go first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
@@ -72,9 +101,17 @@ class Settings(BaseSettings):
     stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
     """Where a worker computes prompts beside its streams: how many times as long as a step of one stream alone such a
     step may take. Absent: 2 with prefill workers, 8 without, where prompts have no other place."""
-    local_prefill: Literal["measured", "never"] = "measured"
+    local_prefill: Literal["measured", "never", "always"] = "measured"
     """measured: the decode worker computes a prompt where that costs everybody together less time than waiting for a
-    prefill worker. never: only where there is no prefill worker."""
+    prefill worker. never: only where there is no prefill worker. always: it computes every prompt."""
+    place_by_prefix: bool = True
+    """The router places prompts where their beginning is cached, if that saves time. Off: by load alone."""
+    slo_ttft_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """Objective: seconds to the first token. A request that would wait and then miss it is refused at once, with the
+    time after which to try again. Absent: none is refused for that."""
+    slo_tpot_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    """Objective: seconds from token to token. No decode worker gets a stream with which its steps would take longer.
+    Absent: as many as have room."""
     memory_utilization: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
     """Share of the memory that is free after loading and a profiling step that one worker may use for KV.
     Absent: 0.9 on CUDA, 0.15 on CPU, where workers share the host."""
@@ -103,6 +140,12 @@ class Settings(BaseSettings):
     """Longest wait for one announced part of a transfer, and for the release."""
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Longest wait for room on a decode worker, or for a worker to come back."""
+    job_timeout_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
+    """Longest time from a job's submission to its end."""
+    job_kept_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
+    """How long a job that has ended can still be fetched."""
+    max_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
+    """Jobs that have not ended, of the whole cluster; more are refused."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
@@ -127,7 +170,8 @@ def load(**given: Any) -> Settings:
     """
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     # Variables of other parts of the product, not settings of a cluster.
-    known |= {ENV_PREFIX + "TARGET", ENV_PREFIX + "LOG"}
+    others = ("TARGET", "LOG", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY")
+    known |= {ENV_PREFIX + name for name in others}
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise SettingsError(f"unknown setting {name} in the environment", field=name)
@@ -142,7 +186,8 @@ def load(**given: Any) -> Settings:
                 " `tandem demo` brings its own",
                 field="model",
             ) from error
-        raise SettingsError(f"{name}: {first['msg']} (got {first.get('input')!r})", field=name) from error
+        got = "" if name == "cluster_token" else f" (got {first.get('input')!r})"  # a secret, if a wrong one
+        raise SettingsError(f"{name}: {first['msg']}{got}", field=name) from None
     except Unreadable as error:  # of what is not JSON, where the environment must have JSON
         raise SettingsError(f'{error}; adapters are JSON like {{"name": "folder"}}', field="adapters") from error
     if settings.max_num_batched_tokens < settings.max_num_seqs:
@@ -163,16 +208,20 @@ def load(**given: Any) -> Settings:
             field="adapters",
             bound="names that differ from the model's",
         )
+    _all_or_none(settings, "tls_cert", "tls_key")
+    _all_or_none(settings, "cluster_cert", "cluster_key", "cluster_ca")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="given with tls_client_ca")
     if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
         raise SettingsError(
             "heartbeat_ttl_s must be at least twice heartbeat_s, or a worker is lost at every late beat",
             field="heartbeat_ttl_s",
             bound=f">= {2 * settings.heartbeat_s}",
         )
-    if settings.host not in ("127.0.0.1", "localhost", "::1"):
-        raise SettingsError(
-            "only loopback until the ports ask for credentials; there is no TLS and no key yet",
-            field="host",
-            bound="127.0.0.1, localhost or ::1",
-        )
     return settings
+
+
+def _all_or_none(settings: Settings, *names: str) -> None:
+    missing = [name for name in names if getattr(settings, name) is None]
+    if missing and len(missing) < len(names):
+        raise SettingsError(f"{', '.join(names)} belong together", field=missing[0], bound="all of them, or none")

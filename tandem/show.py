@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tandem.answers import Audit, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
+from tandem.answers import Audit, Calibrated, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
 
 BAR_CELLS = 36
 NARROW, WIDE = 80, 140  # columns of a pipe or a small terminal; of one that holds everything
@@ -165,6 +165,50 @@ def unaccounted(item: Receipt) -> list[tuple[str, float]]:
 
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else ""
+
+
+def explained(item: Receipt) -> RenderableType:
+    """The receipt, and what the router expected when it placed the request."""
+    parts: list[RenderableType] = [receipt(item), Text("")]
+    guess = item.estimate
+    if guess is None:
+        return Group(*parts, Text("nothing was expected: a worker had not said how fast it is", style="dim"))
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("at the worker that prefilled")
+    table.add_column("expected", justify="right")
+    table.add_column("was", justify="right")
+    for name, expected, phase in (
+        ("waiting", guess.wait, "prefill_queue"),
+        ("computing", guess.compute, "prefill_compute"),
+    ):
+        table.add_row(name, seconds(expected), seconds(item.phases.get(phase, 0.0)))
+    parts.append(table)
+    if guess.there:
+        where, other = ("decode", "prefill") if item.path == "local" else ("prefill", "decode")
+        chosen, left = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
+        parts.append(
+            Text(
+                f"prefilled on the {where} worker, which was to cost everybody {seconds(chosen)}; on the {other} worker"
+                f" {seconds(left)}"
+            )
+        )
+    return Group(*parts)
+
+
+def calibration(items: Sequence[Calibrated]) -> RenderableType:
+    """How good the router's estimates were."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("path")
+    table.add_column("requests", justify="right")
+    table.add_column("computing: was / expected", justify="right")
+    table.add_column("waiting: was - expected", justify="right")
+    for item in items:
+        low, middle, high = item.compute
+        waits = " to ".join(f"{value:+.3f}" for value in (item.wait[0], item.wait[2]))
+        table.add_row(
+            item.path, str(item.requests), f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{item.wait[1]:+.3f} s ({waits})"
+        )
+    return table
 
 
 def receipts(items: Sequence[Receipt], width: int = NARROW) -> Table:

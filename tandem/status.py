@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -30,6 +31,7 @@ from tandem.errors import (
 
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
+MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
 
 
 def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -52,6 +54,12 @@ _BY_STATUS.update(
 )
 
 
+def shown(text: str, most: int = MESSAGE_BYTES) -> str:
+    """What may be put on a wire: a message may quote what a client sent, of any length, with lone surrogates."""
+    data = text.encode("utf-8", "backslashreplace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "..."
+
+
 def to_status(error: TandemError) -> status_pb2.Status:
     """google.rpc.Status with details."""
     info = error_details_pb2.ErrorInfo(
@@ -59,13 +67,15 @@ def to_status(error: TandemError) -> status_pb2.Status:
     )
     details: list[Any] = [info]
     if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.bound or "")
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=shown(error.field, NAME_BYTES), description=shown(error.bound or "", NAME_BYTES)
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(int(error.retry_after * 1000))
         details.append(retry)
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=error.message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=shown(error.message))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -155,7 +165,8 @@ async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoRetu
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
-    to the log: without this, grpcio would send UNKNOWN with the exception's text."""
+    to the log: without this, grpcio would send UNKNOWN with the exception's text. So it would for bytes that are no
+    message, which is why they are read here."""
 
     async def intercept_service(
         self,
@@ -165,24 +176,36 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        method = handler_call_details.method
+        method, read = handler_call_details.method, handler.request_deserializer or bytes
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, method), handler.request_deserializer, handler.response_serializer
+                _guard_stream(handler.unary_stream, read, method), None, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, method), handler.request_deserializer, handler.response_serializer
+            _guard_unary(handler.unary_unary, read, method), None, handler.response_serializer
         )
+
+
+def _read(data: bytes, read: Callable[[bytes], Any]) -> Any:
+    """Raises InvalidRequest."""
+    try:
+        return read(data)
+    except DecodeError as error:
+        raise errors.InvalidRequest(
+            "the bytes are not the message that this method takes",
+            field="message",
+            bound="protobuf, with UTF-8 in every string",
+        ) from error
 
 
 class _Stray(Exception):
     """A cancellation that nobody asked for reached the end of a handler: without an answer its caller would wait."""
 
 
-def _guard_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _guard_unary(inner: Callable[..., Any], read: Callable[[bytes], Any], method: str) -> Callable[..., Any]:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await inner(request, context)
+            return await inner(_read(data, read), context)
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError as error:
@@ -195,12 +218,14 @@ def _guard_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     return call
 
 
-def _guard_stream(inner: Callable[..., AsyncGenerator[Any, None]], method: str) -> Callable[..., Any]:
+def _guard_stream(
+    inner: Callable[..., AsyncGenerator[Any, None]], read: Callable[[bytes], Any], method: str
+) -> Callable[..., Any]:
     # Written with context.write instead of yield: a cancellation while grpcio writes then surfaces here, and the
     # handler's generator is closed, its `finally` blocks awaited, before the call is over.
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
-            async with aclosing(inner(request, context)) as messages:
+            async with aclosing(inner(_read(data, read), context)) as messages:
                 async for message in messages:
                     await context.write(message)
         except grpc.aio.AbortError:
@@ -238,7 +263,17 @@ def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
 
 def _text(error: TandemError, name: str) -> dict[str, str]:
     value = getattr(error, name)
-    return {name: value} if value else {}
+    return {name: shown(value, NAME_BYTES)} if value else {}
 
 
-__all__ = ["Cancelled", "ErrorInterceptor", "abort", "calling", "from_rpc", "known", "known_errors", "to_status"]
+__all__ = [
+    "Cancelled",
+    "ErrorInterceptor",
+    "abort",
+    "calling",
+    "from_rpc",
+    "known",
+    "known_errors",
+    "shown",
+    "to_status",
+]

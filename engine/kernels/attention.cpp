@@ -15,6 +15,7 @@
 #include <limits>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace tandem {
@@ -188,6 +189,16 @@ __m512i words_of(const T* row, int64_t at, int64_t count) {
 }
 #endif
 
+#ifdef TANDEM_BF16_DOT
+// The elements of two rows side by side, those of the first and of the second half.
+[[gnu::always_inline]] inline void pair(__m512i a, __m512i b, __m512i& first, __m512i& second) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  first = _mm512_permutex2var_epi16(a, low, b);
+  second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b);
+}
+#endif
+
 // Memory of a thread that grows and is used again; what it holds is nobody's.
 template <typename T>
 T* scratch(std::vector<T>& memory, int64_t count) {
@@ -296,17 +307,15 @@ void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
 #endif
 #ifdef TANDEM_BF16_DOT
   if constexpr (D::GROUP == 2) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t t = 0; t < KEYS; t += 2) {
       values.fetch(t, t + 2);
       for (int64_t d = 0; d < wide; d += 2 * LANES) {
         const int64_t count = std::clamp<int64_t>(dim - d, 0, 2 * LANES);
-        const __m512i a = words_of<W>(rows[t], d, count), b = words_of<W>(rows[t + 1], d, count);
+        __m512i first, second;
+        pair(words_of<W>(rows[t], d, count), words_of<W>(rows[t + 1], d, count), first, second);
         W* to = panel + (t / 2 * wide + d) * 2;
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-        if (d + LANES < wide) _mm512_storeu_si512(to + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
+        _mm512_storeu_si512(to, first);
+        if (d + LANES < wide) _mm512_storeu_si512(to + 2 * LANES, second);
       }
     }
     return;
@@ -358,6 +367,79 @@ void add_values(int64_t rows, const typename D::W* weights, int64_t room, const 
     for (int c = 0; c < C; ++c) here[r][c].store(sums + r * wide + c * LANES);
 }
 
+#ifdef CPU_CAPABILITY_AVX512
+template <typename D>
+auto column_of(__m512i words) {
+  if constexpr (std::is_same_v<typename D::W, float>)
+    return Vec(_mm512_castsi512_ps(words));
+  else
+    return (decltype(D::get(std::declval<const typename D::W*>())))words;
+}
+
+// What keys_panel and logits_of do, with the same bits: so few rows are multiplied as soon as a part of K is turned, which
+// is then never written anywhere.
+template <typename D, typename T, int R = ROWS>
+void logits_from(int64_t rows, const Rows<T>& keys, const typename D::X* x, int64_t stride, float* out, int64_t room) {
+  if (rows < R) {
+    if constexpr (R > 1) logits_from<D, T, R - 1>(rows, keys, x, stride, out, room);
+    return;
+  }
+  const int64_t words = (keys.dim + D::GROUP - 1) / D::GROUP;
+  for (int64_t t = 0; t < KEYS; t += LANES) {
+    keys.fetch(t, t + LANES);
+    Vec sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
+    for (int64_t word = 0; word < words; word += LANES) {
+      __m512i in[LANES];
+      const int64_t count = std::min<int64_t>(LANES * D::GROUP, keys.dim - word * D::GROUP);
+      for (int i = 0; i < LANES; ++i) in[i] = words_of<typename D::W>(keys.here[t + i], word * D::GROUP, count);
+      transpose(in);
+      const auto add = [&](int i) {
+        for (int r = 0; r < R; ++r)
+          sums[r] = D::dot(D::spread(x + r * stride + (word + i) * D::GROUP, D::GROUP), column_of<D>(in[i]), sums[r]);
+      };
+      if (words - word >= LANES)
+        for (int i = 0; i < LANES; ++i) add(i);
+      else
+        for (int i = 0; i < words - word; ++i) add(i);
+    }
+    for (int r = 0; r < R; ++r) sums[r].store(out + r * room + t);
+  }
+}
+
+// What values_panel and add_values do, likewise. `wide` is a multiple of PANEL.
+template <typename D, typename T, int R = ROWS>
+void add_from(int64_t rows, const Rows<T>& values, const typename D::W* weights, int64_t room, int64_t wide,
+              float* sums) {
+  if (rows < R) {
+    if constexpr (R > 1) add_from<D, T, R - 1>(rows, values, weights, room, wide, sums);
+    return;
+  }
+  using W = typename D::W;
+  constexpr int64_t LOADED_AT_ONCE = LANES * D::GROUP;
+  for (int64_t d = 0; d < wide; d += PANEL) {
+    Vec here[R][COLS];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < COLS; ++c) here[r][c] = Vec::loadu(sums + r * wide + d + c * LANES);
+    for (int64_t t = 0; t < KEYS; t += D::GROUP) {
+      if (d == 0) values.fetch(t, t + D::GROUP);
+      __m512i columns[COLS];
+      for (int c = 0; c < COLS; c += D::GROUP) {
+        const int64_t at = d + c * LANES, count = std::clamp<int64_t>(values.dim - at, 0, LOADED_AT_ONCE);
+        columns[c] = words_of<W>(values.here[t], at, count);
+        if constexpr (D::GROUP == 2) pair(columns[c], words_of<W>(values.here[t + 1], at, count), columns[c], columns[c + 1]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const auto weight = D::spread(weights + r * room + t, D::GROUP);
+        for (int c = 0; c < COLS; ++c) here[r][c] = D::dot(weight, column_of<D>(columns[c]), here[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < COLS; ++c) here[r][c].store(sums + r * wide + d + c * LANES);
+  }
+}
+#endif
+
 struct Task {  // consecutive queries of one sequence
   int64_t sequence, row, position, queries;
 };
@@ -398,6 +480,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       const int64_t head = n % kv_heads, count = task.queries * groups;  // a row for each query and head of it
       const int64_t first = reach.first(task.position), last = task.position + task.queries;  // the keys that are seen
       const int64_t base = aligned(first), room = rounded_up(last - base, KEYS);
+      [[maybe_unused]] const bool few = task.queries == 1 && count <= ROWS;
       const int32_t* table = blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1);
       const auto rows_in = [&](const Tensor& pages) {
         return Rows<T>{pages.const_data_ptr<T>() + head * pages.stride(2), table, size, pages.stride(0), pages.stride(1),
@@ -427,6 +510,13 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       float* logits = scratch(logit_memory, count * room);
       for (int64_t start = base; start < last; start += KEYS) {
         keys.move(start);
+#ifdef CPU_CAPABILITY_AVX512
+        if constexpr (LOADED<T, W>)
+          if (few) {
+            logits_from<D>(count, keys, q, q_dim, logits + start - base, room);
+            continue;
+          }
+#endif
         keys_panel<D>(keys, panel);
         for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS)
           logits_of<D>(std::min<int64_t>(ROWS, stop - r), q + r * q_dim, k_dim, q_dim, panel,
@@ -469,6 +559,13 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
 
       for (int64_t start = base; start < last; start += KEYS) {
         values.move(start);
+#ifdef CPU_CAPABILITY_AVX512
+        if constexpr (LOADED<T, W>)
+          if (few && wide % PANEL == 0) {
+            add_from<D>(count, values, weights + start - base, room, wide, sums);
+            continue;
+          }
+#endif
         values_panel<D>(values, wide, panel);
         for (int64_t r = from_row(start), stop = to_row(start); r < stop; r += ROWS) {
           const int64_t height = std::min<int64_t>(ROWS, stop - r);

@@ -4,6 +4,9 @@
 
 #include "dots.h"
 
+#include <c10/util/Exception.h>
+#include <c10/util/string_view.h>
+
 namespace tandem {
 
 inline Vec sigmoid_of(Vec x) { return Vec(1.0f) / (Vec(1.0f) + x.neg().exp()); }
@@ -12,6 +15,28 @@ inline Vec gelu_of(Vec x) { return Vec(0.5f) * x * (Vec(1.0f) + (x * Vec(0.70710
 inline Vec tanh_gelu_of(Vec x) {
   const Vec inner = Vec(0.79788456080286536f) * (x + Vec(0.044715f) * x * x * x);
   return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
+}
+
+// y[0..count) = act(gate) * up, each rounded; y may be one of them. `act` is one of the above.
+template <typename T, typename F>
+void gate(const T* gate, const T* up, T* y, int64_t count, const F& act) {
+  int64_t at = 0;
+  for (; at + LANES <= count; at += LANES) put(rounded<T>(act(load(gate + at))) * load(up + at), y + at);
+  const int rest = static_cast<int>(count - at);
+  if (rest > 0) put(rounded<T>(act(load(gate + at, rest))) * load(up + at, rest), y + at, rest);
+}
+
+// f(act), for the act of this name: "silu", "gelu" or "gelu_tanh".
+template <typename F>
+void with_act(c10::string_view name, const F& f) {
+  if (name == "silu")
+    f(silu_of);
+  else if (name == "gelu")
+    f(gelu_of);
+  else if (name == "gelu_tanh")
+    f(tanh_gelu_of);
+  else
+    TORCH_CHECK(false, "tandem: unknown function ", name);
 }
 
 }  // namespace tandem

@@ -358,9 +358,9 @@ __attribute__((noinline)) void widen(const uint8_t* panel, int64_t pairs, uint8_
 template <typename F, typename D, typename T>
 void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
                  const T* bias, T* y, int64_t m, int64_t k, int64_t n) {
-  const int64_t panels = panels_of(n), pairs = pairs_of(k), threads = at::get_num_threads();
+  const int64_t panels = panels_of(n), pairs = pairs_of(k);
   // Few panels are shared out with their rows, so that every thread has work.
-  const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
+  const int64_t parts = parts_of(m, panels, 4 * ROWS);
   const int64_t part = (m + parts - 1) / parts;
   const int64_t grain =
       std::max<int64_t>(1, TASK_BYTES / (pairs * STEP_BYTES<F> + part * k * static_cast<int64_t>(sizeof(float))));

@@ -35,7 +35,10 @@ _CODES = "_tandem_codes"
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight `[n, k]` as codes times scales, packed for `torch.ops.tandem.linear_codes`."""
+    """A weight `[n, k]` as codes times scales, packed for `torch.ops.tandem.linear_codes`.
+
+    With `order` the codes are those of its columns in that order: then neighbours share scales that were none before.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -43,6 +46,7 @@ class Codes:
     k: int
     group: int
     format: str
+    order: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +54,8 @@ class Codes:
         return weight_bytes(self.n, self.k, self.format, self.group)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         out: torch.Tensor = torch.ops.tandem.linear_codes.default(
             x, self.codes, self.scales, bias, self.n, self.k, self.group, self.format
         )
@@ -60,7 +66,7 @@ class Codes:
         out: torch.Tensor = torch.ops.tandem.unpack_codes.default(
             self.codes, self.scales, self.n, self.k, self.group, self.format
         )
-        return out
+        return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
 
 def quantise(weight: torch.Tensor, format: str) -> Codes:

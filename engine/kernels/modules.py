@@ -7,14 +7,18 @@ can be switched back at any time, and code that asks for its type is answered as
 from __future__ import annotations
 
 import functools
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import DTYPES, huge_pages
+from engine.kernels.build import library
+from engine.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
 ROWS_TRIED = 13  # whole tiles and a rest
@@ -23,17 +27,18 @@ _PACKED = "_tandem_packed"  # the weight in panels, for torch.ops.tandem.linear
 _NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS norm
 
 
-def prepare(model: nn.Module) -> None:
-    """Packs the weights of products, tries the product of each shape, and looks for RMS norms.
+def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
+    """Packs the weights of products, tries the product of each shape, and looks for RMS norms; says where weights are.
 
     Raises CheckpointRefused when a product is wrong. (The self-check may run on a copy in float32, and would not see
     the operators for 16 bits.)
     """
-    pack(model)
+    where = pack(model, cache)
     prove(model)
     for module in model.modules():
         if (found := rms_norm_of(module)) is not None:
             module.__dict__[_NORM] = found
+    return where
 
 
 def switch(model: nn.Module, on: bool) -> None:
@@ -48,22 +53,91 @@ def switch(model: nn.Module, on: bool) -> None:
             module.__class__ = compiled(kind, RmsNorm)
 
 
-def pack(model: nn.Module) -> None:
-    """Gives every plain product its weight in panels, one behind another in the order of the modules.
+def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
+    """Gives every plain product its weight in panels, all in one stretch of memory, in the order of the modules.
 
-    The weight itself stays where it is, for whoever reads it otherwise: an embedding that is tied to the head, an
-    attention that looks into its projections, the self-check's comparison.
+    With a cache that stretch is a mapped file, and the model's own weights move there too, unless they lie in a file
+    already; they keep their values. Without one they stay where they are, for whoever reads them otherwise: an
+    embedding that is tied to the head, an attention that looks into its projections, the self-check's comparison.
+    Returns a line that says where the panels are.
     """
-    packed: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights are packed once
-    for layer in model.modules():
-        weight = weight_of(layer)
-        if weight is None:
-            continue
-        key = (weight.data_ptr(), weight.shape)
-        if key not in packed:
-            panels = torch.ops.tandem.pack.default(weight)
-            packed[key] = huge_pages(torch.empty_like(panels)).copy_(panels)
-        layer.__dict__[_PACKED] = (packed[key], *weight.shape)
+    layers = [(layer, weight) for layer in model.modules() if (weight := weight_of(layer)) is not None]
+    weights = {_key(weight): weight for _, weight in layers}  # tied weights are packed once
+    types = [weight.dtype for weight in weights.values()]
+    sizes = [_packed_bytes(weight) for weight in weights.values()]
+    own = _in_memory(model) if cache is not None and layers else []
+    kept: list[torch.Tensor] | None = None
+    if cache is not None and layers:
+        kept = cache.get(
+            _name(weights.values(), own),
+            [*sizes, *(each.nbytes for each in own)],
+            lambda: chain(map(torch.ops.tandem.pack.default, weights.values()), own),
+        )
+    shared = kept is not None
+    if kept is None:
+        kept = _in_one_stretch(weights.values(), sizes)
+    views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
+    packed = [(layer, (views[_key(weight)], *weight.shape)) for layer, weight in layers]
+    for layer, found in packed:
+        layer.__dict__[_PACKED] = found
+    if shared:
+        for tensor, part in zip(own, kept[len(weights) :], strict=True):
+            tensor.data = part.view(tensor.dtype).view(tensor.shape)
+    where = "in a file that all workers share" if shared else "in memory of this worker alone"
+    return f"weights: {sum(sizes) >> 20} MiB in panels, {where}"
+
+
+def _key(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return weight.data_ptr(), weight.shape, weight.stride()
+
+
+def _packed_bytes(weight: torch.Tensor) -> int:
+    """Of its panels, which fill up rows and columns, each for itself."""
+    size = torch.ops.tandem.pack.default
+    rows, columns, corner = (size(part).numel() for part in (weight[:, :1], weight[:1], weight[:1, :1]))
+    found: int = rows * columns // corner * weight.element_size()
+    return found
+
+
+def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Panels in memory of this process: uint8, one behind another, so that large memory pages hold the small ones."""
+    starts, total = placed(sizes)
+    stretch = huge_pages(torch.empty(total, dtype=torch.uint8))
+    parts = [stretch[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+    for part, weight in zip(parts, weights, strict=True):
+        part.copy_(torch.ops.tandem.pack.default(weight).view(torch.uint8))
+    return parts
+
+
+def _in_memory(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters that take memory of this process, because loading them has changed their type."""
+    found = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
+    return [each for each, on_disk in zip(found, file_backed(found), strict=True) if not on_disk]
+
+
+def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
+    """Of what `pack` keeps: 32 hex digits that differ with any bit of a weight, and with the operators' sources."""
+    digest = xxhash.xxh3_128(library().name.encode())
+    for kind, tensors in (("panels of", weights), ("as it is", own)):
+        for tensor in tensors:
+            digest.update(f"{kind} {digest_of(tensor.detach())};".encode())
+    return digest.hexdigest()
+
+
+def mapped_bytes(model: nn.Module) -> int:
+    """Bytes in mapped files that a step reads: of panels, and of weights that are no product's.
+
+    A host counts them as free, for the files could be read again; they are not.
+    """
+    panels = {id(found[0]): found[0] for each in model.modules() if (found := each.__dict__.get(_PACKED)) is not None}
+    others = {
+        id(tensor): tensor
+        for each in model.modules()
+        for name, tensor in each._parameters.items()
+        if tensor is not None and not (name == "weight" and _PACKED in each.__dict__)
+    }
+    tensors = [*panels.values(), *others.values()]
+    return sum(each.nbytes for each, on_disk in zip(tensors, file_backed(tensors), strict=True) if on_disk)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include "dots.h"
+#include "functions.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -118,8 +119,13 @@ namespace {
 // is read from front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend
 // on the other rows, nor on how a tile is cut.
 template <typename D>
+int64_t panel_size(int64_t k) {
+  return PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+}
+
+template <typename D>
 int64_t packed_size(int64_t n, int64_t k) {
-  return (n + PANEL - 1) / PANEL * PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+  return (n + PANEL - 1) / PANEL * panel_size<D>(k);
 }
 
 template <typename D>
@@ -181,49 +187,88 @@ void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename 
 
 constexpr int64_t FEW = 2 * ROWS;  // rows with which a product does little but read its weight, panel after panel
 
-// x [m, k] times several weights, whose panels are shared out to the threads together.
-template <typename D, typename T>
-void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Product<typename D::W, T>>& products) {
-  int64_t panels = 0;
-  for (const auto& each : products) panels += each.panels();
-  const int64_t threads = at::get_num_threads();
-  const int64_t panel_size = PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
-  // Few panels are shared out with their rows, so that every thread has work.
-  const int64_t parts = panels >= 4 * threads ? 1 : std::max<int64_t>(1, std::min(4 * threads, m / (4 * ROWS)));
+// x [m, k] times weights of so many panels in all: run(panel, from, rows) for each panel and each part of the rows, which
+// are shared out to the threads together.
+template <typename D, typename F>
+void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
+  const int64_t parts = parts_of(m, panels, 4 * ROWS);
   const int64_t part = (m + parts - 1) / parts;
-  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size * static_cast<int64_t>(sizeof(typename D::W)) +
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size<D>(k) * static_cast<int64_t>(sizeof(typename D::W)) +
                                                            part * k * static_cast<int64_t>(sizeof(float))));
   const auto run_tasks = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      int64_t panel = task / parts;
-      const auto* to = products.data();
-      for (; panel >= to->panels(); ++to) panel -= to->panels();
-      const int64_t n = to->n, first = panel * PANEL, from = task % parts * part, rows = std::min(part, m - from);
-      if (rows <= 0) continue;
-      const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
-      const typename D::W* here = to->packed + panel * panel_size;
-      const int64_t bytes = panel_size * sizeof(typename D::W);
-      const char* later = reinterpret_cast<const char*>(here + panel_size);
-      for (int64_t row = from; row < from + rows; row += height, later += bytes / 2) {
-        const auto run = [&](auto fetch) {
-          panel_rows<D, decltype(fetch)::value, T>(
-              std::min(height, from + rows - row), x + row * k, k, here, later,
-              to->bias == nullptr ? nullptr : to->bias + first,
-              to->beside == nullptr ? nullptr : to->beside + row * n + first, to->y + row * n + first, n, n - first);
-        };
-        if (tiles == 1)
-          run(std::integral_constant<Fetch, Fetch::SOON>());
-        else if (row < from + 2 * height)  // half of the next panel each
-          run(std::integral_constant<Fetch, Fetch::LATER>());
-        else
-          run(std::integral_constant<Fetch, Fetch::NOTHING>());
-      }
+      const int64_t from = task % parts * part, rows = std::min(part, m - from);
+      if (rows > 0) run(task / parts, from, rows);
     }
   };
   if (m <= FEW)
     at::parallel_for(0, panels * parts, grain, run_tasks);
   else
     share_out(panels * parts, grain, run_tasks);
+}
+
+// Rows of x times one panel, a tile after the other. The next panel that will be asked for is at `later`; y and beside,
+// which may be null, are those of the first row and column.
+template <typename D, typename T>
+void multiply_panel(const typename D::X* x, int64_t rows, int64_t k, const typename D::W* panel,
+                    const typename D::W* later, const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
+  const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
+  const int64_t bytes = panel_size<D>(k) * sizeof(typename D::W);
+  const char* next = reinterpret_cast<const char*>(later);
+  for (int64_t row = 0; row < rows; row += height, next += bytes / 2) {
+    const auto run = [&](auto fetch) {
+      panel_rows<D, decltype(fetch)::value, T>(std::min(height, rows - row), x + row * k, k, panel, next, bias,
+                                               beside == nullptr ? nullptr : beside + row * stride, y + row * stride,
+                                               stride, columns);
+    };
+    if (tiles == 1)
+      run(std::integral_constant<Fetch, Fetch::SOON>());
+    else if (row < 2 * height)  // half of the next panel each
+      run(std::integral_constant<Fetch, Fetch::LATER>());
+    else
+      run(std::integral_constant<Fetch, Fetch::NOTHING>());
+  }
+}
+
+// x [m, k] times several weights.
+template <typename D, typename T>
+void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Product<typename D::W, T>>& products) {
+  int64_t panels = 0;
+  for (const auto& each : products) panels += each.panels();
+  share_panels<D>(m, k, panels, [&](int64_t panel, int64_t from, int64_t rows) {
+    const auto* to = products.data();
+    for (; panel >= to->panels(); ++to) panel -= to->panels();
+    const int64_t first = panel * PANEL, at = from * to->n + first;
+    const auto* here = to->packed + panel * panel_size<D>(k);
+    multiply_panel<D, T>(x + from * k, rows, k, here, here + panel_size<D>(k),
+                         to->bias == nullptr ? nullptr : to->bias + first,
+                         to->beside == nullptr ? nullptr : to->beside + at, to->y + at, to->n, to->n - first);
+  });
+}
+
+// y [m, n] = act(x times one weight) times (x times another), each rounded as if it stood alone. Both have n columns.
+template <typename D, typename T, typename F>
+void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<typename D::W, T>& gated,
+                    Product<typename D::W, T> up, const F& act) {
+  if (m <= FEW) {  // one weight after the other, each read in one direction
+    std::vector<T> memory(m * up.n);
+    up.y = memory.data();
+    multiply<D, T>(x, m, k, {gated, up});
+    return gate(gated.y, up.y, gated.y, m * up.n, act);
+  }
+  share_panels<D>(m, k, gated.panels(), [&](int64_t panel, int64_t from, int64_t rows) {
+    static thread_local std::vector<T> memory;  // up's columns of this panel
+    if (static_cast<int64_t>(memory.size()) < rows * PANEL) memory.resize(rows * PANEL);
+    const int64_t n = gated.n, first = panel * PANEL, columns = std::min<int64_t>(PANEL, n - first);
+    const auto *here = gated.packed + panel * panel_size<D>(k), *there = up.packed + panel * panel_size<D>(k);
+    const auto bias = [&](const auto& of) { return of.bias == nullptr ? nullptr : of.bias + first; };
+    T* y = gated.y + from * n + first;
+    multiply_panel<D, T>(x + from * k, rows, k, here, there, bias(gated), nullptr, y, n, columns);
+    multiply_panel<D, T>(x + from * k, rows, k, there, here + panel_size<D>(k), bias(up), nullptr, memory.data(), PANEL,
+                         columns);
+    for (int64_t row = 0; row < rows; ++row)
+      gate(y + row * n, memory.data() + row * PANEL, y + row * n, columns, act);
+  });
 }
 
 // weight [n, k] in panels, to be used by `linear`; flat.
@@ -245,7 +290,7 @@ using Biases = c10::List<std::optional<Tensor>>;
 
 template <typename D, typename T>
 void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases, const Tensor& beside, int64_t k,
-                   const std::vector<Tensor>& out) {
+                   const std::vector<Tensor>& out, const std::optional<c10::string_view>& act) {
   const int64_t m = x.numel() / std::max<int64_t>(1, k);
   std::vector<Product<typename D::W, T>> products;
   for (size_t i = 0; i < out.size(); ++i) {
@@ -260,23 +305,26 @@ void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases,
                         beside.defined() ? beside.const_data_ptr<T>() : nullptr, out[i].data_ptr<T>(), n});
   }
   const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<typename D::X>::value);
-  multiply<D, T>(rows.const_data_ptr<typename D::X>(), m, k, products);
+  const auto* from = rows.const_data_ptr<typename D::X>();
+  if (!act.has_value()) return multiply<D, T>(from, m, k, products);
+  with_act(*act, [&](const auto& f) { multiply_gated<D, T>(from, m, k, products[0], products[1], f); });
 }
 
 std::vector<Tensor> multiply_all(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n,
-                                 int64_t k, const Tensor& beside) {
+                                 int64_t k, const Tensor& beside,
+                                 const std::optional<c10::string_view>& act = std::nullopt) {
   TORCH_CHECK(x.size(-1) == k && served(x.scalar_type()) && packed.size() == n.size() && biases.size() == n.size(),
               "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weights' rows have ", k, " elements");
   std::vector<int64_t> sizes = x.sizes().vec();
   std::vector<Tensor> out;
   for (const int64_t columns : n) {
     sizes.back() = columns;
-    out.push_back(at::empty(sizes, x.options()));
+    out.push_back(act.has_value() && !out.empty() ? out[0] : at::empty(sizes, x.options()));
   }
   if (x.scalar_type() == at::kFloat)
-    multiply_into<Widened<float>, float>(x, packed, biases, beside, k, out);
+    multiply_into<Widened<float>, float>(x, packed, biases, beside, k, out, act);
   else
-    multiply_into<Bf16, BFloat16>(x, packed, biases, beside, k, out);
+    multiply_into<Bf16, BFloat16>(x, packed, biases, beside, k, out, act);
   return out;
 }
 
@@ -298,6 +346,13 @@ std::vector<Tensor> linears(const Tensor& x, at::TensorList packed, const Biases
   return multiply_all(x, packed, biases, n, k, {});
 }
 
+// act(`linear` with the first weight) times `linear` with the second, as three operators would round it.
+Tensor linears_gated(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n, int64_t k,
+                     c10::string_view act) {
+  TORCH_CHECK(n.size() == 2 && n[0] == n[1], "tandem::linears_gated wants two weights of one size");
+  return multiply_all(x, packed, biases, n, k, {}, act)[0];
+}
+
 }  // namespace
 }  // namespace tandem
 
@@ -306,6 +361,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int k) -> Tensor");
   m.def("linear_add(Tensor x, Tensor packed, Tensor? bias, int n, int k, Tensor beside) -> Tensor");
   m.def("linears(Tensor x, Tensor[] packed, Tensor?[] biases, int[] n, int k) -> Tensor[]");
+  m.def("linears_gated(Tensor x, Tensor[] packed, Tensor?[] biases, int[] n, int k, str act) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
@@ -313,4 +369,5 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("linear", &tandem::linear);
   m.impl("linear_add", &tandem::linear_add);
   m.impl("linears", &tandem::linears);
+  m.impl("linears_gated", &tandem::linears_gated);
 }

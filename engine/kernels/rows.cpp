@@ -128,34 +128,22 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return y;
 }
 
-template <typename T, typename F>
-void gate_rows(const Tensor& gate, const Tensor& up, Tensor& y, const F& f) {
-  const auto *a = gate.const_data_ptr<T>(), *b = up.const_data_ptr<T>();
-  T* to = y.data_ptr<T>();
-  at::parallel_for(0, y.numel(), 1 << 14, [&](int64_t at, int64_t end) {
-    for (; at + LANES <= end; at += LANES) put(rounded<T>(f(load(a + at))) * load(b + at), to + at);
-    const int rest = static_cast<int>(end - at);
-    if (rest > 0) put(rounded<T>(f(load(a + at, rest))) * load(b + at, rest), to + at, rest);
-  });
-}
-
 // act(gate) * up, elementwise; act is "silu", "gelu" or "gelu_tanh".
 Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
   TORCH_CHECK(served(gate.scalar_type()) && gate.scalar_type() == up.scalar_type() && gate.sizes() == up.sizes(),
               "tandem::gated: ", gate.sizes(), " and ", up.sizes());
   const Tensor a = gate.contiguous(), b = up.contiguous();
   Tensor y = at::empty(gate.sizes(), gate.options());
-  const auto run = [&](const auto& f) {
-    gate.scalar_type() == at::kFloat ? gate_rows<float>(a, b, y, f) : gate_rows<BFloat16>(a, b, y, f);
-  };
-  if (act == "silu")
-    run(silu_of);
-  else if (act == "gelu")
-    run(gelu_of);
-  else if (act == "gelu_tanh")
-    run(tanh_gelu_of);
-  else
-    TORCH_CHECK(false, "tandem::gated: unknown function ", act);
+  with_act(act, [&](const auto& f) {
+    const auto run = [&](auto* to) {
+      using T = std::remove_pointer_t<decltype(to)>;
+      const T *from = a.const_data_ptr<T>(), *beside = b.const_data_ptr<T>();
+      at::parallel_for(0, y.numel(), 1 << 14, [&](int64_t at, int64_t end) {
+        tandem::gate(from + at, beside + at, to + at, end - at, f);
+      });
+    };
+    y.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+  });
   return y;
 }
 

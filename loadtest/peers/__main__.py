@@ -1,6 +1,6 @@
 """`make peers`: Tandem beside its peers on this machine, as ratios of things measured in turn in one run.
 
-    python -m loadtest.peers serve|interference|engines|soak|exposed [--quick] [--json FILE]
+    python -m loadtest.peers serve|interference|engines|soak|exposed|frontend [--quick] [--json FILE]
 
 docs/performance.md says what each measures and how to install the peers. Everything that was started ends with it.
 """
@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.bench import FILE_WIDTH, conditions, show
-from loadtest.peers import engines, interference, serve, soak
+from loadtest.peers import engines, frontend, interference, serve, soak
 from loadtest.peers.servers import SIDES, Peers
 from loadtest.stats import Section, Tick
 from tandem.errors import TandemError
 from tandem.settings import Settings
 
-PARTS = ("serve", "interference", "engines", "soak", "exposed")
+PARTS = ("serve", "interference", "engines", "soak", "exposed", "frontend")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -50,6 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, (part, known) in lists.items():
         parser.add_argument(f"--{name}", type=_some_of(known), metavar="A,B", help=f"of {part}: {','.join(known)}")
     parser.add_argument("--concurrency", type=_counts, metavar="N,N", help="of serve: 1,8,16")
+    parser.add_argument("--waves", type=_count, metavar="N", help="of serve: requests behind one another at each place")
     parser.add_argument("--threads", type=_counts, metavar="N,N", help="of engines: 1,2")
     parser.add_argument("--set", type=_settings, default={}, metavar="NAME=VALUE,...", help="settings of Tandem")
     script, home = os.environ.get("PEERS_SCRIPT"), os.environ.get("PEERS_HOME", "~/.cache/tandem-peers")
@@ -66,14 +67,22 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
         "interference": interference.Plan(rounds=1, seconds=20.0, settle=3.0) if quick else interference.Plan(),
         "engines": engines.Plan(rounds=2, steps=6) if quick else engines.Plan(),
         "soak": soak.Plan(requests=200, samples=10, repeats=2) if quick else soak.Plan(),
+        "frontend": frontend.Plan(rounds=1, seconds=1.0, alone=20) if quick else frontend.Plan(),
     }
     plans["exposed"] = plans["soak"]
     said: dict[str, dict[str, Any]] = {
-        "serve": {"shapes": given.shape, "series": given.series, "concurrency": given.concurrency, "runs": given.runs},
+        "serve": {
+            "shapes": given.shape,
+            "series": given.series,
+            "concurrency": given.concurrency,
+            "runs": given.runs,
+            "waves": given.waves,
+        },
         "interference": {"sides": given.sides, "rounds": given.runs},
         "engines": {"engines": given.engines, "threads": given.threads, "rounds": given.runs},
         "soak": {"requests": given.requests},
         "exposed": {"repeats": given.runs},
+        "frontend": {"rounds": given.runs},
     }
     return {
         part: replace(plans[part], **{name: value for name, value in said[part].items() if value is not None})
@@ -88,6 +97,7 @@ def measure(part: str, plan: Any, peers: Peers, tick: Tick) -> list[Section]:
         "engines": lambda: engines.run(peers, plan, tick),
         "soak": lambda: [soak.run(peers, plan, tick)],
         "exposed": lambda: [soak.run_exposed(peers, plan, tick)],
+        "frontend": lambda: frontend.run(peers, plan, tick),
     }
     return run[part]()
 

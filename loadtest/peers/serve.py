@@ -98,7 +98,7 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
     read = "ours / theirs: over 1, Tandem has more of it. In brackets what is promised, and whether it is kept"
     notes = [
         f"{plan.input} tokens in, {plan.output} out, bfloat16, two cores; the load client has them, too; new prompts in"
-        f" each run; {plan.runs} runs in turn after one that warms up",
+        f" each run, {plan.waves} behind one another; {plan.runs} runs in turn after one that warms up",
         *(
             f"{side} used {Spread.of(used).median:.2f} cores (median; {max(used):.2f} at most) while another one was"
             " measured"

@@ -10,7 +10,7 @@ were read are used only after the source has confirmed that it held them until t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -24,6 +24,7 @@ from engine.sequence import Finish, InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
 from kvtransfer.transport import measure_link
+from services.access import to_workers
 from services.convert import (
     FINISH,
     adapter_to,
@@ -33,6 +34,7 @@ from services.convert import (
     sampling_from,
     sequence_tokens,
 )
+from services.decode.feeds import Feeds
 from services.decode.sources import Sources
 from services.server import Channels
 from services.view import ClusterView
@@ -46,6 +48,7 @@ from tandem.errors import (
     PreconditionFailed,
     TandemError,
     Unavailable,
+    WorkerLost,
 )
 from tandem.settings import Settings
 from tandem.status import calling
@@ -72,10 +75,35 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._worker = worker
         self._sources = sources
         self._digest_block = digest_block
+        self._feeds = Feeds()
+
+    async def Feed(
+        self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
+        with self._feeds.opened(request.feed_id) as feed:
+            yield decode_pb2.FeedResponse(incarnation=self._worker.incarnation)
+            async with aclosing(feed.messages()) as messages:
+                async for message in messages:
+                    yield message
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        feed = self._feeds.get(request.feed_id) if request.feed_id else None
+        begun = False
+        async with aclosing(self._decode(request, context.time_remaining())) as events:
+            async for event in events:
+                if feed is not None and begun:
+                    event.lane = request.lane
+                    feed.put(event)
+                else:
+                    yield event
+                    begun = event.HasField("tokens")
+
+    async def _decode(
+        self, request: decode_pb2.DecodeRequest, remaining: float | None
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """One request from its reservation to its end."""
         started = monotonic()
         vocab_size = self._worker.engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
@@ -95,7 +123,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield decode_pb2.DecodeResponse(admitted=admitted)
                 handover = _Handover()
                 if request.HasField("prefill"):
-                    events = self._prefill_elsewhere(request, sequence, started, handover, context.time_remaining())
+                    events = self._prefill_elsewhere(request, sequence, started, handover, remaining)
                     async with aclosing(events):
                         async for event in events:
                             yield event
@@ -181,7 +209,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 handover.watch = await self._worker.loop.join(sequence, first.token_id)
                 handover.report = _report(stats, exposed=monotonic() - first_at)
         except TandemError as error:
-            raise _from_below(error, where.worker_id) from error
+            raise _from_below(error, where.worker_id, began=pull is not None) from error
         finally:
             call.cancel()
             if pull is not None:
@@ -362,20 +390,22 @@ def _report(stats: PullStats, exposed: float) -> common_pb2.TransferReport:
     )
 
 
-def _from_below(error: TandemError, source: str) -> TandemError:
+def _from_below(error: TandemError, source: str, began: bool = False) -> TandemError:
     """An error of the hop below, for the hop above: what the router needs to know is whom to avoid and whether to try
-    again, which it reads from the class and the reason."""
+    again, which it reads from the class and the reason. `began`: the prefill worker had taken the request."""
     if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded):
         return type(error)(f"{source}: {error.message}", reason=error.reason)
-    # Dead, restarted, draining, it revoked the transfer, or it cannot take this one.
-    if isinstance(error, Unavailable | PreconditionFailed | Busy):
+    if isinstance(error, WorkerLost) and began:
         return Unavailable(f"{source}: {error.message}", reason="PREFILL_LOST")
+    # Dead before, restarted, draining, it revoked the transfer, or it cannot take this one.
+    if isinstance(error, Unavailable | PreconditionFailed | Busy):
+        return Unavailable(f"{source}: {error.message}", reason="PREFILL_REFUSED")
     return error
 
 
-async def start(settings: Settings, worker_id: str) -> Worker:
+async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Worker:
     """A ready decode worker. Raises CheckpointRefused and SettingsError before anything listens."""
-    engine = await load_engine(settings, lambda line: None)
+    engine = await load_engine(settings, say)
     worker = DecodeWorker("decode", settings, worker_id, engine)
     await worker.start(["tandem.v1.DecodeService"])
     return worker
@@ -386,7 +416,7 @@ class DecodeWorker(Worker):
 
     async def start(self, services: list[str]) -> None:
         read = block_reader(self.engine.pages)
-        self._channels = Channels()
+        self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = ClusterView(self.registry, self.settings.heartbeat_s * 2)
         sources = Sources(self.transport, self.layout, self._channels)
         servicer = DecodeServicer(self, sources, lambda block, context: digest(read(block), context))

@@ -11,7 +11,7 @@ that comes later must not say yes for blocks that somebody else may have by then
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, nullcontext
 from time import monotonic
 from typing import Any
@@ -186,9 +186,9 @@ def _first_token(
     )
 
 
-async def start(settings: Settings, worker_id: str) -> Worker:
+async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Worker:
     """A ready prefill worker. Raises CheckpointRefused and SettingsError before anything listens."""
-    engine = await load_engine(settings, lambda line: None, generates=False)
+    engine = await load_engine(settings, say, generates=False)
     worker = Worker("prefill", settings, worker_id, engine)
     read = block_reader(engine.engine.pages)
     servicer = PrefillServicer(worker, lambda block, context: digest(read(block), context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+from collections.abc import Sequence
 
 import grpc
 import structlog
@@ -20,6 +21,7 @@ from tandem.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    generation_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -33,7 +35,16 @@ VERSIONS = ("tandem-serving", "torch", "transformers", "grpcio", "ray", "nixl", 
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(self, settings: Settings, registry: Registry, view: ClusterView, channels: Channels) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        view: ClusterView,
+        channels: Channels,
+        receipts: Sequence[generation_pb2.Receipt] = (),
+    ) -> None:
+        """`receipts` of the requests that ended lately, the newest last; they grow meanwhile."""
+        self._receipts = receipts
         self._settings = settings
         self._registry = registry
         self._view = view
@@ -47,6 +58,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListWorkersResponse(
             workers=[_worker(record) for record in self._view.workers.values()], wanted=await self._wanted_sizes()
         )
+
+    async def ListReceipts(
+        self, request: admin_pb2.ListReceiptsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListReceiptsResponse:
+        found = [
+            receipt
+            for receipt in reversed(self._receipts)
+            if not request.request_id or receipt.request_id == request.request_id
+        ]
+        return admin_pb2.ListReceiptsResponse(receipts=found[: request.limit or None])
 
     async def ScalePools(
         self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import secrets
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from services.router import structured
+from services.router import structured, tools
 from services.router.text import Text
 from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import common_pb2, generation_pb2
@@ -20,6 +22,7 @@ MAX_STOP_IDS = 16
 MAX_REQUEST_ID = 128
 MAX_SALT_BYTES = 256
 MAX_MESSAGES = 1024
+MAX_TOOLS = 128
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
@@ -29,6 +32,7 @@ MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, on
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_N = 16
+LEAST_PRIORITY, MOST_PRIORITY = -1000, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    layout_hash: str = ""  # of the KV: another one is another checkpoint, or another dtype
 
 
 @dataclass(slots=True)
@@ -61,7 +66,10 @@ class Job:
     stopped: bool = False  # by a stop string: the journal is complete
     adapter: str = ""  # its name; empty: the base model
     adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal
+    tenant: str = ""  # whose key it came with
     near: str = ""  # the decode worker that has the prompt's KV already
+    priority: int = 0  # the smaller, the more urgent
+    ttft_s: float | None = None  # a first token later than this is of no use to the client
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -128,10 +136,16 @@ def admit(
         raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
     if not request.sampling.ignore_eos:
         stop_ids += model.eos_token_ids
-    _structured(request.sampling, text, stop_ids)
+    if (grammar := _grammar(request, text, stop_ids)) is not None:
+        sampling.grammar.CopyFrom(grammar)
     n = request.sampling.n if request.sampling.HasField("n") else 1
     if not 1 <= n <= MAX_N:
         raise _out_of_bounds("sampling.n", str(n), f"1 to {MAX_N}")
+    if not LEAST_PRIORITY <= request.priority <= MOST_PRIORITY:
+        raise _out_of_bounds("priority", str(request.priority), f"{LEAST_PRIORITY} to {MOST_PRIORITY}")
+    ttft_s = request.ttft_slo_seconds if request.HasField("ttft_slo_seconds") else None
+    if ttft_s is not None and not 0 < ttft_s < math.inf:
+        raise _out_of_bounds("ttft_slo_seconds", str(ttft_s), "over 0")
     return Job(
         request_id=request_id,
         internal_id=f"{request_id}.{secrets.token_hex(4)}",
@@ -145,12 +159,16 @@ def admit(
         include_stop=request.sampling.include_stop,
         choices=n,
         adapter=request.adapter,
+        priority=request.priority,
+        ttft_s=ttft_s,
     )
 
 
-def _structured(given: generation_pb2.SamplingParams, text: Text, stop_ids: list[int]) -> None:
-    if not given.HasField("grammar"):
-        return
+def _grammar(request: generation_pb2.GenerateRequest, text: Text, stop_ids: list[int]) -> common_pb2.Grammar | None:
+    """What the answer must fit, in a client's words or because it must be a call."""
+    given, calls = request.sampling, request.WhichOneof("input") == "chat" and request.chat.HasField("tool_choice")
+    if not given.HasField("grammar") and not calls:
+        return None
     if text.tokenizer is None:
         raise InvalidRequest(
             "this checkpoint has no tokenizer.json, so no text can fit a grammar",
@@ -163,7 +181,21 @@ def _structured(given: generation_pb2.SamplingParams, text: Text, stop_ids: list
             field="sampling.ignore_eos",
             bound="false with a grammar, and a model with an end-of-sequence token or a stop token id",
         )
-    structured.check(given.grammar)
+    if not calls:
+        structured.check(given.grammar)
+        return given.grammar
+    if given.HasField("grammar"):
+        raise InvalidRequest(
+            "the answer must be a call, so it can have no grammar or response format as well",
+            field="chat.tool_choice",
+            bound="absent beside a grammar",
+        )
+    offered = _tools(request.chat.tools)
+    if not offered or text.calls is None:
+        raise InvalidRequest(
+            "a call is asked for and no tool is offered", field="chat.tool_choice", bound="absent without tools"
+        )
+    return tools.forced(offered, request.chat.tool_choice, text.calls)
 
 
 def _stops(given: generation_pb2.SamplingParams, text: Text) -> tuple[str, ...]:
@@ -201,7 +233,7 @@ def _prompt(request: generation_pb2.GenerateRequest, text: Text, model: ModelFac
     if kind == "text":
         tokens = text.encode(_utf8(request.text, "text", "at least one character"))
     elif kind == "chat":
-        tokens = text.encode_chat(_messages(request.chat))
+        tokens = text.encode_chat(_messages(request.chat), _tools(request.chat.tools))
     else:
         known = model.vocab_size if text.tokenizer is None else min(model.vocab_size, text.known_ids)
         tokens = _ids(request.token_ids.ids, "token_ids", known)
@@ -217,16 +249,48 @@ def _prompt(request: generation_pb2.GenerateRequest, text: Text, model: ModelFac
     return tokens
 
 
-def _messages(chat: generation_pb2.Chat) -> list[dict[str, str]]:
+def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
         raise _out_of_bounds("chat.messages", f"{len(chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
     messages = []
     for index, message in enumerate(chat.messages):
+        where = f"chat.messages[{index}]"
         if not message.role:
-            raise InvalidRequest("a message has no role", field=f"chat.messages[{index}].role", bound="not empty")
-        where = f"chat.messages[{index}].content"
-        messages.append({"role": message.role, "content": _utf8(message.content, where, None)})
+            raise InvalidRequest("a message has no role", field=f"{where}.role", bound="not empty")
+        given: dict[str, Any] = {
+            "role": message.role,
+            "content": _utf8(message.content, f"{where}.content", None),
+        }
+        if message.tool_calls:
+            given["tool_calls"] = _functions(message.tool_calls, f"{where}.tool_calls")
+        given |= {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name))}
+        messages.append(given)
     return messages
+
+
+def _tools(given: bytes) -> list[Any] | None:
+    return _functions(given, "chat.tools") if given else None
+
+
+def _functions(given: bytes, name: str) -> list[Any]:
+    """Tools, or calls of them: objects that have a function with a name. The rest is the template's business."""
+    bound = f"a list of 1 to {MAX_TOOLS} functions, each with a name"
+    try:
+        found = json.loads(given)
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may spell half a character, which is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is no readable JSON", field=name, bound=bound) from error
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_TOOLS:
+        raise InvalidRequest(f"{name} is no list of functions, or too long", field=name, bound=bound)
+    for index, one in enumerate(found):
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{name}[{index}] is no function with a name", field=f"{name}[{index}]", bound=bound)
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can spell lone surrogates
+        raise InvalidRequest(f"{name} is no valid Unicode", field=name, bound="valid Unicode") from error
+    return found
 
 
 def _utf8(value: bytes, name: str, least: str | None) -> str:
@@ -284,7 +348,6 @@ def _sampling(given: generation_pb2.SamplingParams, vocab_size: int) -> common_p
         min_tokens=min(max(0, given.min_tokens), 2**32 - 1),  # judged once max_tokens is known
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
-        grammar=given.grammar if given.HasField("grammar") else None,
     )
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
@@ -24,15 +25,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.registry import State
-from services.router import openai
+from services.router import openai, openai_answers
 from services.router.admit import checked_request_id
-from services.router.openai import Defaults, Events
+from services.router.keys import Keys
+from services.router.openai import Defaults
+from services.router.openai_answers import Events
 from services.router.text import Text
 from services.view import ClusterView
+from tandem import metrics
 from tandem.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -45,7 +49,7 @@ from tandem.errors import (
 )
 from tandem.settings import Settings
 from tandem.status import known_errors
-from tandem.tasks import end
+from tandem.tasks import end, merged
 from tandem.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -56,6 +60,7 @@ log = structlog.get_logger(__name__)
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
+NEED_NO_KEY = ("/health", "/version")  # probes have none
 LEAST_GRACE_S = 0.5  # what an idle server takes to stop
 FAREWELL_S = 1.0
 
@@ -101,6 +106,7 @@ class Api:
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/version", self.version),
+                Route("/metrics", self.metrics),
             ],
             exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
         )
@@ -125,6 +131,10 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("tandem-serving")})
+
+    async def metrics(self, request: Request) -> Response:
+        """Of this router, for Prometheus."""
+        return Response(self._generation.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
         body = openai.parse(await self._body(request), Tokenize)
@@ -151,8 +161,9 @@ class Api:
         adapter = model if model in self._settings.adapters else ""
         request_id = checked_request_id(request.headers.get("x-request-id") or body.request_id or "")
         requests = openai.requests(body, request_id, self._defaults, adapter)
-        events = _merged([self._generation.generate(one, None, body.default_max_tokens) for one in requests])
-        answer = openai.answer(body, request_id, model, self._text, len(requests))
+        key, generate = request.headers.get("authorization"), self._generation.generate
+        events = _merged([generate(one, None, body.default_max_tokens, key) for one in requests])
+        answer = openai_answers.answer(body, request_id, model, self._text, requests)
         return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
 
     async def _body(self, request: Request) -> bytes:
@@ -183,7 +194,7 @@ class Api:
 class Generating(Response):
     """An answer that is generated while the client stays."""
 
-    def __init__(self, answer: openai.Answer, events: Events, request_id: str) -> None:
+    def __init__(self, answer: openai_answers.Answer, events: Events, request_id: str) -> None:
         self._answer = answer
         self._events = events
         self._request_id = request_id
@@ -208,7 +219,7 @@ class Generating(Response):
                 async with aclosing(self._events) as events:
                     await self._send(events, send)
         except TandemError as error:
-            await self._fail(error, send)
+            await self._fail(self._answer.named(error), send)
 
     async def _send(self, events: Events, send: Send) -> None:
         raise NotImplementedError
@@ -264,31 +275,35 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _merged(sources: list[AsyncGenerator[generation_pb2.GenerateResponse, None]]) -> Events:
-    """The events of all, each with the number of its source, as they come; at most one of each waits here."""
+def _merged(sources: list[AsyncGenerator[generation_pb2.GenerateResponse, None]]) -> Events:
+    """The events of all, each with the number of its source, as they come."""
+    numbered = [_numbered(number, source) for number, source in enumerate(sources)]
+    return numbered[0] if len(numbered) == 1 else merged(numbered)
 
-    async def following(number: int) -> tuple[int, generation_pb2.GenerateResponse | None]:
-        return number, await anext(sources[number], None)
 
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as events:
-            async for event in events:
-                yield 0, event
-        return
-    pending = {asyncio.create_task(following(number)) for number in range(len(sources))}
-    try:
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number, found = task.result()
-                if found is not None:
-                    pending.add(asyncio.create_task(following(number)))
-                    yield number, found
-    finally:
-        for task in pending:
-            await end(task)
-        for source in sources:
-            await source.aclose()
+async def _numbered(number: int, source: AsyncGenerator[generation_pb2.GenerateResponse, None]) -> Events:
+    async with aclosing(source) as events:
+        async for event in events:
+            yield number, event
+
+
+class Guard:
+    """Asks every request for its key, before its body is read."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in NEED_NO_KEY:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            try:
+                self._keys.check(given.decode("latin-1"))
+            except TandemError as error:
+                headers = {"www-authenticate": "Bearer", "connection": "close", **openai.error_headers(error)}
+                await _write(send, error.http, openai.error_body(error), headers)
+                return
+        await self._app(scope, receive, send)
 
 
 # ---- errors
@@ -346,13 +361,15 @@ class HttpServer:
         view: ClusterView,
         text: Text,
         defaults: Defaults,
+        keys: Keys | None = None,
     ) -> None:
         self._settings = settings
         self.address = ""
+        app: ASGIApp = Api(settings, generation, view, text, defaults).app()
         self._serving: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
-                Api(settings, generation, view, text, defaults).app(),
+                Guard(app, keys) if keys else app,
                 loop="none",
                 http=_Protocol,
                 ws="none",
@@ -362,6 +379,10 @@ class HttpServer:
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+                ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
             )
         )
 
@@ -369,7 +390,7 @@ class HttpServer:
         """Listen. Raises SettingsError when the port is taken."""
         if self._settings.http_port is None:
             return
-        listening = _listen(self._settings.host, self._settings.http_port)
+        listening = _listen(self._settings.host, self._settings.http_port, share=self._settings.routers > 1)
         self.address = f"{self._settings.host}:{listening.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
         log.info("http.ready", address=self.address)
@@ -390,11 +411,14 @@ class HttpServer:
         await end(self._serving)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, share: bool) -> socket.socket:
+    """`share`: the port, with other routers of this user's; the system gives each connection to one of them."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(address)
         listening.listen()
     except OSError as error:

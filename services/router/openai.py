@@ -1,31 +1,27 @@
-"""The OpenAI API in terms of Generate: JSON bodies to GenerateRequests, their events to JSON. Decides nothing else;
-every bound is checked where gRPC's are, in admit.py.
+"""The OpenAI API in terms of Generate: JSON bodies to GenerateRequests, and errors to JSON. Decides nothing else; every
+bound is checked where gRPC's are, in admit.py.
 
-    body ─parse─▶ Completions or Chat ─requests─▶ one GenerateRequest for each prompt ─▶ events ─▶ Answer ─▶ JSON or SSE
+    body ─parse─▶ Completions or Chat ─requests─▶ one GenerateRequest for each prompt
+    JSON or SSE ◀─ Answer (openai_answers.py) ◀─ events
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.router.text import Text
-from tandem import answers
 from tandem.errors import Busy, CheckpointRefused, InvalidRequest, TandemError, Unavailable
+from tandem.status import NAME_BYTES, shown
 from tandem.v1 import common_pb2, generation_pb2
 
 MAX_PROMPTS = 128
 COMPLETION_TOKENS = 16  # what /v1/completions gives when max_tokens is absent, as OpenAI's does
 REST_OF_CONTEXT = 2**31  # what /v1/chat/completions gives, likewise: admit takes the lesser of it and the room
-LEAST = -9999.0  # log probability: JSON has no infinity
-DONE = b"data: [DONE]\n\n"
+GRAMMAR = "sampling.grammar"
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 UInt64 = Annotated[int, Field(ge=0, lt=2**64)]
@@ -34,21 +30,7 @@ TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON 
 # Fields that are known and not served, and the values of them that ask for nothing. Any other field that is not in a
 # model below is ignored, as OpenAI's own servers do; ignoring one of these would change the answer.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "stop": ("", []),
-    "include_stop_str_in_output": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "skip_special_tokens": (True,),
@@ -63,15 +45,15 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "priority": (0,),
     "kv_transfer_params": (),
 }
 
 
 # Fields that SamplingParams has under the same name.
 SAME = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens", "n"),
     *("stop_token_ids", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
+    "prompt_logprobs",
 )
 
 
@@ -104,6 +86,19 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class Structured(BaseModel):
+    """`structured_outputs`, as vLLM has it: one of these. Nothing else that it may hold is ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    # an alias, because a model has a method of that name
+    schema_: Any = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class Sampled(BaseModel):
     """What both kinds of body have. null means absent, everywhere."""
 
@@ -120,12 +115,25 @@ class Sampled(BaseModel):
     seed: UInt64 | None = None
     ignore_eos: bool | None = None
     min_tokens: Int64 | None = None
+    n: Int64 | None = None
+    best_of: Int64 | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: list[Int64] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[TokenKey, float] | None = None
+    prompt_logprobs: Int64 | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = None
+    priority: Int64 | None = None
+    ttft_slo_seconds: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -139,7 +147,45 @@ class Sampled(BaseModel):
         params = generation_pb2.SamplingParams(**{**usual, **given})
         if params.top_k == -1:  # how vLLM's clients say "off"
             params.top_k = 0
+        if self.best_of not in (None, self.n or 1):
+            raise _wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        params.stop.extend(_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone says nothing
+        params.include_stop = bool(self.include_stop_str_in_output)
+        if (found := self.grammar()) is not None:
+            params.grammar.CopyFrom(found[1])
         return params
+
+    def grammar(self) -> tuple[str, common_pb2.Grammar] | None:
+        """What the text must fit, and the field that says so. Raises InvalidRequest if two do."""
+        structured = self.structured_outputs or Structured()
+        given = {
+            "response_format": _of_format(self.response_format or {"type": "text"}),
+            "structured_outputs.json": _of_schema(structured.schema_),
+            "structured_outputs.json_object": common_pb2.Grammar(json=True) if structured.json_object else None,
+            "structured_outputs.regex": _of_regex(structured.regex),
+            "structured_outputs.choice": _of_choice(structured.choice),
+            "structured_outputs.grammar": _of_rules(structured.grammar),
+            "guided_json": _of_schema(self.guided_json),
+            "guided_regex": _of_regex(self.guided_regex),
+            "guided_choice": _of_choice(self.guided_choice),
+            "guided_grammar": _of_rules(self.guided_grammar),
+        }
+        found = [(name, grammar) for name, grammar in given.items() if grammar is not None]
+        if not found:
+            return None
+        (name, grammar), *others = found
+        if others:
+            raise _wrong(others[0][0], f"given beside {name}", "the only one")
+        return name.partition(".")[0], grammar
+
+    def named(self, error: TandemError) -> TandemError:
+        """The same error, with this body's own name for what the text must fit."""
+        if error.field is not None and error.field.startswith(GRAMMAR) and (found := self.grammar()) is not None:
+            error.field = found[0] + error.field.removeprefix(GRAMMAR)
+        return error
 
     def inputs(self) -> list[dict[str, Any]]:
         """For each prompt its part of a GenerateRequest."""
@@ -150,6 +196,7 @@ class Completions(Sampled):
     """POST /v1/completions."""
 
     prompt: Any
+    echo: bool | None = None
     logprobs: Int64 | None = None
 
     default_max_tokens: ClassVar[int] = COMPLETION_TOKENS
@@ -158,6 +205,10 @@ class Completions(Sampled):
         params = super().sampling(defaults)
         if self.logprobs is not None:
             params.logprobs = self.logprobs
+            if self.echo:
+                if self.prompt_logprobs not in (None, self.logprobs):
+                    raise _wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
+                params.prompt_logprobs = self.logprobs
         return params
 
     def inputs(self) -> list[dict[str, Any]]:
@@ -175,13 +226,18 @@ class Message(BaseModel):
 
     role: str
     content: Any = None
-    tool_calls: Any = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class Chat(Sampled):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
@@ -199,11 +255,39 @@ class Chat(Sampled):
         return params
 
     def inputs(self) -> list[dict[str, Any]]:
-        messages = [
-            generation_pb2.ChatMessage(role=_clean(one.role, f"messages[{index}].role"), content=_content(one, index))
-            for index, one in enumerate(self.messages)
-        ]
-        return [{"chat": generation_pb2.Chat(messages=messages)}]
+        messages = [_message(one, f"messages[{index}]") for index, one in enumerate(self.messages)]
+        tools = _bytes(encode(self.tools)) if self.offers_tools else b""
+        return [{"chat": generation_pb2.Chat(messages=messages, tools=tools, tool_choice=self.forced())}]
+
+    def named(self, error: TandemError) -> TandemError:
+        if error.field is not None and error.field.startswith(GRAMMAR) and self.forced() is not None:
+            error.message = error.message.replace(f"{GRAMMAR}.calls", "tools")
+            error.field = "tools"
+        return super().named(error)
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def names_tool(self) -> bool:
+        return isinstance(self.tool_choice, dict)
+
+    def forced(self) -> generation_pb2.ToolChoice | None:
+        """The calls that the answer must be; None: it may be anything. A named tool is called once, as OpenAI's API
+        has it."""
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case None | "none" | "auto":
+                if not parallel:
+                    raise _wrong("parallel_tool_calls", "false", "absent or true unless tool_choice forces a call")
+                return None
+            case "required":
+                return generation_pb2.ToolChoice(several=parallel)
+            case {"type": "function", "function": {"name": str(name)}}:
+                return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
+        kinds = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise _wrong("tool_choice", "of no known kind", kinds)
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -223,7 +307,7 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     if issubclass(kind, Sampled):
         for name, harmless in NOT_SERVED.items():
             if (value := fields.get(name)) is not None and value not in harmless:
-                bound = " or ".join(["absent", *map(_encode, harmless)])
+                bound = " or ".join(["absent", *map(encode, harmless)])
                 raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
     try:
         return kind.model_validate(fields)
@@ -252,11 +336,31 @@ def _prompt(prompt: object) -> dict[str, Any]:
     raise InvalidRequest("prompt is of no known kind", field="prompt", bound="text, token ids, or a list of these")
 
 
-def _content(message: Message, index: int) -> bytes:
+def _message(one: Message, where: str) -> generation_pb2.ChatMessage:
+    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(one.tool_calls or ())]
+    return generation_pb2.ChatMessage(
+        role=_clean(one.role, f"{where}.role"),
+        content=_content(one.content, f"{where}.content"),
+        tool_calls=_bytes(encode(calls)) if calls else b"",
+        tool_call_id=_clean(one.tool_call_id or "", f"{where}.tool_call_id"),
+        name=_clean(one.name or "", f"{where}.name"),
+    )
+
+
+def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call as templates want it: its arguments are an object, where OpenAI's API has them as JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{where}.function.arguments", "no readable JSON", "JSON") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _content(content: Any, where: str) -> bytes:
     """A message's text: a string, or parts of type text."""
-    where, content = f"messages[{index}].content", message.content
-    if message.tool_calls:
-        raise InvalidRequest("tool calls are not served", field=f"messages[{index}].tool_calls", bound="absent")
     if content is None or isinstance(content, str):
         return _bytes(content or "")
     parts = content if isinstance(content, list) else [content]
@@ -265,6 +369,41 @@ def _content(message: Message, index: int) -> bytes:
     if len(known) < len(parts):
         raise InvalidRequest(f"{where} is not text", field=where, bound="a string, or a list of parts of type text")
     return _bytes("".join(known))
+
+
+def _of_format(given: dict[str, Any]) -> common_pb2.Grammar | None:
+    """OpenAI's response_format. A schema holds whether it says `strict` or not."""
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return common_pb2.Grammar(json=True)
+        case "json_schema":
+            inner = given.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if schema is None:
+                raise _wrong("response_format.json_schema.schema", "absent", "a JSON schema")
+            return _of_schema(schema)
+    raise _wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
+
+
+def _of_schema(given: Any) -> common_pb2.Grammar | None:
+    """A JSON schema, or one as text."""
+    if given is None:
+        return None
+    return common_pb2.Grammar(json_schema=_bytes(given if isinstance(given, str) else encode(given)))
+
+
+def _of_regex(given: str | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(regex=_bytes(given))
+
+
+def _of_choice(given: list[str] | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(choice=common_pb2.Choices(texts=map(_bytes, given)))
+
+
+def _of_rules(given: str | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(ebnf=_bytes(given))
 
 
 def _bytes(text: str) -> bytes:
@@ -293,7 +432,10 @@ def requests(
     body: Sampled, request_id: str, defaults: Defaults, adapter: str = ""
 ) -> list[generation_pb2.GenerateRequest]:
     """One for each prompt. Raises InvalidRequest."""
-    sampling, inputs = body.sampling(defaults), body.inputs()
+    try:
+        sampling, inputs = body.sampling(defaults), body.inputs()
+    except RecursionError as error:  # it was read where fewer calls were under way
+        raise _wrong("body", "nested too deep", "a JSON object of some levels") from error
     salt = _bytes(body.cache_salt or "")
     return [
         generation_pb2.GenerateRequest(
@@ -301,259 +443,31 @@ def requests(
             sampling=sampling,
             cache_salt=salt,
             adapter=adapter,
+            priority=body.priority or 0,
+            ttft_slo_seconds=body.ttft_slo_seconds,
             **one,
         )
         for index, one in enumerate(inputs)
     ]
 
 
-# ---- what it gets
-
-
-Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its choice
-
-
-@dataclass(slots=True)
-class Choice:
-    """One prompt's answer so far."""
-
-    index: int
-    prompt_tokens: int = 0
-    tokens: int = 0
-    letters: int = 0
-    cached: int = 0
-    begun: bool = False
-    held: generation_pb2.Delta | None = None  # the last delta, which travels together with the reason for the end
-
-
-@dataclass(slots=True)
-class Piece:
-    """What one message of a stream says about one choice; for an answer in one piece, all of it."""
-
-    choice: Choice
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[tuple[int, float, dict[int, float]]] = field(default_factory=list)  # id, its log probability, top
-    finish: str | None = None
-    stop_reason: int | None = None
-    receipt: dict[str, Any] | None = None
-    offset: int = 0  # of the text in the whole
-
-
-class Answer:
-    """Events of one HTTP request as JSON. A subclass knows the shapes of one endpoint."""
-
-    prefix = ""
-    whole_object = ""
-    chunk_object = ""
-
-    def __init__(self, body: Sampled, request_id: str, model: str, text: Text, choices: int) -> None:
-        self._body = body
-        self._text = text
-        self._choices = [Choice(index) for index in range(choices)]
-        options = body.stream_options or StreamOptions()
-        self._usage_at_end = bool(options.include_usage or options.continuous_usage_stats)
-        self._usage_always = bool(options.continuous_usage_stats)
-        self._head = {
-            "id": f"{self.prefix}-{request_id}",
-            "object": self.chunk_object if body.stream else self.whole_object,
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one string of bytes for each write. Nothing before the first token."""
-        left = len(self._choices)
-        async for index, event in events:
-            piece = self._piece(self._choices[index], event)
-            if piece is None:
-                continue
-            message: dict[str, Any] = {**self._head, "choices": [self.chunk(piece)]}
-            if self._usage_always:
-                message["usage"] = self._usage()
-            data = _sse(message)
-            if piece.finish:
-                left -= 1
-                if left == 0:
-                    if self._usage_at_end:
-                        data += _sse({**self._head, "choices": [], "usage": self._usage()})
-                    data += DONE
-            yield data
-
-    async def whole(self, events: Events) -> bytes:
-        """One JSON object."""
-        pieces = [Piece(choice) for choice in self._choices]
-        async for index, event in events:
-            piece = self._piece(self._choices[index], event)
-            if piece is not None:
-                whole = pieces[index]
-                whole.text += piece.text
-                whole.token_ids += piece.token_ids
-                whole.logprobs += piece.logprobs
-                whole.finish, whole.stop_reason, whole.receipt = piece.finish, piece.stop_reason, piece.receipt
-        return _json({**self._head, "choices": [self.message(piece) for piece in pieces], "usage": self._usage()})
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def message(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _piece(self, choice: Choice, event: generation_pb2.GenerateResponse) -> Piece | None:
-        kind = event.WhichOneof("event")
-        if kind == "started":
-            choice.prompt_tokens = event.started.prompt_tokens
-            return None
-        piece = Piece(choice, offset=choice.letters)
-        if kind == "delta":
-            choice.tokens += len(event.delta.token_ids)
-            if event.delta.last:
-                choice.held = event.delta
-                return None
-            self._add(piece, event.delta)
-        else:
-            if choice.held:
-                self._add(piece, choice.held)
-            self._finish(piece, event.finished)
-        choice.letters += len(piece.text)
-        return piece
-
-    def _add(self, piece: Piece, delta: generation_pb2.Delta) -> None:
-        piece.text += delta.text
-        if self._body.return_token_ids or delta.last:
-            piece.token_ids += delta.token_ids
-        if delta.HasField("logprobs"):
-            piece.logprobs += _logprobs(delta.token_ids, delta.logprobs)
-
-    def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
-        piece.text += finished.text
-        stopped = finished.reason == common_pb2.FINISH_REASON_STOP
-        piece.finish = "stop" if stopped else "length"
-        last = piece.token_ids[-1] if piece.token_ids else None
-        if stopped and last in (self._body.stop_token_ids or ()):
-            piece.stop_reason = last
-        piece.choice.cached = finished.receipt.cached_tokens
-        if self._body.tandem_receipt:
-            piece.receipt = answers.receipt(finished.receipt).to_dict()
-
-    def _extras(self, piece: Piece) -> dict[str, Any]:
-        """Fields that OpenAI's API does not have, where they say something or were asked for."""
-        extras: dict[str, Any] = {}
-        if piece.finish:
-            extras["stop_reason"] = piece.stop_reason
-        if self._body.return_token_ids:
-            extras["token_ids"] = piece.token_ids
-        if piece.receipt:
-            extras["tandem_receipt"] = piece.receipt
-        return extras
-
-    def _usage(self) -> dict[str, Any]:
-        prompt = sum(choice.prompt_tokens for choice in self._choices)
-        completion = sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in self._choices)},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
-
-    def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._text.token(token_id)
-
-
-class CompletionsAnswer(Answer):
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.choice.index,
-            "text": piece.text,
-            "logprobs": self._logprobs(piece) if piece.logprobs else None,
-            "finish_reason": piece.finish,
-            **self._extras(piece),
-        }
-
-    message = chunk
-
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        tokens = [self._token(token) for token, _, _ in piece.logprobs]
-        offsets, at = [], piece.offset
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [chosen for _, chosen, _ in piece.logprobs],
-            # by text, so that of several tokens with the same text the likeliest is shown; the chosen one always is
-            "top_logprobs": [
-                {
-                    **{self._token(one): value for one, value in reversed(top.items())},
-                    **({} if token in top else {self._token(token): chosen}),
-                }
-                for token, chosen, top in piece.logprobs
-            ],
-            "text_offset": offsets,
-        }
-
-
-class ChatAnswer(Answer):
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text}
-        if not piece.choice.begun:
-            piece.choice.begun = True
-            delta = {"role": "assistant", **delta}
-        return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
-
-    def message(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text}
-        return {"index": piece.choice.index, "message": message, **self._rest(piece)}
-
-    def _rest(self, piece: Piece) -> dict[str, Any]:
-        logprobs = {"content": [self._logprob(*one) for one in piece.logprobs]} if piece.logprobs else None
-        return {"logprobs": logprobs, "finish_reason": piece.finish, **self._extras(piece)}
-
-    def _logprob(self, token: int, chosen: float, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*one) for one in top.items()]}
-
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def answer(body: Sampled, request_id: str, model: str, text: Text, choices: int) -> Answer:
-    kind = ChatAnswer if isinstance(body, Chat) else CompletionsAnswer
-    return kind(body, request_id, model, text, choices)
-
-
-def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[tuple[int, float, dict[int, float]]]:
-    """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
-    each = len(message.top_ids) // len(message.chosen)
-    for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
-        part = slice(place * each, (place + 1) * each)
-        top = zip(message.top_ids[part], (max(value, LEAST) for value in message.top[part]), strict=True)
-        yield token, max(chosen, LEAST), dict(top)
-
-
 # ---- errors
 
 
 def error_body(error: TandemError) -> bytes:
-    return _json(_error(error))
+    return to_json(_error(error))
 
 
 def _error(error: TandemError) -> dict[str, Any]:
     """OpenAI's shape. `code` is the stable reason, `param` the field."""
     kind = "server_error" if error.http >= 500 else "rate_limit_error" if error.http == 429 else "invalid_request_error"
-    message = error.message.removeprefix("sampling.")
-    return {"error": {"message": message, "type": kind, "param": _param(error.field), "code": error.reason}}
+    message, param = shown(error.message.removeprefix("sampling.").removeprefix("chat.")), _param(error.field)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason}}
 
 
 def error_event(error: TandemError) -> bytes:
     """For a stream that has begun. No [DONE] follows it: what came is not the whole answer."""
-    return _sse(_error(error))
+    return to_sse(_error(error))
 
 
 def error_headers(error: TandemError) -> dict[str, str]:
@@ -570,19 +484,19 @@ def _param(name: str | None) -> str | None:
     """The body's name for one of GenerateRequest's fields."""
     if name is None:
         return None
-    name = name.removeprefix("sampling.").removeprefix("chat.")
+    name = shown(name, NAME_BYTES).removeprefix("sampling.").removeprefix("chat.")
     for ours, theirs in (("text", "prompt"), ("token_ids", "prompt"), ("chat", "messages")):
         if name == ours or name.startswith(f"{ours}["):
             return theirs + name.removeprefix(ours)
     return name
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _json(value: object) -> bytes:
-    return _encode(value).encode()
+def to_json(value: object) -> bytes:
+    return encode(value).encode()
 
 
-def _sse(value: object) -> bytes:
-    return f"data: {_encode(value)}\n\n".encode()
+def to_sse(value: object) -> bytes:
+    return f"data: {encode(value)}\n\n".encode()

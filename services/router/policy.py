@@ -2,13 +2,16 @@
 
 Decode worker first: it must have room now, or nothing starts. Then the prefill worker that can hand over to it and has
 the least to do before this prompt. Then whether that is worth it: the decode worker computes the prompt itself where
-that costs everybody together clearly less time. Costs are seconds, from what the workers measured of themselves.
+that costs everybody together clearly less time. Costs are seconds, from what the workers measured of themselves, and
+from what earlier requests met on their way.
 
-    there   (prompt tokens before this one + its own) / the prefill worker's rate
+    there   a step and (prompt tokens before this one + its own that are not cached) / the prefill worker's rate
             + what the prompts that wait lose, there or at the router: each of them, or one that comes instead, waits
             for this one
+            + the way there and back, and what moving the KV delays the second token
     here    the same on the decode worker, which also goes on with its streams
             + what its streams lose: each of them waits for this prompt's tokens
+            + the way there
 
 Workers compute the shorter prompt first (engine.scheduler), so of one that is longer than this one no more than this
 one's own length comes before it. The router keeps the same order, and keeps what a prefill worker could not begin soon:
@@ -17,8 +20,10 @@ whoever is done first takes it, and until then it holds no blocks on a decode wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,13 @@ class Candidate:
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     step_s: float = 0.0  # seconds of a step of one stream; 0: not known
     stream_s: float = 0.0  # that each further stream adds
+    cached: int = 0  # leading tokens of the prompt in question that it has already
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
+
+    def fresh(self, tokens: int) -> int:
+        """Tokens of a prompt of so many that it would have to compute."""
+        return max(1, tokens - self.cached)
 
     def before(self, tokens: int) -> int:
         """Prompt tokens that are computed there before a new prompt of so many."""
@@ -48,18 +58,48 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds: until the prompt's turn, of computing it, and what either path costs everybody (0: no choice)."""
+
+    wait_s: float
+    compute_s: float
+    here_s: float = 0.0
+    there_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     decode: Candidate
     prefill: Candidate | None  # None: the decode worker prefills for itself
     why_local: str = ""
+    estimate: Estimate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What requests met on a way through the cluster beside waiting and computing, in seconds."""
+
+    first_s: float = 0.0  # of messages and reservations, to the first token
+    moving_s: float = 0.0  # that the second token waited for the KV
+    block_s: float = 0.0  # that each block of it added
+
+    def seconds(self, blocks: int) -> float:
+        return self.first_s + self.moving_s + self.block_s * blocks
+
+
+Ways = Mapping[tuple[str, str], Way]  # by decode worker and prefill worker; "": the decode worker computes the prompt
+UNKNOWN = Way()
+Local = Literal["measured", "never", "always"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The settings that matter here."""
 
-    weigh: bool = True  # whether the decode worker may compute a prompt although a prefill worker could
+    local: Local = "measured"  # whether decode workers compute what others could
     stretch: float = 2.0  # how many times as long as a step of one stream one with prompts may take
+    ttft: float | None = None  # seconds after which a first token is of no use; None: no objective
+    tpot: float | None = None  # seconds that a step of streams may take; None: no objective
 
 
 # The decode worker must be this much better: estimates err, and what it computes it cannot hand to anybody.
@@ -67,6 +107,8 @@ CLEARLY = 0.8
 # What a prefill worker must have before it, so that it never stands still until the next prompt arrives from here: so
 # many prompts, and so many seconds of work.
 READY_PROMPTS, READY_S = 2, 0.5
+# So much longer is a way that counts among prefill workers.
+FAR = 2.0
 LEAST_TOKENS = 8  # of prompts in a step, whatever its streams take: engine.pace has the same
 
 
@@ -78,11 +120,14 @@ def place(
     rules: Rules,
     near: str = "",
     behind: int = 0,
+    ways: Ways = MappingProxyType({}),
 ) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
-    The least loaded decode worker with room, by share of its places, then by free blocks. Among the prefill workers
-    whose blocks mean the same, the one that would begin soonest. Equals take turns.
+    The least loaded decode worker with room, by share of its places, then by free blocks; another one where it has more
+    of the prompt and would compute the rest at clearly less cost. Among the prefill workers whose blocks mean the same,
+    the one that would begin soonest, what it has not cached and a clearly longer way counted as waiting. Equals take
+    turns.
 
     `near` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room for
     what is new, nothing moves. `behind` is how many prompts wait at the router after this one.
@@ -94,25 +139,85 @@ def place(
         and one.running < one.max_running
         and one.free_blocks * one.block_size >= (one.block_size if one.worker_id == near else tokens) + ahead
         and one.max_model_len > tokens
+        and _keeps_pace(one, rules)
     ]
     for one in roomy:
         if one.worker_id == near:
             return Placement(one, None, "the KV of the prompt is there already")
     if not roomy:
         return None
-    decode = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))
+    decode = _decode(roomy, tokens, rules, ways)
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
-    if able:
-        prefill = min(able, key=lambda one: (_wait(one, tokens), one.running, -one.free_blocks, *_turn(one)))
-        why = _why_here(decode, prefill, tokens, rules, behind / len(able)) if rules.weigh else ""
-        return Placement(decode, None if why else prefill, why)
+    here = _estimate(decode, _share(decode, rules.stretch), tokens)
+    if rules.local == "always" or not able:
+        return Placement(decode, None, _why_alone(decode, prefills, rules), here)
+    prefill = _prefill(able, decode, tokens, ways)
+    there = _estimate(prefill, 1.0, tokens)
+    if rules.local == "never" or here is None or there is None:
+        return Placement(decode, prefill, "", there)
+    costs = {
+        "here_s": cost_here(decode, tokens, rules.stretch, ways),
+        "there_s": cost_there(prefill, decode, tokens, behind / len(able), ways),
+    }
+    if costs["here_s"] >= CLEARLY * costs["there_s"]:
+        return Placement(decode, prefill, "", replace(there, **costs))
+    why = (
+        f"an estimated cost of {costs['here_s']:.2f} s here, {decode.streams} streams beside it,"
+        f" against {costs['there_s']:.2f} s on {prefill.worker_id}"
+    )
+    return Placement(decode, None, why, replace(here, **costs))
+
+
+def _keeps_pace(one: Candidate, rules: Rules) -> bool:
+    """Whether its streams would keep the objective with one more; the first one always may."""
+    return rules.tpot is None or one.running == 0 or one.step_s + one.stream_s * one.running <= rules.tpot
+
+
+def expected_wait(
+    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, queued: int, rules: Rules
+) -> tuple[float, float]:
+    """Seconds that a prompt of `tokens` tokens waits, and then is computed for, when prompts of `queued` tokens in all
+    are placed before it. Zeros where no worker has said how fast it computes."""
+    able = [(one, 1.0) for one in prefills if one.usable and one.prompt_rate]
+    able = able or [(one, _share(one, rules.stretch)) for one in decodes if one.usable and one.prompt_rate]
+    if not able:
+        return 0.0, 0.0
+    rate = sum(one.prompt_rate * share for one, share in able)
+    waiting = sum(one.before(one.fresh(tokens)) for one, _ in able)
+    return (queued + waiting) / rate, min(_computing(one, share, tokens) for one, share in able)
+
+
+def _decode(roomy: Sequence[Candidate], tokens: int, rules: Rules, ways: Ways) -> Candidate:
+    least = min(roomy, key=lambda one: (one.running / one.max_running, -one.free_blocks, *_turn(one)))
+    more = [one for one in roomy if one.cached > least.cached and one.prompt_rate and rules.local != "never"]
+    if not more or not least.prompt_rate:
+        return least
+    best = min(more, key=lambda one: (cost_here(one, tokens, rules.stretch, ways), *_turn(one)))
+    better = cost_here(best, tokens, rules.stretch, ways) < CLEARLY * cost_here(least, tokens, rules.stretch, ways)
+    return best if better else least
+
+
+def _prefill(able: Sequence[Candidate], decode: Candidate, tokens: int, ways: Ways) -> Candidate:
+    """The one that would begin soonest. A way counts where it is clearly longer than the shortest, for what was learnt
+    of two equal ones never is the same."""
+    least, blocks = min(one.fresh(tokens) for one in able), _to_move(decode, tokens)
+    way_s = {one.worker_id: _way(ways, decode, one).seconds(blocks) for one in able}
+    far_s = FAR * min(way_s.values())
+
+    def late(one: Candidate) -> float:
+        return _late(one, tokens, least) + (way_s[one.worker_id] if way_s[one.worker_id] > far_s else 0.0)
+
+    return min(able, key=lambda one: (late(one), one.running, -one.free_blocks, *_turn(one)))
+
+
+def _why_alone(decode: Candidate, prefills: Sequence[Candidate], rules: Rules) -> str:
+    if rules.local == "always":
+        return "local_prefill is always"
     if not prefills:
-        why = "there is no prefill worker"
-    elif not any(one.usable for one in prefills):
-        why = "no prefill worker is ready"
-    else:
-        why = f"no prefill worker has the KV layout of {decode.worker_id}"
-    return Placement(decode, None, why)
+        return "there is no prefill worker"
+    if not any(one.usable for one in prefills):
+        return "no prefill worker is ready"
+    return f"no prefill worker has the KV layout of {decode.worker_id}"
 
 
 def begins_late(found: Placement, tokens: int) -> bool:
@@ -128,39 +233,58 @@ def begins_late(found: Placement, tokens: int) -> bool:
 
 def _wait(prefill: Candidate, tokens: int) -> float:
     """Seconds until it would begin with a prompt; the tokens alone where its rate is not known."""
-    return prefill.before(tokens) / (prefill.prompt_rate or 1.0)
+    return prefill.before(prefill.fresh(tokens)) / (prefill.prompt_rate or 1.0)
 
 
-def _why_here(decode: Candidate, prefill: Candidate, tokens: int, rules: Rules, behind: float) -> str:
-    """The reason for computing the prompt on the decode worker, in words; empty when there is none."""
-    if not decode.prompt_rate or not prefill.prompt_rate:
-        return ""
-    there = cost_there(prefill, tokens, behind)
-    here = cost_here(decode, tokens, rules.stretch)
-    if here >= CLEARLY * there:
-        return ""
-    return (
-        f"an estimated cost of {here:.2f} s here, {decode.streams} streams beside it,"
-        f" against {there:.2f} s on {prefill.worker_id}"
-    )
+def _late(prefill: Candidate, tokens: int, least: int) -> float:
+    """The same, and what it computes besides `least` tokens. The rates that two idle workers measured of themselves do
+    not decide between them, or one of them would get everything."""
+    return _wait(prefill, tokens) + (prefill.fresh(tokens) - least) / (prefill.prompt_rate or 1.0)
 
 
-def cost_there(prefill: Candidate, tokens: int, behind: float = 0) -> float:
-    """Seconds to the first token when the prefill worker computes the prompt, and what those who wait there lose;
-    `behind` more of them wait at the router."""
-    return (prefill.before(tokens) + tokens * (1 + len(prefill.prompts) + behind)) / prefill.prompt_rate
+def _estimate(one: Candidate, share: float, tokens: int) -> Estimate | None:
+    """None while its rate is not known."""
+    if not one.prompt_rate:
+        return None
+    wait_s = one.before(one.fresh(tokens)) / (one.prompt_rate * share)
+    return Estimate(wait_s, _computing(one, share, tokens))
 
 
-def cost_here(decode: Candidate, tokens: int, stretch: float) -> float:
+def _computing(one: Candidate, share: float, tokens: int) -> float:
+    """Seconds of computing a prompt with that share of a worker's time. Streams finish a step before it."""
+    return one.step_s + one.fresh(tokens) / (one.prompt_rate * share)
+
+
+def cost_there(
+    prefill: Candidate, decode: Candidate, tokens: int, behind: float = 0, ways: Ways = MappingProxyType({})
+) -> float:
+    """Seconds to the first token when the prefill worker computes the prompt, what those who wait there lose, and what
+    the move delays the second token; `behind` more of them wait at the router."""
+    fresh = prefill.fresh(tokens)
+    own = prefill.step_s + (prefill.before(fresh) + fresh * (1 + len(prefill.prompts) + behind)) / prefill.prompt_rate
+    return own + _way(ways, decode, prefill).seconds(_to_move(decode, tokens))
+
+
+def cost_here(decode: Candidate, tokens: int, stretch: float, ways: Ways = MappingProxyType({})) -> float:
     """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it."""
-    computing = tokens / decode.prompt_rate
     share = _share(decode, stretch)
-    return (decode.before(tokens) / decode.prompt_rate + computing) / share + decode.streams * computing
+    before = decode.before(decode.fresh(tokens)) / (decode.prompt_rate * share)
+    lost = decode.streams * decode.fresh(tokens) / decode.prompt_rate
+    return before + _computing(decode, share, tokens) + lost + _way(ways, decode).first_s
+
+
+def _way(ways: Ways, decode: Candidate, prefill: Candidate | None = None) -> Way:
+    return ways.get((decode.worker_id, prefill.worker_id if prefill else ""), UNKNOWN)
+
+
+def _to_move(decode: Candidate, tokens: int) -> int:
+    """Blocks that a decode worker has not got yet."""
+    return -(-decode.fresh(tokens) // decode.block_size)
 
 
 def _share(decode: Candidate, stretch: float) -> float:
     """Of its time, what goes to prompts while its streams go on (engine.pace bounds a step so)."""
-    if not decode.streams or not decode.step_s:
+    if not (decode.streams and decode.step_s and decode.prompt_rate):
         return 1.0
     streams_s = decode.step_s + decode.stream_s * (decode.streams - 1)
     prompts_s = max(stretch * decode.step_s - streams_s, LEAST_TOKENS / decode.prompt_rate)

@@ -16,6 +16,11 @@ class Reader:
         self._job = job
         self._stops = StopStrings(job.stops, include=job.include_stop)
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the text; empty while none has."""
+        return self._stops.hit or ""
+
     def read(self, stretch: decode_pb2.Tokens) -> str:
         """The text that can be shown now. Tokens after the one that completes a stop string are taken out of the
         stretch and of the journal."""

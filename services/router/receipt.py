@@ -12,7 +12,7 @@ from __future__ import annotations
 from time import monotonic
 
 from services.router.admit import Job
-from services.router.policy import Placement
+from services.router.policy import Estimate, Placement
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
@@ -26,6 +26,7 @@ class Account:
         self._retries = 0.0  # attempts that failed or were refused, before the first token
         self._dispatched = arrived
         self._placement: Placement | None = None
+        self._expected: Estimate | None = None  # of the placement that gave the first token
         self._first: decode_pb2.FirstTokenTiming | None = None
         self._attempt_first: decode_pb2.FirstTokenTiming | None = None
         self._first_at = 0.0  # when the first token had come up to the router
@@ -43,10 +44,14 @@ class Account:
         """Now, or when another completion of the same prompt was."""
         self._admitted = like._admitted if like else monotonic()
 
+    def elapsed(self) -> float:
+        return monotonic() - self.arrived
+
     def placed(self, placement: Placement, waited: float) -> None:
         self._placement = placement
         if self._first is None:
             self._queued += waited
+            self._expected = placement.estimate
 
     def dispatched(self) -> None:
         self.attempts += 1
@@ -80,11 +85,15 @@ class Account:
     def decode_worker(self) -> str:
         return self._placement.decode.worker_id if self._placement else ""
 
-    def sent(self, tokens: int) -> None:
-        self._last_at = monotonic()
+    def sent(self, tokens: int) -> float | None:
+        """Seconds since the message before it; None for the first."""
+        now = monotonic()
+        gap = now - self._last_at if self._sent else None
         if self._sent == 0:
-            self._ttft = self._last_at - self.arrived
+            self._ttft = now - self.arrived
+        self._last_at = now
         self._sent += tokens
+        return gap
 
     def ended(self, ended: decode_pb2.Ended) -> None:
         self._ended = ended
@@ -123,7 +132,18 @@ class Account:
             choice=job.choice,
             choices=job.choices,
             adapter=job.adapter,
+            estimate=_estimate(self._expected),
         )
+
+    def way(self) -> tuple[float, int, float] | None:
+        """Of the attempt that ended: seconds to its first token beside waiting and computing, blocks that were
+        moved, and by how many seconds that delayed the second token. None where that cannot be known."""
+        first, transfer = self._attempt_first, self._transfer()
+        if first is None or first is not self._first or self._ended is None:
+            return None
+        inside = first.prefill.queue_seconds + first.prefill.compute_seconds
+        seconds = self._first_at - self.arrived - self._before_dispatch - inside
+        return (seconds, transfer.blocks, transfer.exposed_seconds) if transfer else (seconds, 0, 0.0)
 
     def _phases(self) -> list[tuple[str, float]]:
         first = self._first
@@ -150,6 +170,17 @@ class Account:
     def _count_lost(self) -> None:
         if self._first is None:
             self._retries += monotonic() - self._dispatched
+
+
+def _estimate(estimate: Estimate | None) -> generation_pb2.Estimate | None:
+    if estimate is None:
+        return None
+    return generation_pb2.Estimate(
+        wait_seconds=estimate.wait_s,
+        compute_seconds=estimate.compute_s,
+        here_seconds=estimate.here_s,
+        there_seconds=estimate.there_s,
+    )
 
 
 def _phase(name: str, seconds: float) -> generation_pb2.Phase:

@@ -8,26 +8,37 @@ Generate   admit ─▶ place ─▶ decode worker's stream ─▶ detokenise, f
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 import grpc
 import structlog
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from services.access import front_door, to_workers
 from services.router.admin import AdminServicer
 from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, admit
 from services.router.checkpoint import local_folder
+from services.router.feeds import Feeds, Lane
 from services.router.http import HttpServer
+from services.router.jobs import Jobs
+from services.router.keys import Key, KeyGuard, Keys
 from services.router.openai import Defaults
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
+from services.router.prefixes import Prefixes
+from services.router.quarantine import MOST_LOST, Quarantine, identity
 from services.router.reader import Reader
 from services.router.receipt import Account
+from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
 from services.view import ClusterView
@@ -43,6 +54,7 @@ from tandem.errors import (
     Unavailable,
     WorkerLost,
 )
+from tandem.metrics import RouterMetrics
 from tandem.settings import Settings
 from tandem.status import calling
 from tandem.tasks import end, merged
@@ -52,51 +64,81 @@ from tandem.v1 import (
     decode_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
+    jobs_pb2_grpc,
 )
 
 log = structlog.get_logger(__name__)
+SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
+RECEIPTS = 1000  # that are kept for `tandem explain`
 LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, settings: Settings, view: ClusterView, text: Text, channels: Channels) -> None:
+    def __init__(
+        self, settings: Settings, view: ClusterView, text: Text, channels: Channels, keys: Keys | None = None
+    ) -> None:
         self._settings = settings
         self._view = view
         self._text = text
         self._channels = channels
-        rules = Rules(weigh=settings.local_prefill == "measured", stretch=settings.stretch)
+        self.feeds = Feeds(channels)
+        self.prefixes = Prefixes(view, channels)
+        rules = Rules(
+            local=settings.local_prefill,
+            stretch=settings.stretch,
+            ttft=settings.slo_ttft_s,
+            tpot=settings.slo_tpot_s,
+        )
+        self._tenants = Tenants(keys)
+        self._quarantine = Quarantine()
         self._placer = Placer(view, settings.queue_timeout_s, rules)
+        self.metrics = RouterMetrics(self._placer.waiting)
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
+        self.receipts: deque[generation_pb2.Receipt] = deque(maxlen=RECEIPTS)  # of those that ended lately
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self.generate(request, context.time_remaining())
+        return self.generate(request, context.time_remaining(), authorization=_authorization(context))
 
     async def generate(
         self,
         request: generation_pb2.GenerateRequest,
         remaining_s: float | None = None,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        authorization: str | None = None,
+        tenant: Key | None = None,
+        past: Sequence[generation_pb2.Delta] = (),
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The path of one request, whichever front door it came through: started, deltas, finished.
 
-        `remaining_s` is until the client's deadline, None when it set none. To be closed by whoever stops reading.
+        `remaining_s` is until the client's deadline, None when it set none; `authorization` is the header with its key,
+        where `tenant` is not known yet. `past` is what an earlier life of the request gave. To be closed by whoever
+        stops reading.
         """
         account = Account(monotonic())
         longest = self._settings.request_timeout_s
         deadline = account.arrived + (longest if remaining_s is None else min(remaining_s, longest))
-        job = await self._admit(request, default_max_tokens)
-        account.admitted()
-        started = generation_pb2.Started(
-            request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
-        )
-        yield generation_pb2.GenerateResponse(started=started)
-        answer = self._answer(job, account, deadline) if job.choices == 1 else self._answers(job, account, deadline)
-        async with self._in_progress(), aclosing(answer) as events:
-            async for event in events:
-                yield event
+        with self.metrics.request() as counted:
+            tenant = tenant or self._tenants.who(authorization)
+            job = await self._admit(request, default_max_tokens)
+            _give_to(tenant, job)
+            account.admitted()
+            if self._quarantine:
+                self._quarantine.check(identity(job), monotonic())
+            left = job.choices
+            answer = self._answer(job, account, deadline, past) if left == 1 else self._answers(job, account, deadline)
+            started = generation_pb2.Started(
+                request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=left
+            )
+            with self._tenants.admitted(tenant, job.prompt_len, job.choices):
+                yield generation_pb2.GenerateResponse(started=started)
+                async with self._in_progress(), aclosing(answer) as events:
+                    async for event in events:
+                        left -= event.HasField("finished")
+                        counted.complete = left == 0
+                        yield event
 
     async def _answers(
         self, job: Job, account: Account, deadline: float
@@ -129,10 +171,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 yield event
 
     async def _answer(
-        self, job: Job, account: Account, deadline: float
+        self, job: Job, account: Account, deadline: float, past: Sequence[generation_pb2.Delta] = ()
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        """One completion: deltas, then `finished`."""
+        """One completion: deltas, then `finished`. What is past is in the journal, and its text was shown."""
         text = Reader(self._text.stream(), job)
+        for delta in past:
+            job.tokens.extend(delta.token_ids)
+            text.read(decode_pb2.Tokens(token_ids=delta.token_ids))
         async with aclosing(self._tokens(job, account, deadline)) as stretches:
             async for stretch in stretches:
                 first = job.generated - len(stretch.token_ids)
@@ -146,16 +191,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     choice=job.choice,
                     last=job.finish() is not None,
                 )
-                account.sent(len(stretch.token_ids))
+                self.metrics.sent(len(stretch.token_ids), account.sent(len(stretch.token_ids)))
                 yield generation_pb2.GenerateResponse(delta=delta)
                 if job.stopped:
                     break  # leaving ends the stream below, and with it everything that is held for it
         tail = text.finish()
+        receipt = account.receipt(job, self._settings.model)
+        self.receipts.append(receipt)
+        self.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(),
             text=tail,
-            receipt=account.receipt(job, self._settings.model),
+            receipt=receipt,
             choice=job.choice,
+            stop=text.stop,
         )
         yield generation_pb2.GenerateResponse(finished=finished)
 
@@ -176,11 +225,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise DeadlineExceeded(f"the deadline passed after {job.generated} tokens", field="deadline")
             limit = job.prompt_len + job.max_tokens
             near = job.near if account.attempts == 0 else ""
-            async with self._placer.placed(len(job.tokens), limit, remaining, near) as placement:
+            prompt = await self.prefixes.prompt(job.tokens, job.salt, job.adapter)
+            cached = functools.partial(self.prefixes.cached, prompt)
+            ttft_s = None if job.ttft_s is None else job.ttft_s - account.elapsed()
+            async with self._placer.placed(
+                len(job.tokens),
+                limit,
+                remaining,
+                near,
+                cached,
+                tenant=job.tenant,
+                priority=job.priority,
+                ttft_s=ttft_s,
+                begun=bool(job.generated or near),
+            ) as placement:
+                before = job.generated
                 account.placed(placement, waited=monotonic() - waiting_since)
                 try:
                     async with aclosing(self._attempt(job, placement, account, deadline)) as stretches:
                         async for stretch in stretches:
+                            self._charge(job, len(stretch.token_ids))
                             yield stretch
                 except Busy:
                     self._placer.said_no(placement.decode)
@@ -190,8 +254,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     account.failed(error)
                     job.notes.append(f"attempt {account.attempts} at token {job.generated}: {error.message}")
                     log.warning("attempt.failed", request=job.request_id, attempt=account.attempts, error=error.message)
+                    if error.reason in ("DECODE_LOST", "PREFILL_LOST") and job.generated - before < 2:
+                        self._suspect(job, error)
                     if account.attempts >= self._settings.max_attempts:
                         raise _given_up(job, account, error) from error
+                if self._quarantine and job.generated - before >= 2:
+                    self._quarantine.served(identity(job))
 
     async def _attempt(
         self, job: Job, placement: Placement, account: Account, deadline: float
@@ -199,51 +267,82 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """One decode worker's stream. Adds to the journal what it yields."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(placement.decode.address))
         account.dispatched()
-        request = _decode_request(job, placement, account.attempts)
-        call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
-        worker, adapter = placement.decode.worker_id, b""
+        worker, adapter, lost = placement.decode.worker_id, b"", "DECODE_UNREACHABLE"
         try:
-            with calling(worker):
-                async for event in call:
-                    if event.HasField("admitted"):
-                        _check_adapter(job, event.admitted, worker)
-                        adapter = event.admitted.adapter_fingerprint
-                    elif event.HasField("tokens"):
-                        if event.tokens.position != len(job.tokens):
-                            raise InternalError(
-                                f"{worker} sent position {event.tokens.position}, expected {len(job.tokens)};"
-                                " the stream was stopped to keep it exact"
-                            )
-                        _check_prompt_logprobs(job, event.tokens, worker)
-                        job.adapter_fingerprint = adapter
-                        job.tokens.extend(event.tokens.token_ids)
-                        if event.tokens.HasField("first"):
-                            account.first_token(event.tokens.first)
-                            await self._placer.prefilled(placement)
-                        account.told(event.tokens)
-                        yield event.tokens
-                    elif event.HasField("ended"):
-                        account.ended(event.ended)
-                        return
+            feed = await self.feeds.of(placement.decode)
+            with feed.lane() as lane, calling(worker):
+                request = _decode_request(job, placement, account.attempts, lane)
+                call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
+                async with aclosing(_events(call, lane)) as events:
+                    async for event in events:
+                        if event.HasField("admitted"):
+                            _check_adapter(job, event.admitted, worker)
+                            lost = "DECODE_LOST"
+                            adapter = event.admitted.adapter_fingerprint
+                        elif event.HasField("tokens"):
+                            _check_position(job, event.tokens, worker)
+                            _check_prompt_logprobs(job, event.tokens, worker)
+                            job.adapter_fingerprint = adapter
+                            job.tokens.extend(event.tokens.token_ids)
+                            if event.tokens.HasField("first"):
+                                account.first_token(event.tokens.first)
+                                await self._placer.prefilled(placement)
+                            account.told(event.tokens)
+                            yield event.tokens
+                        elif event.HasField("ended"):
+                            account.ended(event.ended)
+                            self._placer.took(placement, account.way())
+                            return
             raise WorkerLost(f"{worker} ended the stream early")
         except WorkerLost as error:
-            raise WorkerLost(f"{worker}: {error.message}", reason="DECODE_LOST") from error
-        finally:
-            call.cancel()
+            raise WorkerLost(f"{worker}: {error.message}", reason=lost) from error
+
+    def _charge(self, job: Job, tokens: int) -> None:
+        self._tenants.generated(job.tenant, tokens)
+        self._placer.generated(job.tenant, tokens)
+
+    def _suspect(self, job: Job, error: TandemError) -> None:
+        """A worker was lost while it began with this request. Raises InternalError when it is the second one."""
+        request, now = identity(job), monotonic()
+        count = self._quarantine.lost(request, now)
+        if count >= MOST_LOST:
+            log.error("request.kills_workers", request=job.request_id, workers=count, last=error.message)
+        self._quarantine.check(request, now)
 
     def _blame(self, error: TandemError, placement: Placement) -> None:
         """Who should get nothing new for a while. A digest mismatch is nobody's death: the same pair may try again."""
-        if error.reason == "PREFILL_LOST" or isinstance(error, IncompatibleLayout):
+        if error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
             if placement.prefill:
                 self._placer.suspect(placement.prefill)
         elif isinstance(error, Unavailable):
             self._placer.suspect(placement.decode)
+
+    async def fixed(self, request: generation_pb2.GenerateRequest, tenant: Key) -> generation_pb2.GenerateRequest:
+        """The same request with nothing left open: its prompt as token ids, its seed, its limits. Raises what
+        `generate` would raise before it begins."""
+        job = await self._admit(request, DEFAULT_MAX_TOKENS)
+        _give_to(tenant, job)
+        found = generation_pb2.GenerateRequest()
+        found.CopyFrom(request)
+        found.request_id, found.priority = job.request_id, job.priority
+        found.token_ids.ids[:] = job.tokens
+        found.sampling.seed, found.sampling.max_tokens = job.sampling.seed, job.max_tokens
+        return found
+
+    def who(self, context: grpc.aio.ServicerContext) -> Key:
+        """Raises Unauthenticated."""
+        return self._tenants.who(_authorization(context))
 
     async def _admit(self, request: generation_pb2.GenerateRequest, default_max_tokens: int) -> Job:
         model = self.facts()
         if request.ByteSize() > LONG_TEXT_BYTES:
             return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens)
         return admit(request, self._text, model, default_max_tokens)
+
+    def keep_only(self, workers: Sequence[WorkerRecord]) -> None:
+        """Forgets what it knows of all others."""
+        self.feeds.keep_only({(record.worker_id, record.incarnation) for record in workers})
+        self._placer.ways.keep_only({record.worker_id for record in workers})
 
     def facts(self) -> ModelFacts:
         """What the decode workers say; the last known answer while none lives. Raises NoWorker before the first."""
@@ -256,6 +355,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 vocab_size=longest.vocab_size,
                 eos_token_ids=tuple(longest.eos_token_ids),
                 adapters=tuple(self._settings.adapters),
+                layout_hash=longest.layout_hash,
             )
         if self._model is None:
             raise NoWorker("no decode worker has come up yet; `tandem workers` shows the pools", retry_after=2.0)
@@ -276,7 +376,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _decode_request(job: Job, placement: Placement, attempt: int) -> decode_pb2.DecodeRequest:
+def _authorization(context: grpc.aio.ServicerContext) -> str | None:
+    given = dict(context.invocation_metadata() or ()).get("authorization")
+    return given if isinstance(given, str) else None
+
+
+def _give_to(tenant: Key, job: Job) -> None:
+    """What a tenant may do, and that no other one can tell from the time to its first token what it has asked."""
+    if tenant.limits.priority is not None:
+        job.priority = max(job.priority, tenant.limits.priority)
+    if tenant.name:
+        job.tenant = tenant.name
+        job.salt = hashlib.blake2b(job.salt, key=tenant.name.encode(), digest_size=32, person=b"tandem.tenant").digest()
+
+
+async def _events(call: Any, lane: Lane) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+    """What a decode worker says about one request: up to the first token on the call itself, then in the feed. Leaving
+    ends the call, and with it everything that is held for it."""
+    try:
+        async for event in call:
+            yield event
+            if event.HasField("tokens"):
+                break
+        else:
+            return
+        async with aclosing(lane.events(call)) as events:
+            async for event in events:
+                yield event
+    finally:
+        call.cancel()
+
+
+def _decode_request(job: Job, placement: Placement, attempt: int, lane: Lane) -> decode_pb2.DecodeRequest:
     request = decode_pb2.DecodeRequest(
         request_id=job.internal_id,
         attempt=attempt,
@@ -286,6 +417,8 @@ def _decode_request(job: Job, placement: Placement, attempt: int) -> decode_pb2.
         sampling=job.sampling,
         stop_token_ids=job.stop_ids,
         cache_salt=job.salt,
+        feed_id=lane.feed_id,
+        lane=lane.number,
     )
     if job.generated:
         request.sampling.ClearField("prompt_logprobs")  # they went out with the first token
@@ -303,6 +436,15 @@ def _check_adapter(job: Job, admitted: decode_pb2.Admitted, worker_id: str) -> N
     said, began = admitted.adapter_fingerprint, job.adapter_fingerprint
     if bool(said) != bool(job.adapter) or (began and said != began):
         raise InternalError(f"{worker_id} did not admit the request with adapter {job.adapter!r}; it was stopped")
+
+
+def _check_position(job: Job, tokens: decode_pb2.Tokens, worker_id: str) -> None:
+    """Nothing was lost, and nothing came twice."""
+    if tokens.position != len(job.tokens):
+        raise InternalError(
+            f"{worker_id} sent position {tokens.position}, expected {len(job.tokens)};"
+            " the stream was stopped to keep it exact"
+        )
 
 
 def _check_prompt_logprobs(job: Job, tokens: decode_pb2.Tokens, worker_id: str) -> None:
@@ -337,13 +479,22 @@ class Router:
         self.address = ""
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.view = ClusterView(self.registry, settings.heartbeat_s)
-        self.channels = Channels()
-        self.grpc = GrpcServer(max_message_bytes=settings.max_prompt_bytes)
-        generation = GenerationServicer(settings, self.view, text, self.channels)
-        admin = AdminServicer(settings, self.registry, self.view, self.channels)
+        self.channels = Channels(settings.cluster_token, to_workers(settings))
+        keys = Keys(settings.api_keys) if settings.api_keys else None
+        self.grpc = GrpcServer(
+            max_message_bytes=settings.max_prompt_bytes,
+            interceptors=[KeyGuard(keys)] if keys else (),
+            share_port=settings.routers > 1,
+            advertise=settings.advertise_host,
+            credentials=front_door(settings),
+        )
+        generation = self._generation = GenerationServicer(settings, self.view, text, self.channels, keys)
+        admin = AdminServicer(settings, self.registry, self.view, self.channels, generation.receipts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
-        self.http = HttpServer(settings, generation, self.view, text, defaults)
+        self.jobs = Jobs(settings, generation)
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)
+        self.http = HttpServer(settings, generation, self.view, text, defaults, keys)
         self._record = WorkerRecord(
             worker_id=worker_id,
             role="router",
@@ -358,17 +509,19 @@ class Router:
         )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[None] | None = None
+        self._indexing: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
         await self.view.start()
-        self.address = await self.grpc.start(
-            self.settings.host, self.settings.port, ["tandem.v1.GenerationService", "tandem.v1.AdminService"]
-        )
+        self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         await self.http.start()
         self._record = replace(self._record, state=State.READY, address=self.address)
         await self._heartbeat.start()
+        await self.jobs.start()
         self._following = asyncio.create_task(self._follow(), name="warm-channels")
+        if self.settings.place_by_prefix:
+            self._indexing = asyncio.create_task(self._generation.prefixes.follow(), name="prefixes")
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -379,11 +532,15 @@ class Router:
         self._stopped = True
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
+        await self.jobs.leave()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
+        await end(self._indexing)
         await self._heartbeat.stop()
         await self.view.stop()
+        await self._generation.feeds.close()
         await self.channels.close()
+        await self.jobs.close()
         await self.registry.close()
         if not self._ended.done():
             self._ended.set_result(None)
@@ -393,15 +550,17 @@ class Router:
         async for workers in self.view.updates():
             addresses = {record.address for record in workers.values() if record.role != "router"}
             self.channels.keep_only(addresses)
+            self._generation.keep_only(list(workers.values()))
             for address in addresses:
                 self.channels.to(address).get_state(try_to_connect=True)
 
 
-async def start(settings: Settings, worker_id: str) -> Router:
+async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Router:
     """A router that listens on settings.port, and on settings.http_port if there is one. Raises SettingsError (port in
     use), CheckpointRefused (tokenizer)."""
     folder = await asyncio.to_thread(local_folder, settings.model)
     text = await asyncio.to_thread(Text.load, folder)
+    say("tokenizer loaded")
     router = Router(settings, worker_id, text, Defaults.load(folder))
     await router.start()
     return router

@@ -50,11 +50,10 @@ def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
     if kind is None:
         raise InvalidRequest("a grammar says nothing", field=field, bound="json_schema, json, regex, ebnf or choice")
     field = f"{field}.{kind}"
-    if (size := grammar.ByteSize()) > MAX_GRAMMAR_BYTES:
-        raise _bad(field, f"it has {size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+    check_size(grammar, field)
     match kind:
         case "json_schema":
-            _Schema(field).check(_parse(_utf8(grammar.json_schema, field), field))
+            check_schema(_parse(_utf8(grammar.json_schema, field), field), field)
         case "json":
             if not grammar.json:
                 raise _bad(field, "it is false", "true, or no grammar")
@@ -69,6 +68,19 @@ def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
             for index, text in enumerate(grammar.choice.texts):
                 if not _utf8(text, f"{field}[{index}]"):
                     raise _bad(f"{field}[{index}]", "it is empty", "at least one character")
+        case "calls":
+            raise _bad(field, "only the router makes it", "chat.tool_choice instead")
+
+
+def check_size(grammar: common_pb2.Grammar, field: str) -> None:
+    """Raises InvalidRequest."""
+    if (size := grammar.ByteSize()) > MAX_GRAMMAR_BYTES:
+        raise _bad(field, f"it has {size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+
+
+def check_schema(schema: Any, field: str) -> None:
+    """A schema as read from JSON. Raises InvalidRequest that names the place in it."""
+    _Schema(field).check(schema)
 
 
 def _bad(field: str, what: str, bound: str) -> InvalidRequest:
@@ -139,7 +151,7 @@ def _weight(bare: str) -> int:
         character = bare[place]
         place = repeated.end() if repeated else place + 1
         if repeated:
-            count = max(int(repeated[1]), int(repeated[2] or 0), 1)
+            count = max(_count(repeated[1]), _count(repeated[2] or "0"), 1)
             groups[-1] += last * (count - 1)
             last *= count
         elif character == "(":
@@ -155,7 +167,12 @@ def _weight(bare: str) -> int:
     return max(groups)
 
 
-_REPEAT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
+def _count(digits: str) -> int:
+    """Of more digits than the library counts with, it keeps something else."""
+    return int(digits) if len(digits) < 10 else MAX_COUNT + 1
+
+
+_REPEAT = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
 
 
 class _Schema:
@@ -253,7 +270,7 @@ class _Schema:
             raise self._refuse(path, "only one of them is kept", "pattern, format, or minLength and maxLength")
         if "pattern" in words:
             self._pattern(schema["pattern"], f"{path}.pattern".lstrip("."))
-        if "format" in words and schema["format"] not in FORMATS:
+        if "format" in words and (not isinstance(schema["format"], str) or schema["format"] not in FORMATS):
             raise self._refuse(f"{path}.format".lstrip("."), "this format is not kept", ", ".join(sorted(FORMATS)))
         if "object" in types:
             self._properties(schema, path, depth)

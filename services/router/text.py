@@ -4,42 +4,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from services.router.tools import Format, format_of
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 
-@dataclass(frozen=True)
 class ChatTemplate:
-    """The checkpoint's Jinja template, run in a sandbox as transformers does."""
+    """The checkpoint's Jinja template, run in a sandbox as transformers does.
 
-    source: str
-    variables: dict[str, str]  # bos_token, eos_token, ...
+    `variables` are bos_token, eos_token, ... `calls` is how the model writes calls of tools; None: it knows none.
+    """
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Raises InvalidRequest when the template refuses the messages."""
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
+        """Raises TemplateError for what is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-        environment.globals["raise_exception"] = refuse
-        try:
-            return environment.from_string(self.source).render(
-                messages=messages, add_generation_prompt=True, **self.variables
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self._template = environment.from_string(source)
+        self.source = source
+        self.variables = variables
+        self._knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+        self.calls = format_of(source) if self._knows_tools else None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """Raises InvalidRequest when the template refuses the messages, or knows no tools."""
+        if tools and self.calls is None:
+            raise InvalidRequest(
+                "the chat template of this model says nothing of tools, or not how it writes calls",
+                field="chat.tools",
+                bound="none with this model",
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self.variables
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
                 f"the chat template of this model refuses these messages: {error}", field="chat.messages"
             ) from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
 
 
 class Text:
@@ -65,6 +82,11 @@ class Text:
             raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
         return cls(tokenizer, _template(folder))
 
+    @property
+    def calls(self) -> Format | None:
+        """How the model writes calls of tools."""
+        return self.template.calls if self.template else None
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
         InvalidRequest without a tokenizer."""
@@ -82,7 +104,7 @@ class Text:
             return f"token_id:{token_id}"
         return self.decode([token_id])
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """Ids of the rendered conversation. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
             raise InvalidRequest(
@@ -90,7 +112,7 @@ class Text:
                 field="chat",
                 bound="text or token_ids instead",
             )
-        ids: list[int] = self._need().encode(self.template.render(messages), add_special_tokens=False).ids
+        ids: list[int] = self._need().encode(self.template.render(messages, tools), add_special_tokens=False).ids
         return ids
 
     def stream(self) -> Detokenizer:
@@ -146,4 +168,7 @@ def _template(folder: Path) -> ChatTemplate | None:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             variables[name] = value
-    return ChatTemplate(source, variables)
+    try:
+        return ChatTemplate(source, variables)
+    except TemplateError as error:
+        raise CheckpointRefused(f"{folder} has a chat template that cannot be read: {error}") from error

@@ -59,6 +59,11 @@ class AdminServiceStub:
                 request_serializer=tandem_dot_v1_dot_admin__pb2.DiagnoseRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.DiagnoseResponse.FromString,
                 _registered_method=True)
+        self.ListReceipts = channel.unary_unary(
+                '/tandem.v1.AdminService/ListReceipts',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.ListReceiptsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.ListReceiptsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -96,6 +101,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReceipts(self, request, context):
+        """Of the requests that ended at this router lately, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +135,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Diagnose,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.DiagnoseRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.DiagnoseResponse.SerializeToString,
+            ),
+            'ListReceipts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReceipts,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.ListReceiptsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.ListReceiptsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +277,33 @@ class AdminService:
             '/tandem.v1.AdminService/Diagnose',
             tandem_dot_v1_dot_admin__pb2.DiagnoseRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.DiagnoseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReceipts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.AdminService/ListReceipts',
+            tandem_dot_v1_dot_admin__pb2.ListReceiptsRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.ListReceiptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,24 +63,44 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_schema", "json", "regex", "ebnf", "choice")
+    __slots__ = ("json_schema", "json", "regex", "ebnf", "choice", "calls")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     JSON_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     EBNF_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     json_schema: bytes
     json: bool
     regex: bytes
     ebnf: bytes
     choice: Choices
-    def __init__(self, json_schema: _Optional[bytes] = ..., json: _Optional[bool] = ..., regex: _Optional[bytes] = ..., ebnf: _Optional[bytes] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ...) -> None: ...
+    calls: Calls
+    def __init__(self, json_schema: _Optional[bytes] = ..., json: _Optional[bool] = ..., regex: _Optional[bytes] = ..., ebnf: _Optional[bytes] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("texts",)
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     texts: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Calls(_message.Message):
+    __slots__ = ("any", "separator")
+    ANY_FIELD_NUMBER: _ClassVar[int]
+    SEPARATOR_FIELD_NUMBER: _ClassVar[int]
+    any: _containers.RepeatedCompositeFieldContainer[Call]
+    separator: bytes
+    def __init__(self, any: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., separator: _Optional[bytes] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("before", "after", "arguments")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    before: bytes
+    after: bytes
+    arguments: bytes
+    def __init__(self, before: _Optional[bytes] = ..., after: _Optional[bytes] = ..., arguments: _Optional[bytes] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("chosen", "top_ids", "top")

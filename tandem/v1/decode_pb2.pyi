@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill", "adapter")
+    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill", "feed_id", "lane", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class DecodeRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -28,18 +30,36 @@ class DecodeRequest(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     prefill: _common_pb2.WorkerRef
+    feed_id: str
+    lane: int
     adapter: _common_pb2.Adapter
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., feed_id: _Optional[str] = ..., lane: _Optional[int] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+
+class FeedRequest(_message.Message):
+    __slots__ = ("feed_id",)
+    FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    feed_id: str
+    def __init__(self, feed_id: _Optional[str] = ...) -> None: ...
+
+class FeedResponse(_message.Message):
+    __slots__ = ("incarnation", "events")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    events: _containers.RepeatedCompositeFieldContainer[DecodeResponse]
+    def __init__(self, incarnation: _Optional[str] = ..., events: _Optional[_Iterable[_Union[DecodeResponse, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("admitted", "tokens", "ended")
+    __slots__ = ("admitted", "tokens", "ended", "lane")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     tokens: Tokens
     ended: Ended
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
+    lane: int
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("incarnation", "cached_tokens", "adapter_fingerprint")

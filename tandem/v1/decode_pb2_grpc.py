@@ -39,6 +39,11 @@ class DecodeServiceStub:
                 request_serializer=tandem_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Feed = channel.unary_stream(
+                '/tandem.v1.DecodeService/Feed',
+                request_serializer=tandem_dot_v1_dot_decode__pb2.FeedRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_decode__pb2.FeedResponse.FromString,
+                _registered_method=True)
         self.ProbePair = channel.unary_unary(
                 '/tandem.v1.DecodeService/ProbePair',
                 request_serializer=tandem_dot_v1_dot_decode__pb2.ProbePairRequest.SerializeToString,
@@ -52,6 +57,15 @@ class DecodeServiceServicer:
     def Decode(self, request, context):
         """Reserves room, gets the prompt's KV (from the named prefill worker, or by computing it here), and streams tokens.
         RESOURCE_EXHAUSTED before any event means "no room now". The open stream is the lease on everything it holds.
+        With a feed, only what happens up to the first token comes here, and what ends the request early.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Feed(self, request, context):
+        """What the streams of one router say after their first tokens: one message for each step of the engine, not one for
+        each stream. Opened before the requests that name it, and open as long as the router lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +85,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=tandem_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Feed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=tandem_dot_v1_dot_decode__pb2.FeedRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_decode__pb2.FeedResponse.SerializeToString,
             ),
             'ProbePair': grpc.unary_unary_rpc_method_handler(
                     servicer.ProbePair,
@@ -105,6 +124,33 @@ class DecodeService:
             '/tandem.v1.DecodeService/Decode',
             tandem_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             tandem_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.DecodeService/Feed',
+            tandem_dot_v1_dot_decode__pb2.FeedRequest.SerializeToString,
+            tandem_dot_v1_dot_decode__pb2.FeedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "cache_salt", "adapter")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "cache_salt", "adapter", "priority", "ttft_slo_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: bytes
     token_ids: TokenIds
@@ -23,7 +25,9 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     cache_salt: bytes
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ...) -> None: ...
+    priority: int
+    ttft_slo_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., ttft_slo_seconds: _Optional[float] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -32,18 +36,36 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages",)
+    __slots__ = ("messages", "tools", "tool_choice")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+    tools: bytes
+    tool_choice: ToolChoice
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[bytes] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ...) -> None: ...
+
+class ToolChoice(_message.Message):
+    __slots__ = ("name", "several")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    several: bool
+    def __init__(self, name: _Optional[str] = ..., several: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content")
+    __slots__ = ("role", "content", "tool_calls", "tool_call_id", "name")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: bytes
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
+    tool_calls: bytes
+    tool_call_id: str
+    name: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[bytes] = ..., tool_calls: _Optional[bytes] = ..., tool_call_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "logprobs", "prompt_logprobs", "grammar", "stop", "include_stop", "n")
@@ -143,19 +165,21 @@ class PromptLogprobs(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "receipt", "choice")
+    __slots__ = ("reason", "text", "receipt", "choice", "stop")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     text: str
     receipt: Receipt
     choice: int
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
+    stop: str
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter")
+    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter", "estimate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +202,7 @@ class Receipt(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     path: _common_pb2.Path
@@ -200,7 +225,20 @@ class Receipt(_message.Message):
     choice: int
     choices: int
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    estimate: Estimate
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ...) -> None: ...
+
+class Estimate(_message.Message):
+    __slots__ = ("wait_seconds", "compute_seconds", "here_seconds", "there_seconds")
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HERE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    THERE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    wait_seconds: float
+    compute_seconds: float
+    here_seconds: float
+    there_seconds: float
+    def __init__(self, wait_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., here_seconds: _Optional[float] = ..., there_seconds: _Optional[float] = ...) -> None: ...
 
 class Phase(_message.Message):
     __slots__ = ("name", "seconds")

@@ -1,10 +1,36 @@
 from tandem.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchCacheResponse(_message.Message):
+    __slots__ = ("sequence", "incarnation", "adapters", "added", "removed")
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    incarnation: str
+    adapters: _containers.ScalarMap[str, bytes]
+    added: bytes
+    removed: bytes
+    def __init__(self, sequence: _Optional[int] = ..., incarnation: _Optional[str] = ..., adapters: _Optional[_Mapping[str, bytes]] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class GetLedgerRequest(_message.Message):
     __slots__ = ()

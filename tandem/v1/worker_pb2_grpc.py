@@ -44,6 +44,11 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/tandem.v1.WorkerService/WatchCache',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -62,6 +67,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """Which blocks can be reused here, so that routers place prompts where their beginning is: all of them first, then
+        what changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +87,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +148,33 @@ class WorkerService:
             '/tandem.v1.WorkerService/Drain',
             tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.WorkerService/WatchCache',
+            tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

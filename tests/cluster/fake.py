@@ -10,6 +10,7 @@ import asyncio
 import os
 import secrets
 import signal
+from collections.abc import Callable
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from tandem.errors import CheckpointRefused
@@ -64,11 +65,13 @@ class FakeService:
         )
 
 
-async def start(role: str, settings: Settings, worker_id: str) -> FakeService:
+async def start(role: str, settings: Settings, worker_id: str, say: Callable[[str], None]) -> FakeService:
+    say(f"pretending to load for {worker_id}")
     if os.environ.get("FAKE_REFUSE") == role:
         raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model")
     if os.environ.get("FAKE_CRASH") == role:
         os.kill(os.getpid(), signal.SIGKILL)
     service = FakeService(role, settings, worker_id)
     await service.start()
+    say("loaded")
     return service

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from cluster.reconcile import Event, Kind, Life, Started, Supervisor
@@ -19,7 +19,8 @@ class FakeLife:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.graces: list[float] = []
 
-    async def start(self) -> Started:
+    async def start(self, tell: Callable[[str], None]) -> Started:
+        tell("weights read")
         if self._refuse:
             raise CheckpointRefused("no such model")
         return Started("127.0.0.1:1", 1, f"{id(self):x}")
@@ -90,6 +91,13 @@ async def supervised(host: FakeHost, registry: Registry, **wanted: int) -> Async
     async with asyncio.timeout(SOON_S):
         await supervisor.stop(grace_s=1.0)
         await running
+
+
+async def test_how_far_a_start_is_is_told(registry: Registry) -> None:
+    """Whoever waits for a worker hears what it is at."""
+    async with supervised(FakeHost(), registry, decode=1) as (_, watch):
+        assert (await watch.until(Kind.LOADING, "decode-0")).text == "weights read"
+        await watch.until(Kind.READY, "decode-0")
 
 
 async def test_what_is_wanted_is_started(registry: Registry) -> None:

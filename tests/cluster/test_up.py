@@ -28,7 +28,7 @@ from tandem.settings import Settings
 ROOT = Path(__file__).parents[2]
 LAUNCHER = "tests.cluster.fake:start"
 START_S = 60.0
-SOON_S = 20.0
+SOON_S = 90.0
 UP = f"""
 import sys
 from cluster.up import run_forever
@@ -255,9 +255,17 @@ def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyP
     """A worker whose process dies again and again is retried, reported, and not waited for without end."""
     monkeypatch.setenv("FAKE_CRASH", "prefill")
     lines: list[str] = []
-    with pytest.raises(DeadlineExceeded, match="0 of 1 prefill"):
-        Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=20.0).start()
-    assert any("prefill-0: died" in line and "starting again in" in line for line in lines)
+    for timeout_s in (12.0, 60.0):  # the second one where others use the machine, too
+        lines.clear()
+        with pytest.raises(DeadlineExceeded, match="0 of 1 prefill"):
+            Cluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=timeout_s).start()
+        if any("prefill-0: died" in line and "starting again in" in line for line in lines):
+            break
+    else:
+        pytest.fail(f"it was not said: {lines}")
+    of_decode = [line.partition("decode-0: ")[2] for line in lines if "decode-0: " in line]
+    assert of_decode[:2] == ["pretending to load for decode-0", "loaded"]  # how far a start is, up to the last stage
+    assert of_decode[2].startswith("ready on ")
 
 
 def test_a_port_in_use_is_refused_before_anything_starts() -> None:

@@ -108,6 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(total=st.integers(1, 12))
     def start(self, total: int) -> None:
         self.pool = BlockPool(total, SIZE)
+        self.told = set(self.pool.listen())
         self.tokens: dict[str, list[int]] = {}
         self.names = 0
 
@@ -150,6 +151,15 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             assert self.pool.check(live=self.tokens) == []
             assert self.pool.free + self.pool.cached + self.pool.held == self.pool.total
+
+    @invariant()
+    def who_listens_knows_what_is_there(self) -> None:
+        if hasattr(self, "pool"):
+            for digest, here in self.pool.news():
+                assert (digest in self.told) != here
+                (self.told.add if here else self.told.remove)(digest)
+            assert self.told == set(self.pool._block_of)
+            assert self.pool.news() == []
 
 
 TestPool = PoolMachine.TestCase

@@ -105,9 +105,22 @@ def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], P
     assert not found["aten::neg"]
     assert not found["aten::silu"]
     if family in ("llama", "qwen3"):  # gemma2 has a norm before its sums
-        assert found["tandem::linear_add"] == found["tandem::linears"] == 2 * layers
-        assert found["tandem::gated"] == layers
+        assert found["tandem::linear_add"] == 2 * layers
+        assert found["tandem::linears"] == found["tandem::linears_gated"] == layers
         assert found["tandem::linear"] == 1
+        assert not found["tandem::gated"]
+
+
+@built
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_rows_without_logits_end_at_the_last_attention(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """A token whose logits nobody wants is of no use behind it: what the last layer adds has the others' rows only."""
+    replay: Any = load(checkpoint(f"tiny-{family}")).recorded
+    nodes = [node.kind() for node in replay.graph.nodes()]
+    behind = nodes[len(nodes) - nodes[::-1].index("tandem::attend") :]
+    assert behind.count("aten::index") == 2  # of what attention found, and of what goes by it
+    assert behind.index("aten::index") < behind.index("tandem::rms_norm")
+    assert behind.index("aten::index") < behind.index("tandem::linears_gated")
 
 
 @built
@@ -116,9 +129,9 @@ def test_a_wrong_rule_costs_speed_and_no_token(
 ) -> None:
     """What the rules make is proven like the recording: here they take every function for another one."""
     expected = kinds(load(checkpoint("tiny-gemma2")))
-    assert expected["tandem::gated"]
+    assert expected["tandem::linears_gated"]
     monkeypatch.setattr(fuse, "GELUS", {"tanh": "gelu"})
     found = kinds(load(checkpoint("tiny-gemma2")))
     assert found["aten::gelu"]
-    assert not found["tandem::gated"]
+    assert not found["tandem::linears_gated"]
     assert "the fused recording does not serve" in caplog.text

@@ -3,6 +3,7 @@ anybody else a stream."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -22,9 +23,11 @@ import engine.grammar
 from engine.grammar import Grammars, Masks, Matcher, Vocabulary, _compiled, vocabulary
 from engine.sampling import choose
 from engine.sequence import GrammarSpec, Sampling, Sequence
-from services.router import structured
+from services.convert import sampling_from
+from services.router import structured, tools
+from services.router.tools import Format
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
-from tandem.v1 import common_pb2
+from tandem.v1 import common_pb2, generation_pb2
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 EOS, VOCAB = 256, 290  # every byte, the end, and places that no token has
@@ -72,7 +75,7 @@ def possible(one: Sequence) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")[:VOCAB]).tolist())
 
 
-def write(spec: GrammarSpec, seed: int, length: int = 400) -> tuple[str, bool]:
+def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b"", by: float = 5.0) -> tuple[str, bool]:
     """What a model that knows nothing writes under the grammar, and whether it came to an end. It prefers to close."""
     one = sequence(spec, temperature=1.0, seed=seed)
     one.limit = 10_000
@@ -84,6 +87,8 @@ def write(spec: GrammarSpec, seed: int, length: int = 400) -> tuple[str, bool]:
         logits[byte] = -2.0
     for byte in range(128, 256):
         logits[byte] = -3.0
+    for byte in likes:
+        logits[byte] = by
     while one.generated < length:
         token = step([one], logits[None].clone())[0].token
         assert token is not None
@@ -237,6 +242,109 @@ def test_every_kind_of_grammar_is_kept() -> None:
         ]  # fmt: skip
     assert step([sequence(GrammarSpec("regex", "[a-f]"))])[0].token in b"abcdef"
     assert step([sequence(None)])[0].token == 0, "without one, the first of equal logits"
+
+
+BOTH = {
+    "a": {"$defs": {"x": INT}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
+    "b": {"$defs": {"x": {"enum": ["</tool_call>"]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}},
+    "no": None,
+}
+FUNCTIONS = [{"function": {"name": name, "parameters": parameters}} for name, parameters in BOTH.items()]
+
+
+def calls_of(format: Format, **choice: Any) -> GrammarSpec:
+    grammar = tools.forced(FUNCTIONS, generation_pb2.ToolChoice(**choice), format)
+    spec = sampling_from(common_pb2.Sampling(grammar=grammar), VOCAB).grammar
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3"])
+def test_what_is_written_where_calls_are_forced_is_calls(format: Format) -> None:
+    """A model that knows nothing writes calls of the functions, with arguments of their schemas, and nothing else: one,
+    or several where they may be, of any function or of the one that is named."""
+    found: dict[Any, list[list[str]]] = {}
+    for choice, seed in itertools.product([{}, {"several": True}, {"name": "no"}], range(8)):
+        text, ended = write(calls_of(format, **choice), seed, likes=b"\n;")
+        reader = tools.CallReader(format)
+        shown = reader.push(text) + reader.finish()
+        for call in reader.calls:
+            jsonschema.validate(json.loads(call.arguments), BOTH[call.name] or {"const": {}})
+        if ended:
+            assert not shown.strip()
+            found.setdefault(str(choice), []).append([call.name for call in reader.calls])
+    one, several, named = found.values()
+    assert {len(names) for names in one} == {len(names) for names in named} == {1}
+    assert min(map(len, several)) == 1
+    assert max(map(len, several)) > 1
+    assert {names[0] for names in one} == {*BOTH}
+    assert {names[0] for names in named} == {"no"}
+
+
+def test_calls_are_matched_again_from_their_tokens() -> None:
+    """Whoever goes on in the middle of a call has the bits of whoever began it."""
+    spec = calls_of("hermes", several=True)
+    text, _ = write(spec, 3)
+    grown = sequence(spec)
+    for at, character in enumerate(text):
+        if at % 7 == 0:
+            assert possible(grown) == possible(sequence(spec, text[:at]))
+        grown.tokens += character.encode()
+
+
+def test_a_grammar_of_a_kind_that_a_worker_does_not_know_is_refused() -> None:
+    """Passed over, it would be an answer that fits nothing."""
+    assert sampling_from(common_pb2.Sampling(), VOCAB).grammar is None
+    with pytest.raises(InvalidRequest):
+        sampling_from(common_pb2.Sampling(grammar=common_pb2.Grammar()), VOCAB)
+
+
+PLACES = [
+    "{",
+    '{"a"',
+    '{"a":',
+    '{"a":5',
+    '{"a":5,',
+    '{"a":5,"b"',
+    '{"a":5,"b":',
+    '{"a":5,"b":[',
+    '{"a":5,"b":[7',
+    '{"a":5,"b":[7,',
+]
+A_AND_B = {
+    "type": "object",
+    "properties": {"a": INT, "b": {"type": "array", "items": INT, "maxItems": 3}},
+    "required": ["a", "b"],
+}
+
+
+CALLS_OF_F = GrammarSpec("calls", json.dumps([None, [["f(", json.dumps(A_AND_B), ")"]]]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "head"),
+    [(GrammarSpec("json", ""), ""), (schema_of({}), ""), (schema_of(A_AND_B), ""), (CALLS_OF_F, "f(")],
+    ids=str,
+)
+def test_between_two_parts_of_json_are_at_most_a_few_spaces(spec: GrammarSpec, head: str) -> None:
+    """In every kind of JSON, at every place, as many as MAX_WHITESPACE and no more."""
+    spaces = set(b" \n\r\t")
+    most = engine.grammar.MAX_WHITESPACE
+    for place in PLACES:
+        text = head + place
+        for run in (" " * most, "\n" * most, ("\n \r " * most)[:most]):
+            assert possible(sequence(spec, text + run[1:])) & spaces, (text, run)
+            assert not possible(sequence(spec, text + run)) & spaces, (text, run)
+
+
+def test_a_model_that_likes_spaces_best_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its JSON is whole. The control: with no bound worth the name it writes spaces to the last token."""
+    text, ended = write(schema_of(A_AND_B), 1, length=200, likes=b" \n\t", by=30.0)
+    assert ended
+    jsonschema.validate(json.loads(text), A_AND_B)
+    monkeypatch.setattr(engine.grammar, "MAX_WHITESPACE", 1000)
+    text, ended = write(schema_of(A_AND_B), 1, length=200, likes=b" \n\t", by=30.0)
+    assert (text.strip(), ended) == ("{", False)
 
 
 # ---- how it is chosen

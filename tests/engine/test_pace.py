@@ -17,7 +17,7 @@ def test_all_numbers_converge_on_a_machine_of_constant_speed() -> None:
         streams_s = 0.020 + 0.001 * (streams - 1)
         pace.learn(0, streams, streams_s)
         pace.learn(100 + turn, streams, streams_s + (100 + turn) / 1000)
-        pace.learn(512, 0, 0.512)
+        pace.learn(512, 0, 0.020 + 0.512)
     assert pace.step_s == pytest.approx(0.020, rel=0.01)
     assert pace.stream_s == pytest.approx(0.001, rel=0.01)
     assert pace.prompt_rate == pytest.approx(1000, rel=0.01)

@@ -259,7 +259,7 @@ async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: 
                 tokens += event.tokens.token_ids
         error = from_rpc(caught.value)
         assert isinstance(error, Unavailable)
-        assert error.reason == "PREFILL_LOST"
+        assert error.reason == "PREFILL_REFUSED"
         assert tokens == []
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,13 +14,16 @@ from time import monotonic
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 
 from services.router import http
 from services.router.openai import Defaults
+from services.router.text import ChatTemplate
 from tandem.errors import CheckpointRefused
 from tests.faults import Harm, hold_until
+from tests.templates import HERMES, LLAMA
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 PROMPT, CHAT = "Raised when", [{"role": "user", "content": "What does heapq.heappop do?"}]
@@ -30,7 +36,8 @@ HARD = {  # everything that changes which token is chosen
     "logit_bias": {"11": 3.0, "300": -100.0},
 }
 VLLM = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.2, "min_tokens": 20, "ignore_eos": True}
-GREEDY = {"temperature": 0.0}
+GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11}
+ROOT = 'root ::= "tick" | "tock"'
 
 
 class Door:
@@ -208,6 +215,228 @@ async def test_a_stream_has_one_event_for_each_message_and_none_before_the_first
             assert all("usage" not in one for one in events([line async for line in answer.aiter_lines()]))
 
 
+async def test_n_completions_are_those_of_grpc(door: Any) -> None:
+    """Of each of two prompts three, each with the tokens of its own seed; the prompts are counted once."""
+    prompts = [PROMPT, "Return the largest"]
+    async with door() as it:
+        expected = [
+            one for prompt in prompts for one in await it.cluster.client.generate(prompt, n=3, max_tokens=12, **SEEDED)
+        ]
+        body = {"model": "", "prompt": prompts, "n": 3, "max_tokens": 12, **SEEDED}
+        whole = await it.openai.completions.create(**body, best_of=3)
+        assert [one.index for one in whole.choices] == list(range(6))
+        assert [one.text for one in whole.choices] == [one.text for one in expected]
+        assert len({one.text for one in whole.choices}) == 6
+        assert whole.usage.prompt_tokens == expected[0].receipt.prompt_tokens + expected[3].receipt.prompt_tokens
+        assert whole.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+        texts, ends = [""] * 6, 0
+        async for chunk in await it.openai.completions.create(**body, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+            ends += chunk.choices[0].finish_reason is not None
+        assert texts == [one.text for one in expected]
+        assert ends == 6
+        chat = await it.openai.chat.completions.create(model="", messages=CHAT, n=2, max_tokens=12, **SEEDED)
+        expected = await it.cluster.client.generate(messages=CHAT, n=2, max_tokens=12, **SEEDED)
+        assert [one.message.content for one in chat.choices] == [one.text for one in expected]
+
+
+async def test_a_stop_string_ends_the_text_and_is_named(door: Any) -> None:
+    """Also one that is cut across tokens; with it or without it, streamed or not."""
+    async with door() as it:
+        free = await it.cluster.client.generate(PROMPT, max_tokens=40, ignore_eos=True, **GREEDY)
+        stop = free.text[20:25]
+        at = free.text.index(stop)
+        for include in (False, True):
+            body = {"model": "", "prompt": PROMPT, "max_tokens": 40, "stop": ["\x00 not there", stop], **GREEDY}
+            extra = {"include_stop_str_in_output": include, "ignore_eos": True}
+            whole = await it.openai.completions.create(**body, extra_body=extra)
+            choice = whole.choices[0]
+            assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+            assert choice.text == free.text[: at + len(stop) * include]
+            stream = await it.openai.completions.create(**body, stream=True, extra_body=extra)
+            pieces = [chunk.choices[0] async for chunk in stream]
+            assert "".join(one.text for one in pieces) == choice.text
+            assert pieces[-1].stop_reason == stop
+        single = await it.openai.chat.completions.create(
+            model="", messages=CHAT, temperature=0.0, max_tokens=40, stop="e"
+        )
+        assert "e" not in single.choices[0].message.content
+        assert single.choices[0].finish_reason == "stop"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+async def test_structured_output_fits_what_was_asked_for(door: Any) -> None:
+    """A schema, any JSON object, a regular expression, choices and rules, in OpenAI's words and in vLLM's."""
+    async with door() as it:
+
+        async def ask(**body: Any) -> str:
+            given = {"messages": CHAT, "max_tokens": 300, "temperature": 0.8, "seed": 3, **body}
+            answer = await it.raw.post("/v1/chat/completions", json=given)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            text: str = choice["message"]["content"]
+            return text
+
+        for body in (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"structured_outputs": {"json": SCHEMA}},
+            {"guided_json": json.dumps(SCHEMA)},
+        ):
+            found = json.loads(await ask(**body))
+            assert found.keys() == {"name", "ok"}
+            assert isinstance(found["ok"], bool)
+        for body in ({"structured_outputs": {"regex": "[ab]{3}[0-9]"}}, {"guided_regex": "[ab]{3}[0-9]"}):
+            assert re.fullmatch("[ab]{3}[0-9]", await ask(**body))
+        for body in ({"structured_outputs": {"choice": ["yes", "no"]}}, {"guided_choice": ["yes", "no"]}):
+            assert await ask(**body) in ("yes", "no")
+        for body in ({"structured_outputs": {"grammar": ROOT}}, {"guided_grammar": ROOT}):
+            assert await ask(**body) in ("tick", "tock")
+        free = await it.raw.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 60, "temperature": 0.8})
+        assert free.json()["choices"][0]["message"]["content"] not in ("tick", "tock")
+
+
+TOOL = {"type": "function", "function": {"name": "heights", "parameters": {"type": "object", "properties": {}}}}
+CALLS = 'I look. <tool_call>{"name": "heights", "arguments": {"of": "Eiger"}}</tool_call>' * 2
+
+
+async def test_tool_calls_come_as_openai_has_them(door: Any, tmp_path: Path) -> None:
+    """Whole and streamed; the text before them stays; without tools it is all text. The model is made to write them."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "chat_template.jinja").write_text(HERMES)
+    async with door(model=str(folder)) as it:
+        forced = {"extra_body": {"structured_outputs": {"choice": [CALLS]}}, "temperature": 0.0}
+        given = {"model": "", "messages": CHAT, "max_tokens": 300, **forced}
+        whole = (await it.openai.chat.completions.create(**given, tools=[TOOL])).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content == "I look. " * 2
+        assert [call.function.name for call in whole.message.tool_calls] == ["heights"] * 2
+        assert [json.loads(call.function.arguments) for call in whole.message.tool_calls] == [{"of": "Eiger"}] * 2
+        stream = await it.openai.chat.completions.create(**given, tools=[TOOL], stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert [(call.index, call.function.name) for call in calls] == [(0, "heights"), (1, "heights")]
+        assert chunks[-1].finish_reason == "tool_calls"
+        for without in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+            plain = (await it.openai.chat.completions.create(**given, **without)).choices[0]
+            assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALLS, None, "stop")
+        answered = [*CHAT, whole.message, {"role": "tool", "tool_call_id": "x", "content": "3967 m"}]
+        second = await it.openai.chat.completions.create(
+            model="", messages=answered, tools=[TOOL], max_tokens=5, temperature=0.0
+        )
+        template = ChatTemplate(HERMES, {})
+        call = {"function": {"arguments": {"of": "Eiger"}, "name": "heights"}}  # in its order
+        turns = [*CHAT, {"role": "assistant", "content": "I look. " * 2, "tool_calls": [call] * 2}]
+        turns += [{"role": "tool", "content": "3967 m"}]
+        ids = await it.raw.post(
+            "/tokenize", json={"prompt": template.render(turns, [TOOL]), "add_special_tokens": False}
+        )
+        assert second.usage.prompt_tokens == ids.json()["count"]
+
+
+PEAK = {"type": "object", "properties": {"of": {"enum": ["Eiger", "Mönch"]}}, "required": ["of"]}
+HEIGHT = {"type": "function", "function": {"name": "height", "parameters": PEAK}}
+TOOLS = [HEIGHT, {"type": "function", "function": {"name": "now"}}]
+NOW = {"type": "function", "function": {"name": "now"}}
+IMPOSSIBLE = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 2, "maximum": 1}}}
+UNFORCEABLE: list[tuple[dict[str, Any], str]] = [
+    ({"tools": None}, "tool_choice"),
+    ({"tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "depth"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "\ud800"}}}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"guided_regex": "a"}, "tool_choice"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"tool_choice": NOW, "min_tokens": 150}, "min_tokens"),
+    ({"tools": [{"function": {"name": "\ud800"}}]}, "tools"),
+    ({"tools": [NOW, {"function": {"name": "f", "parameters": {"not": {}}}}]}, "tools[1].function.parameters"),
+    (
+        {"tools": [{"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}}]},
+        "tools[0].function.parameters.properties.x.not",
+    ),
+    ({"tools": [{"function": {"name": "f", "parameters": IMPOSSIBLE}}]}, "tools"),
+]
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
+async def test_a_forced_call_is_the_whole_answer(door: Any, tmp_path: Path, template: str) -> None:
+    """One call or more of any tool, or one of a named tool, with arguments of its schema, streamed or not. Left to
+    itself the model writes none. What cannot be forced is refused by its field."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    async with door(model=str(folder)) as it:
+        ask = it.openai.chat.completions.create
+        given = {"model": "", "messages": CHAT, "tools": TOOLS, "max_tokens": 400, "temperature": 1.0}
+        given["logit_bias"] = {"0": 30.0}  # the end, where it may come: this model has not learnt to call
+        for seed, longer in itertools.product(range(2), (False, True)):
+            # where the answer may not end yet, another call follows
+            extra = {"extra_body": {"min_tokens": 100}} if longer else {"parallel_tool_calls": False}
+            how = {**given, "seed": seed, "tool_choice": "required", **extra}
+            whole = (await ask(**how)).choices[0]
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+            calls = [(one.function.name, json.loads(one.function.arguments)) for one in whole.message.tool_calls]
+            for name, arguments in calls:
+                jsonschema.validate(arguments, PEAK if name == "height" else {"const": {}})
+            assert (len(calls) > 1) == longer
+            chunks = [chunk.choices[0] async for chunk in await ask(**how, stream=True)]
+            assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+            streamed = [one.function for chunk in chunks for one in chunk.delta.tool_calls or ()]
+            assert [(one.name, json.loads(one.arguments)) for one in streamed] == calls
+            assert chunks[-1].finish_reason == "tool_calls"
+        named = (await ask(**given, tool_choice=NOW)).choices[0]
+        assert (named.finish_reason, len(named.message.tool_calls)) == ("stop", 1)
+        assert named.message.tool_calls[0].function.model_dump() == {"name": "now", "arguments": "{}"}
+        free = (await ask(**{**given, "logit_bias": {}, "max_tokens": 60})).choices[0]
+        assert free.message.tool_calls is None
+        cut = (await ask(**{**given, "max_tokens": 5}, tool_choice="required")).choices[0]
+        assert (cut.message.tool_calls, cut.finish_reason) == (None, "length")
+        for body, param in UNFORCEABLE:
+            body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", **body}
+            refused = await it.raw.post(
+                "/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+            )
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), (body, refused.text)
+        assert not any(it.cluster.held().values())
+
+
+async def test_echo_and_prompt_log_probabilities_score_the_prompt(door: Any) -> None:
+    """As evaluation harnesses ask for it: the prompt's tokens before the answer's, each but the first with a score."""
+    async with door() as it:
+        expected = await it.cluster.client.generate(PROMPT, max_tokens=3, logprobs=2, prompt_logprobs=2, **GREEDY)
+        given = {"model": "", "prompt": PROMPT, "max_tokens": 3, **GREEDY}
+        echo = (await it.openai.completions.create(**given, echo=True, logprobs=2)).choices[0]
+        assert echo.text == PROMPT + expected.text
+        scores = echo.logprobs
+        size = expected.receipt.prompt_tokens
+        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.text_offset) == size + 3
+        assert (scores.token_logprobs[0], scores.top_logprobs[0]) == (None, None)
+        assert scores.token_logprobs[1:size] == pytest.approx([one.logprob for one in expected.prompt_logprobs])
+        assert scores.token_logprobs[size:] == pytest.approx([one.logprob for one in expected.logprobs])
+        stream = await it.openai.completions.create(**given, echo=True, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == echo.text
+        ids = (await it.raw.post("/tokenize", json={"prompt": PROMPT})).json()["tokens"]
+        by_ids = await it.openai.completions.create(**{**given, "prompt": ids}, echo=True)
+        assert by_ids.choices[0].text == echo.text
+        asked = {"prompt": PROMPT, "max_tokens": 3, "prompt_logprobs": 2, **GREEDY}
+        first, *rest = (await it.raw.post("/v1/completions", json=asked)).json()["choices"][0]["prompt_logprobs"]
+        assert first is None
+        for token, one, score in zip(ids[1:], rest, expected.prompt_logprobs, strict=True):
+            assert one[str(token)]["logprob"] == pytest.approx(score.logprob)
+            assert {rank for value in one.values() if (rank := value["rank"])} == {1, 2}
+        refused = await it.raw.post("/v1/completions", json={**asked, "stream": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 async def test_the_receipt_and_the_request_id_are_there_when_asked_for(door: Any) -> None:
     """`tandem_receipt` brings it, streamed or not; the client's x-request-id names the request everywhere."""
     async with door() as it:
@@ -307,14 +536,50 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     ("long request id", {"request_id": "x" * 1000}, 400, "request_id"),
     ("header injection", {"request_id": "a\r\nx: y"}, 400, "request_id"),
     ("unknown model", {"model": "gpt-4"}, 404, "model"),
-    ("n 2", {"n": 2}, 400, "n"),
+    ("n 0", {"n": 0}, 400, "n"),
     ("n 10^9", {"n": 10**9}, 400, "n"),
     ("best_of", {"best_of": 5}, 400, "best_of"),
-    ("stop", {"stop": ["x"]}, 400, "stop"),
-    ("echo", {"echo": True}, 400, "echo"),
-    ("a grammar", {"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
-    ("a schema", {"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ("tools", {"tools": [{"type": "function"}]}, 400, "tools"),
+    ("stop of 5", {"stop": 5}, 400, "stop.str"),
+    ("an empty stop string", {"stop": ["x", ""]}, 400, "stop[1]"),
+    ("a long stop string", {"stop": "x" * 1000}, 400, "stop[0]"),
+    ("17 stop strings", {"stop": ["x"] * 17}, 400, "stop"),
+    ("a lone surrogate in a stop string", b'{"prompt": "x", "stop": "\\udfff"}', 400, "stop[0]"),
+    ("echo and other log probabilities", {"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 400, "prompt_logprobs"),
+    ("prompt_logprobs a million", {"prompt_logprobs": 10**6}, 400, "prompt_logprobs"),
+    ("a format of no kind", {"response_format": {"type": "xml"}}, 400, "response_format.type"),
+    (
+        "a format without its schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        400,
+        "response_format.json_schema.schema",
+    ),
+    (
+        "a schema that would not be kept",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        400,
+        "response_format.json_schema.not",
+    ),
+    ("a regex that is none", {"structured_outputs": {"regex": "("}}, 400, "structured_outputs.regex"),
+    ("no choice", {"guided_choice": []}, 400, "guided_choice.choice"),
+    ("two grammars", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, 400, "guided_regex"),
+    (
+        "a grammar's unknown part",
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        400,
+        "structured_outputs.whitespace_pattern",
+    ),
+    (
+        "half a character as a name",
+        b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}',
+        400,
+        "logit_bias.\ufffd\ufffd\ufffd.[key]",
+    ),
+    (
+        "half a character in a schema that is text",
+        {"guided_json": '{"type": "object", "properties": {"\\ud800": {"type": "x"}}}'},
+        400,
+        "guided_json.json_schema.properties.\\ud800.type",
+    ),
     ("transfer parameters", {"kv_transfer_params": {"remote_host": "evil"}}, 400, "kv_transfer_params"),
 ]
 BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
@@ -324,7 +589,26 @@ BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
     ("content 5", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
     ("a lone surrogate", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', 400, "messages[0].content"),
     ("a bad role", b'{"messages": [{"role": "\\udfff", "content": ""}]}', 400, "messages[0].role"),
-    ("tool calls", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls"),
+    ("no call", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]"),
+    (
+        "arguments that are no JSON",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        400,
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ("tools for a model without", {"messages": CHAT, "tools": [{"function": {"name": "f"}}]}, 400, "tools"),
+    ("a tool without a name", {"messages": CHAT, "tools": [{"function": {}}]}, 400, "tools[0]"),
+    ("129 tools", {"messages": CHAT, "tools": [{"function": {"name": "f"}}] * 129}, 400, "tools"),
+    ("a forced tool without tools", {"messages": CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+    ("a choice of no kind", {"messages": CHAT, "tool_choice": "sometimes"}, 400, "tool_choice"),
+    ("a choice of no function", {"messages": CHAT, "tool_choice": {"type": "function"}}, 400, "tool_choice"),
+    ("calls one by one", {"messages": CHAT, "parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    (
+        "half a character in a tool",
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "\\ud800"}}]}',
+        400,
+        "tools",
+    ),
     ("top_logprobs alone", {"messages": CHAT, "top_logprobs": 3}, 400, "top_logprobs"),
 ]
 
@@ -344,16 +628,18 @@ async def test_bad_input_is_refused_by_its_field_in_openais_shape(door: Any, mon
                     content = body.replace(b"{", b'{"stream": true, ', 1) if stream and b": " in body else body
                 else:
                     content = json.dumps({**good, "stream": stream, **body}).encode()
-                began = monotonic()
-                answer = await it.raw.post(path, content=content, headers=json_type)
-                took = monotonic() - began
+                took = []
+                while not took or (min(took) > 0.1 and len(content) <= 10**6 and len(took) < 4):
+                    began = monotonic()  # once more where others used the machine
+                    answer = await it.raw.post(path, content=content, headers=json_type)
+                    took.append(monotonic() - began)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (status, param), (name, error)
                 assert set(error) == {"message", "type", "param", "code"}
                 assert error["message"]
                 assert answer.headers["x-should-retry"] == "false"
                 assert "x" not in answer.headers
-                assert took < 0.1 or len(content) > 10**6, f"{name} took {took:.3f} s"
+                assert min(took) < 0.1 or len(content) > 10**6, f"{name} took {min(took):.3f} s"
         plain = await it.raw.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
         assert (plain.status_code, plain.json()["error"]["param"]) == (400, "content-type")
         assert (await it.raw.get("/v1/completions")).status_code == 405
@@ -362,6 +648,22 @@ async def test_bad_input_is_refused_by_its_field_in_openais_shape(door: Any, mon
             await it.openai.completions.create(model="gpt-4", prompt=PROMPT)
         monkeypatch.setattr(engine, "reserve", reserve)
         assert (await it.openai.completions.create(model="", prompt=PROMPT)).choices[0].text
+
+
+async def test_no_depth_of_a_body_is_a_bug(door: Any) -> None:
+    """One that can just be read may be too deep where it is written again for the chat template or the grammar."""
+    json_type = {"content-type": "application/json"}
+    async with door() as it:
+        for depth in range(840, 1010, 3):
+            deep = "[" * depth + "]" * depth
+            for field in (
+                f'"tools": [{{"function": {{"name": "f", "x": {deep}}}}}]',
+                f'"guided_json": {deep}',
+                f'"structured_outputs": {{"json": {{"enum": [{deep}]}}}}, "max_tokens": 1',
+            ):
+                body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
+                answer = await it.raw.post("/v1/chat/completions", content=body, headers=json_type)
+                assert answer.status_code in (200, 400), (depth, answer.text)
 
 
 async def test_a_body_without_a_length_is_cut_off_at_the_bound(door: Any) -> None:
@@ -405,7 +707,15 @@ async def test_a_head_that_does_not_end_is_hung_up_on(door: Any, monkeypatch: py
 
 async def test_what_asks_for_nothing_is_accepted(door: Any) -> None:
     """Nulls, unknown fields, and values that mean "off" in vLLM's words."""
-    nothing = {"n": 1, "stop": None, "echo": False, "logprobs": None, "top_k": -1, "response_format": {"type": "text"}}
+    nothing = {
+        "n": 1,
+        "priority": None,
+        "stop": None,
+        "echo": False,
+        "logprobs": None,
+        "top_k": -1,
+        "response_format": {"type": "text"},
+    }
     async with door() as it:
         body = {"prompt": PROMPT, "user": "me", "service_tier": "auto", "temperature": 0, **nothing}
         answer = await it.raw.post("/v1/completions", json=body)
@@ -503,6 +813,22 @@ async def test_the_small_endpoints_answer(door: Any) -> None:
         assert back.json()["prompt"] == text
         bad = await it.raw.post("/detokenize", json={"tokens": [-1]})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "tokens.0")
+
+
+async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
+    """A stream that ended, one that the client left, and one that was refused; nothing is in progress afterwards."""
+    async with door() as it:
+        await it.cluster.client.generate("Say something.", max_tokens=3, ignore_eos=True)
+        stream = it.cluster.client.stream("Say something else.", max_tokens=400, ignore_eos=True)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await it.raw.post("/v1/completions", json={"prompt": ""})
+        counted = it.cluster.router._generation.metrics.text
+        assert await until(lambda: b"tandem_inflight_requests 0.0" in counted(), 5.0)
+        said = (await it.raw.get("/metrics")).text
+        for how, why in (("ok", ""), ("cancelled", ""), ("refused", "INVALID_REQUEST")):
+            assert f'tandem_requests_total{{outcome="{how}",reason="{why}"}} 1.0' in said
 
 
 async def test_sampling_that_nobody_asked_for_is_the_checkpoints(door: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.harness import LocalCluster
 
 STREAMS = 16
 NEW = 200
-LONG = 800  # what a worker cannot finish while it stops
+LONG = 800  # what a worker cannot finish before it is stopped
 
 
 def options(index: int, new: int) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from cluster.valkey import EmbeddedValkey
 from services.router.admin import AdminServicer
 from services.server import Channels
 from services.view import ClusterView
+from tandem.answers import calibration
 from tandem.settings import Settings
 from tandem.v1 import admin_pb2
+from tests import oracle
 
 DECODE = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:1")
 CONTEXT: Any = None  # nothing here looks at it
@@ -82,3 +84,22 @@ async def test_the_wanted_sizes_outlive_a_registry_that_lost_them(
     assert await wanted(admin) == sizes
     await registry.want({"prefill": 1})
     assert await wanted(admin) == {**sizes, "prefill": 1}
+
+
+async def test_what_was_expected_stands_beside_what_was(inside: Any, tiny: Path) -> None:
+    """Each receipt has the estimate by which it was placed, the router keeps it, and the two can be compared."""
+    prompts = oracle.prompts(tiny, [200, 120, 260])
+    async with inside(local_prefill="measured") as cluster:
+        for prompt in prompts:
+            done = await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True)
+            guess = done.receipt.estimate
+            assert guess is not None
+            assert guess.compute > 0
+            assert (guess.here <= guess.there) or done.receipt.path == "disaggregated"
+        kept = await cluster.client.receipts()
+        assert [one.prompt_tokens for one in kept] == [260, 120, 200]
+        assert (await cluster.client.receipts(kept[1].request_id)) == [kept[1]]
+        assert len(await cluster.client.receipts(limit=2)) == 2
+        rows = calibration(kept)
+        assert sum(row.requests for row in rows) == 3
+        assert all(0 < row.compute[0] <= row.compute[1] <= row.compute[2] for row in rows)

@@ -14,7 +14,7 @@ import pytest
 from services.server import Channels
 from tandem.errors import Busy, DeadlineExceeded, InvalidRequest, NotFound, TandemError, TooLarge
 from tandem.status import from_rpc
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
 from tests import oracle
 from tests.faults import Harm, hold_until
 
@@ -315,6 +315,54 @@ async def test_bad_input_is_refused_with_the_field_and_the_bound_before_anything
         with pytest.raises(NotFound):
             await cluster.client.drain("nobody-7")
         assert nothing_held(cluster)
+
+
+async def test_calls_that_are_wrong_before_any_field_is_read(inside: Any, tiny: Path) -> None:
+    """No such method or service, metadata without an end, a deadline that is over: gRPC's own statuses, and at once."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    good = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt))
+    good.sampling.max_tokens = NEW
+    generate = "/tandem.v1.GenerationService/Generate"
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/tandem.v1.GenerationService/Nothing", {}, "UNIMPLEMENTED"),
+        ("/tandem.v0.GenerationService/Generate", {}, "UNIMPLEMENTED"),
+        ("/", {}, "UNIMPLEMENTED"),
+        (generate, {"metadata": (("x", "y" * 20_000),)}, "RESOURCE_EXHAUSTED"),
+        (generate, {"timeout": 0.001}, "DEADLINE_EXCEEDED"),
+        (generate, {"timeout": -1.0}, "DEADLINE_EXCEEDED"),
+    ]
+    async with inside() as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        for method, how, status in cases:
+            start = monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in channel.unary_stream(method)(good.SerializeToString(), **{"timeout": 10, **how}):
+                    pass
+            assert caught.value.code().name == status, (method, how)
+            assert monotonic() - start < 1.0
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_calls_that_are_opened_and_reset_leave_nothing(inside: Any, tiny: Path) -> None:
+    """Five hundred, each cancelled before it is answered or while it runs; who asks properly is served meanwhile."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    good = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)).SerializeToString()
+    async with inside() as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        generate = channel.unary_stream("/tandem.v1.GenerationService/Generate")
+        asking = asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True))
+        for number in range(500):
+            call = generate(good, timeout=30)
+            if number % 5 == 0:
+                await asyncio.sleep(0)
+            if number % 50 == 0:
+                await call.read()
+            call.cancel()
+        assert (await asking).token_ids == oracle.greedy(tiny, prompt, NEW)
+        await cluster.freed(within_s=5.0)
+        await until(lambda: not cluster.router._generation.running, 5.0, lambda: cluster.router._generation.running)
+        assert await cluster.ledgers_balance()
 
 
 async def test_a_drained_worker_finishes_what_it_has_and_gets_nothing_new(inside: Any, tiny: Path) -> None:

@@ -13,8 +13,7 @@ import engine.speculation
 from tandem.errors import SettingsError
 from tests import oracle
 from tests.harness import LocalCluster
-from tests.journey.test_kill import NEW as LONG
-from tests.journey.test_kill import STREAMS, disturbed, ids, undisturbed
+from tests.journey.test_kill import LONG, STREAMS, disturbed, ids, undisturbed
 from tests.journey.test_sampling import check, options
 
 NEW = 60
@@ -95,7 +94,7 @@ SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 def plain(tiny: Path) -> list[list[int]]:
     """What sixteen streams give without drafts and without faults."""
     with LocalCluster(tiny, **SIZES) as cluster:
-        return asyncio.run(undisturbed(cluster, sixteen(tiny)))
+        return asyncio.run(undisturbed(cluster, sixteen(tiny), LONG))
 
 
 def sixteen(tiny: Path) -> list[list[int]]:
@@ -109,9 +108,9 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, plai
     prompts, expected = sixteen(tiny), plain
     draft_model = str(similar) if kind == "draft" else None
     with LocalCluster(tiny, speculation=kind, draft_model=draft_model, **SIZES) as cluster:
-        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p))
+        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
         assert [ids(one) for one in pieces] == expected
-        assert expected[0] == oracle.greedy(tiny, prompts[0], LONG)
+        assert expected[0][:NEW] == oracle.greedy(tiny, prompts[0], NEW)
         receipts = [one[-1].receipt for one in pieces]
         assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit streams"
         if kind == "draft":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -12,21 +14,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
+import torch
 
+from engine import kernels
 from engine.checkpoints import make_checkpoint
+from engine.weight_cache import KEPT
 from tandem.client import Client
 from tests import oracle
 from tests.harness import Process
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 pytestmark = pytest.mark.timeout(180)
+CPU = torch.device("cpu")
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
@@ -45,12 +51,13 @@ def free_port() -> int:
 class Up:
     """One `tandem up`. Everything that it starts carries a mark in its environment, by which it is found."""
 
-    def __init__(self, model: Path | str, *arguments: str) -> None:
+    def __init__(self, model: Path | str, *arguments: str, **settings: str) -> None:
         self.mark = f"TDM_MARK={secrets.token_hex(8)}"
         self.http = ""
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        env |= {f"TANDEM_{key.upper()}": value for key, value in settings.items()}
         env.update([self.mark.split("=")])
         self.segments = set(os.listdir("/dev/shm"))
         self._known: set[psutil.Process] = set()
@@ -93,8 +100,8 @@ def alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def up(model: Path | str, *arguments: str) -> Iterator[Up]:
-    running = Up(model, *arguments)
+def up(model: Path | str, *arguments: str, **settings: str) -> Iterator[Up]:
+    running = Up(model, *arguments, **settings)
     try:
         yield running
     finally:
@@ -105,10 +112,32 @@ def up(model: Path | str, *arguments: str) -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path) -> Iterator[Up]:
-    with up(tiny, "--dtype", "float32", "--http-port", "0") as running:
+    with up(tiny, "--dtype", "float32", "--http-port", "0", "--routers", "2", local_prefill="never") as running:
         running.http = running.process.wait_for("http ", 120).split()[1]
         running.process.wait_for("ready ", 120)
         yield running
+
+
+def test_a_start_says_how_far_it_is(cluster: Up) -> None:
+    """Each stage of each worker with its seconds, before it is ready; the last ones warm the engine up."""
+    said = cluster.process.text()
+    for worker in ("prefill-0", "decode-0"):
+        told = re.findall(rf"{worker}: +[0-9.]+ s  (.*)", said.partition(f"{worker}: ready")[0])
+        begins = ["libraries imported", "fingerprint", "llama loaded", "weights:", "self-check passed", "measured:"]
+        assert [next(line for line in told if line.startswith(each)) for each in begins]
+    assert re.search(r"router-0: +[0-9.]+ s  tokenizer loaded", said)
+
+
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")
+def test_workers_map_one_file_of_weights(cluster: Up) -> None:
+    """The same inode in both, and nobody else's."""
+    files: dict[int, set[str]] = {}
+    for process in cluster.marked():
+        with suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            files[process.pid] = {line.split()[4] for line in lines if line.endswith(KEPT)}
+    assert [len(found) for found in files.values() if found] == [1, 1]
+    assert len(set().union(*files.values())) == 1
 
 
 def test_the_openai_sdk_works_at_the_printed_address(cluster: Up, tiny: Path) -> None:
@@ -123,7 +152,7 @@ def test_the_openai_sdk_works_at_the_printed_address(cluster: Up, tiny: Path) ->
 
 def test_every_command_answers(cluster: Up, tiny: Path) -> None:
     """generate, workers, audit and doctor exit 0, with facts as JSON; tokens equal transformers'."""
-    prompt = oracle.prompts(tiny, [40])[0]
+    prompt = oracle.prompts(tiny, [40], seed=7)[0]  # new here: nobody has it cached
     text = " ".join(map(str, prompt))
     done = json.loads(
         cluster.tandem("generate", "--json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
@@ -132,7 +161,7 @@ def test_every_command_answers(cluster: Up, tiny: Path) -> None:
     assert done["receipt"]["path"] == "disaggregated"
     assert done["receipt"]["transfer"]["transport"].startswith("nixl:")
     workers = json.loads(cluster.tandem("workers", "--json").stdout)
-    assert {one["worker_id"] for one in workers["workers"]} == {"prefill-0", "decode-0", "router-0"}
+    assert {one["worker_id"] for one in workers["workers"]} == {"prefill-0", "decode-0", "router-0", "router-1"}
     for command in ("audit", "doctor"):
         out = cluster.tandem(command, "--json")
         assert out.returncode == 0, out.stdout + out.stderr
@@ -192,6 +221,62 @@ def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: 
             for one in loads:
                 one.join(60)
         assert not wrong
+
+
+class HttpStream:
+    """A streamed completion on a connection of its own, which goes to any of the routers. Begun when made."""
+
+    def __init__(self, url: str, prompt: list[int], max_tokens: int) -> None:
+        self.ids: list[int] = []
+        self.complete = False
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": True}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        self._connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
+        headers = {"content-type": "application/json"}
+        self._connection.request("POST", "/v1/completions", json.dumps({**body, **extra}), headers)
+        self._answer = self._connection.getresponse()
+        assert self._answer.status == 200
+        self._take(self._answer.readline())
+
+    def rest(self) -> None:
+        """Until its end, or until the router is gone."""
+        with suppress(http.client.HTTPException, OSError):
+            while line := self._answer.readline():
+                self._take(line)
+        self._connection.close()
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(b"data: [DONE]"):
+            self.complete = True
+        elif line.startswith(b"data: "):
+            for choice in json.loads(line[6:])["choices"]:
+                self.ids += choice["token_ids"]
+
+
+def test_a_killed_router_ends_its_own_streams_and_no_others(cluster: Up, tiny: Path) -> None:
+    """Two share the address. Streams of the other one stay right, whoever comes next is served at once, and a job goes
+    on, whichever router had it."""
+    prompt = oracle.prompts(tiny, [30], seed=4)[0]
+    expected = oracle.greedy(tiny, prompt, 600)
+    with Client(cluster.target) as client:
+        routers = {one.worker_id: one for one in client.workers() if one.role == "router"}
+        job = client.submit(prompt, max_tokens=600, ignore_eos=True)
+    streams = [HttpStream(cluster.http, prompt, 600) for _ in range(10)]
+    os.kill(routers["router-0"].pid, signal.SIGKILL)
+    for stream in streams:
+        stream.rest()
+        assert stream.ids == expected[: len(stream.ids)]
+    complete = [stream for stream in streams if stream.complete]
+    assert 0 < len(complete) < len(streams)  # each connection is as likely here as there
+    assert all(len(stream.ids) == 600 for stream in complete)
+    for _ in range(4):
+        again = HttpStream(cluster.http, prompt, 8)
+        again.rest()
+        assert again.complete
+        assert again.ids == expected[:8]
+    with Client(cluster.target) as client:
+        assert [token for piece in client.watch(job.job_id) for token in piece.token_ids] == expected
+        wait_until(lambda: client.audit().balanced, "nothing stays held for who was cut off", 10)
 
 
 def test_sigterm_drains_and_leaves_nothing(cluster: Up) -> None:

@@ -16,6 +16,7 @@ from engine.formats import BITS
 from engine.model import Model
 from planner.capacity import capacity, read_shape
 from tandem.errors import CheckpointRefused, SettingsError
+from tests.engine.test_packed import ALL, make
 
 built = pytest.mark.skipif(
     kernels.serving(torch.device("cpu")) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
@@ -46,6 +47,21 @@ def test_weight_bytes_equal_the_engines(tmp_path: Path, family: str, weights: st
         model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
         planned = read_shape(tmp_path).weight_bytes("float32", weights)
         assert planned == pytest.approx(model.weight_bytes, rel=1e-3)  # buffers are a parameter on disk
+
+
+@built
+@pytest.mark.parametrize("shape", ["tiny-qwen2", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("kind", sorted(ALL))
+def test_bytes_of_a_quantised_checkpoint_equal_the_engines(tmp_path: Path, shape: str, kind: str) -> None:
+    """As they are served, not as they are stored: with zeros of their own, 4 bits take 8, and experts are dense."""
+    how = {key: 8 if "group_size" in key else value for key, value in ALL[kind].items()}
+    folder, plain = make(tmp_path, how, shape)
+    model = Model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    found = read_shape(folder)
+    assert found.weight_bytes("float32") == pytest.approx(model.weight_bytes, rel=1e-3)
+    assert found.parameters == read_shape(plain).parameters
+    assert found.block_bytes(16, "float32") == model.block_bytes(16)
+    assert found.stored_bytes < read_shape(plain).stored_bytes
 
 
 def test_the_numbers_of_a_large_model_are_the_textbooks(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tandem.v1 import common_pb2, generation_pb2
 MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=(2,))
 NUMBERS = st.floats(0, 1) | st.floats()  # mostly possible ones, and everything that a double can be
 NO_TEXT = Text(None, None)  # a checkpoint without a tokenizer: token ids alone
+SAID = generation_pb2.ChatMessage(role="user", content=b"x")
+LONE = b'[{"function": {"name": "\\ud800"}}]'  # a lone surrogate, which no tokenizer takes
 
 
 def request(ids: list[int], **sampling: Any) -> generation_pb2.GenerateRequest:
@@ -107,6 +111,7 @@ def test_the_field_at_fault_is_named(field: str, sampling: dict[str, Any]) -> No
         ("text", generation_pb2.GenerateRequest(text=b"\xff")),
         ("text", generation_pb2.GenerateRequest(text=b"no tokenizer here")),
         ("chat.messages", generation_pb2.GenerateRequest(chat=generation_pb2.Chat())),
+        ("chat.tools", generation_pb2.GenerateRequest(chat=generation_pb2.Chat(messages=[SAID], tools=LONE))),
         ("request_id", generation_pb2.GenerateRequest(request_id="a\nb", token_ids=generation_pb2.TokenIds(ids=[1]))),
         ("cache_salt", generation_pb2.GenerateRequest(cache_salt=b"x" * 257)),
     ],
@@ -144,3 +149,30 @@ def test_a_journal_is_complete_at_a_stop_token_or_at_its_length(sent: list[int],
         assert job.finish() == common_pb2.FINISH_REASON_LENGTH
     else:
         assert job.finish() is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [b"{", b"{}", b"[]", b'[{"function": {"name": "\\ud800"}}]', b'[{"function": {"name": "f", "x": ["\\udfff"]}}]'],
+)
+def test_tools_that_are_no_text_are_refused_by_their_field(given: bytes) -> None:
+    """Also half a character, which JSON can spell and no tokenizer takes."""
+    chat = {"messages": [{"role": "user", "content": b"x"}]}
+    for field, asked in (
+        ("chat.tools", {**chat, "tools": given}),
+        ("chat.messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": given}]}),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            admit(generation_pb2.GenerateRequest(chat=asked), NO_TEXT, MODEL)
+        assert caught.value.field == field
+
+
+def test_an_id_that_no_text_has_is_none() -> None:
+    """The embedding may have rows that pad it: they are in the model's vocabulary and in no tokenizer's."""
+    text = Text.load(Path(__file__).parents[2] / "demo/model")
+    padded = replace(MODEL, vocab_size=text.known_ids + 64)
+    assert admit(request([text.known_ids - 1]), text, padded).tokens == [text.known_ids - 1]
+    with pytest.raises(InvalidRequest) as caught:
+        admit(request([1, text.known_ids]), text, padded)
+    assert caught.value.field == "token_ids[1]"
+    assert admit(request([text.known_ids]), NO_TEXT, padded).tokens, "without a tokenizer nobody knows"

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import pace
-from services.router.policy import CLEARLY, LEAST_TOKENS, Candidate, Placement, Rules, cost_here, cost_there, place
+from services.router.policy import (
+    CLEARLY,
+    LEAST_TOKENS,
+    Candidate,
+    Estimate,
+    Local,
+    Placement,
+    Rules,
+    Way,
+    cost_here,
+    cost_there,
+    expected_wait,
+    place,
+)
 
-RULES = Rules(weigh=True, stretch=3.0)
+RULES = Rules("measured", stretch=3.0)
 DECODE = Candidate("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
                    max_model_len=8192, prompt_rate=1000.0, step_s=0.020, stream_s=0.001)  # fmt: skip
 PREFILL = replace(DECODE, worker_id="prefill-0", address="h:2")
@@ -33,7 +47,10 @@ candidates = st.builds(
     step_s=st.sampled_from([0.0, 0.001, 0.02]),
     stream_s=st.sampled_from([0.0, 0.001, 1.0]),
     usable=st.booleans(),
+    cached=st.integers(0, 4096),
 )
+
+locals_ = st.sampled_from(get_args(Local))
 
 
 def placed(decode: Candidate, prefill: Candidate, tokens: int = 500, rules: Rules = RULES) -> Placement:
@@ -42,13 +59,13 @@ def placed(decode: Candidate, prefill: Candidate, tokens: int = 500, rules: Rule
     return found
 
 
-@given(st.lists(candidates), st.lists(candidates), st.integers(1, 4096), st.integers(0, 64), st.booleans())
+@given(st.lists(candidates), st.lists(candidates), st.integers(1, 4096), st.integers(0, 64), locals_)
 def test_nothing_is_placed_where_it_cannot_run(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int, ahead: int, weigh: bool
+    decodes: list[Candidate], prefills: list[Candidate], tokens: int, ahead: int, local: Local
 ) -> None:
     """The decode worker has room and is usable, the prefill worker is usable and its blocks mean the same; without a
     prefill worker there is a reason. Nothing is placed only when no decode worker has room."""
-    found = place(decodes, prefills, tokens, ahead, Rules(weigh, 3.0))
+    found = place(decodes, prefills, tokens, ahead, Rules(local, 3.0))
     roomy = [
         one
         for one in decodes
@@ -70,7 +87,7 @@ def test_nothing_is_placed_where_it_cannot_run(
 @given(candidates, candidates, st.integers(1, 4096))
 def test_never_weighing_uses_the_prefill_worker(decode: Candidate, prefill: Candidate, tokens: int) -> None:
     """With `local_prefill` never, only a missing or unfit prefill worker makes a decode worker compute prompts."""
-    found = place([decode], [replace(prefill, usable=True, layout_hash=decode.layout_hash)], tokens, 0, Rules(False))
+    found = place([decode], [replace(prefill, usable=True, layout_hash=decode.layout_hash)], tokens, 0, Rules("never"))
     assert found is None or found.prefill is not None
 
 
@@ -80,11 +97,12 @@ def test_an_idle_pair_disaggregates() -> None:
 
 
 def test_a_queue_at_the_prefill_worker_sends_prompts_to_an_idle_decode_worker() -> None:
-    """Two prompts before this one are 1.5 s there, and two that wait, against 0.5 s here: the receipt will say so."""
+    """Two prompts before this one are 1.5 s there, and two that wait, against 0.5 s here, and a step either
+    way: the receipt will say so."""
     found = placed(DECODE, replace(PREFILL, prompts=(500, 500)))
     assert found.prefill is None
-    assert "0.50 s here" in found.why_local
-    assert "2.50 s on prefill-0" in found.why_local
+    assert "0.52 s here" in found.why_local
+    assert "2.52 s on prefill-0" in found.why_local
 
 
 def test_streams_beside_it_count() -> None:
@@ -99,13 +117,39 @@ def test_a_prompt_beside_streams_takes_as_long_as_they_leave_it_time() -> None:
     for streams in (1, 11, 60):
         one = replace(DECODE, streams=streams)
         tokens = pace.Pace(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
-        beside[streams] = cost_here(one, 300, 3.0) - streams * alone
+        beside[streams] = cost_here(one, 300, 3.0) - streams * 0.3
         step_s = 0.020 + 0.001 * (streams - 1) + tokens / 1000
-        assert beside[streams] == pytest.approx(300 / tokens * step_s, rel=0.03)  # there are no parts of tokens
-    assert alone == pytest.approx(0.3)
-    assert beside[1] == pytest.approx(0.45, rel=0.03)
-    assert beside[11] == pytest.approx(0.6, rel=0.03)
+        assert beside[streams] == pytest.approx(0.020 + 300 / tokens * step_s, rel=0.03)  # there are no parts of tokens
+    assert alone == pytest.approx(0.32)
+    assert beside[1] == pytest.approx(0.47, rel=0.03)
+    assert beside[11] == pytest.approx(0.62, rel=0.03)
     assert LEAST_TOKENS == pace.LEAST_TOKENS
+
+
+def test_a_way_costs_what_it_cost_others() -> None:
+    """Where moving 16 tokens takes longer than computing them they stay on the decode worker, and they go where the way
+    is shorter. Ways that hardly differ decide nothing."""
+    far, near = replace(PREFILL, worker_id="prefill-1"), replace(PREFILL, last_used=9)
+    ways = {("decode-0", "prefill-1"): Way(0.002, 0.005, 0.050), ("decode-0", "prefill-0"): Way(0.002, 0.003, 0.001)}
+    assert placed(DECODE, far, tokens=16).prefill is far
+    found = place([DECODE], [far], 16, 64, RULES, ways=ways)
+    assert found
+    assert found.prefill is None
+    assert found.estimate == Estimate(0.0, pytest.approx(0.036), pytest.approx(0.036), pytest.approx(0.093))
+    found = place([DECODE], [far, near], 16, 64, RULES, ways=ways)
+    assert found
+    assert found.prefill is near
+    ways["decode-0", "prefill-1"] = Way(0.002, 0.004, 0.001)
+    found = place([DECODE], [far, near], 16, 64, RULES, ways=ways)
+    assert found
+    assert found.prefill is far
+
+
+@given(candidates, candidates, st.integers(1, 4096))
+def test_always_uses_no_prefill_worker(decode: Candidate, prefill: Candidate, tokens: int) -> None:
+    """With `local_prefill` always, whatever it costs."""
+    found = place([decode], [prefill], tokens, 0, Rules("always"))
+    assert found is None or found.prefill is None
 
 
 def test_unknown_rates_decide_nothing() -> None:
@@ -135,7 +179,7 @@ def test_the_choice_is_monotone_in_load(
         assert placed(decode, replace(prefill, prompts=queue + more), tokens).prefill is None
     elif running < 15:
         assert placed(replace(decode, streams=running + 1), prefill, tokens).prefill is not None
-    assert here == (cost_here(decode, tokens, 3.0) < CLEARLY * cost_there(prefill, tokens))
+    assert here == (cost_here(decode, tokens, 3.0) < CLEARLY * cost_there(prefill, decode, tokens))
 
 
 def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
@@ -143,12 +187,73 @@ def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
     slow = replace(PREFILL, worker_id="prefill-1", prompts=(1000,), prompt_rate=500.0, running=1)
     fast = replace(PREFILL, worker_id="prefill-2", prompts=(3000,), prompt_rate=8000.0, running=3)
     found = place([replace(DECODE, running=15, streams=15)], [slow, fast], 1000, 0, RULES)
-    assert found == Placement(replace(DECODE, running=15, streams=15), fast)
+    assert found is not None
+    assert (found.decode, found.prefill) == (replace(DECODE, running=15, streams=15), fast)
 
 
 @pytest.mark.parametrize("prefills", [[], [replace(PREFILL, usable=False)], [replace(PREFILL, layout_hash="M")]])
 def test_without_a_prefill_worker_the_reason_is_told(prefills: list[Candidate]) -> None:
     """None there, none ready, or none with the same layout."""
-    found = place([DECODE], prefills, 10, 0, Rules(False))
+    found = place([DECODE], prefills, 10, 0, Rules("never"))
     assert found is not None
     assert "no prefill worker" in found.why_local
+
+
+def test_the_prefill_worker_that_has_the_beginning_gets_the_prompt() -> None:
+    """Unless its queue takes longer than computing the beginning again."""
+    has = replace(PREFILL, worker_id="prefill-1", cached=400, last_used=9)
+    for prompts, expected in (((), has), ((300,), has), ((2000,) * 5, PREFILL)):
+        found = place([DECODE], [PREFILL, replace(has, prompts=prompts)], 500, 64, Rules("never"))
+        assert found
+        assert found.prefill
+        assert found.prefill.worker_id == expected.worker_id
+
+
+def test_rates_that_differ_do_not_decide_between_idle_workers() -> None:
+    """Each measures its own, and one would get everything; they take turns."""
+    used = replace(PREFILL, worker_id="prefill-1", prompt_rate=1100.0, last_used=9)
+    found = place([DECODE], [used, PREFILL], 500, 64, RULES)
+    assert found
+    assert found.prefill is PREFILL
+
+
+def test_a_decode_worker_that_has_nearly_all_computes_the_rest_itself() -> None:
+    """The next turn of a conversation goes where the last one was generated, if that costs clearly less."""
+    other = replace(DECODE, worker_id="decode-1", running=3, streams=3)
+    found = place([DECODE, replace(other, cached=480)], [PREFILL], 500, 64, RULES)
+    assert found
+    assert (found.decode.worker_id, found.prefill) == ("decode-1", None)
+    for cached, rules in ((0, RULES), (480, Rules("never"))):
+        found = place([DECODE, replace(other, cached=cached)], [PREFILL], 500, 64, rules)
+        assert found
+        assert found.decode is DECODE
+
+
+@given(st.lists(candidates, min_size=1, max_size=4), st.lists(candidates, max_size=4), st.integers(1, 4096))
+def test_what_is_cached_never_takes_room_that_is_not_there(
+    decodes: list[Candidate], prefills: list[Candidate], tokens: int
+) -> None:
+    """The same requests are placed with and without it; only where may differ."""
+    found = place(decodes, prefills, tokens, 64, RULES)
+    without = [[replace(one, cached=0) for one in pool] for pool in (decodes, prefills)]
+    assert (found is None) == (place(*without, tokens, 64, RULES) is None)
+
+
+def test_a_decode_worker_gets_no_stream_that_would_break_the_objective() -> None:
+    """Steps of 20 ms and 1 ms for each further stream: five fit into 24 ms, and one always does."""
+    for running, fits in ((0, True), (4, True), (5, False)):
+        busy = replace(DECODE, running=running, streams=running)
+        assert bool(place([busy], [], 10, 1, Rules(tpot=0.024))) is fits
+        assert place([busy], [], 10, 1, Rules())
+    assert place([DECODE], [], 10, 1, Rules(tpot=0.001))
+
+
+@given(st.lists(candidates, max_size=3), st.lists(candidates, max_size=3), st.integers(1, 2000), st.integers(0, 9999))
+def test_the_expected_wait_grows_with_what_is_before_it(
+    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int
+) -> None:
+    """And it is never negative, nor anything but a number."""
+    wait, own = expected_wait(decodes, prefills, tokens, queued, RULES)
+    assert 0 <= wait < float("inf")
+    assert 0 <= own < float("inf")
+    assert expected_wait(decodes, prefills, tokens, queued + 1000, RULES)[0] >= wait

@@ -13,7 +13,7 @@ from cluster.registry import State, WorkerRecord
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
 from services.view import ClusterView
-from tandem.errors import Busy, NoWorker
+from tandem.errors import Busy, DeadlineExceeded, NoWorker
 
 RECORD = WorkerRecord(
     "decode-0",
@@ -110,7 +110,7 @@ class Asked:
     """Requests to one placer: where each went, and the end of each by hand."""
 
     def __init__(self, queue_timeout_s: float = 5.0) -> None:
-        self.placer = Placer(seen(DECODE, PREFILL), queue_timeout_s, Rules(weigh=False))
+        self.placer = Placer(seen(DECODE, PREFILL), queue_timeout_s, Rules("never"))
         self.placed: list[tuple[int, Placement]] = []  # (tokens, placement) in the order of placing
         self.third = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,3 +192,72 @@ async def test_one_who_leaves_while_waiting_leaves_nothing() -> None:
         await asked.settle()
         await asked.first_token(0)
         assert asked.order == [900, 900, 600]
+
+
+# ---- who would wait for too long is told at once
+
+
+def slow(**about: Any) -> ClusterView:
+    """A decode and a prefill worker; the latter computes 1000 tokens a second."""
+    return seen(DECODE, replace(PREFILL, **about))
+
+
+async def refusal(placer: Placer, tokens: int, **about: Any) -> Busy:
+    with pytest.raises(Busy) as refused:
+        async with asyncio.timeout(1.0), placer.placed(tokens, tokens + 10, about.pop("remaining_s", 60.0), **about):
+            pass
+    return refused.value
+
+
+@pytest.mark.parametrize("about", [{"ttft_s": 2.5}, {"remaining_s": 2.5}, {}])
+async def test_who_cannot_have_its_first_token_in_time_is_refused_at_once(about: dict[str, Any]) -> None:
+    """By its own objective, its deadline, or the cluster's objective: 2 s of others, 1 s of its own, 2.5 s allowed."""
+    placer = Placer(slow(), 60.0, Rules("never", ttft=None if about else 2.5))
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(placer.placed(1000, 1010, 60.0))
+        refused = await refusal(placer, 1000, **about)
+        assert refused.reason == "OVERLOADED"
+        assert refused.retry_after == pytest.approx(0.5)
+        with pytest.raises(TimeoutError):  # what is shorter comes before them, and waits for its turn
+            async with asyncio.timeout(0.05), placer.placed(400, 410, about.pop("remaining_s", 60.0), **about):
+                pass
+
+
+async def test_control_without_an_objective_it_waits() -> None:
+    """And so does one whose client has had tokens already, whatever the objective."""
+    for rules, begun in ((Rules("never"), False), (Rules("never", ttft=2.5), True)):
+        placer = Placer(slow(), 60.0, rules)
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(placer.placed(1000, 1010, 60.0))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05), placer.placed(1000, 1010, 60.0, begun=begun):
+                    pass
+
+
+async def test_nobody_is_refused_for_a_prompt_that_is_late_by_itself() -> None:
+    """An idle cluster serves a prompt that takes longer than the cluster's objective; only its own one refuses it."""
+    placer = Placer(slow(), 60.0, Rules("never", ttft=0.5))
+    async with placer.placed(1000, 1010, 60.0):
+        pass
+    assert (await refusal(placer, 1000, ttft_s=0.5)).reason == "OVERLOADED"
+
+
+async def test_a_deadline_that_no_cluster_could_keep_is_over_at_once() -> None:
+    """1 s of computing within 0.5 s: to come again later would not help, so nobody is told to."""
+    placer = Placer(slow(), 60.0, Rules("never"))
+    with pytest.raises(DeadlineExceeded) as over:
+        async with placer.placed(1000, 1010, 0.5):
+            pass
+    assert over.value.retry_after is None
+    async with placer.placed(400, 410, 0.5):  # and it has left the queue
+        pass
+
+
+async def test_the_wait_ends_when_it_is_of_no_more_use() -> None:
+    """Expected to be in time, and then it was not: no place is taken for an answer that nobody wants."""
+    view = slow(prompt_rate=0.0)
+    placer = Placer(view, 60.0, Rules("never"))
+    view.workers["decode-0"] = replace(DECODE, running=DECODE.max_running, prompt_rate=0.0)
+    assert (await refusal(placer, 100, ttft_s=0.05)).reason == "QUEUE_TIMEOUT"

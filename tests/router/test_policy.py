@@ -52,7 +52,7 @@ def test_it_goes_where_there_is_room_and_waits_only_if_there_is_none(
     decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int]
 ) -> None:
     """A decode worker that is full, unusable or too short is never chosen; with one that is not, nobody waits."""
-    found = place(decodes, prefills, *request, Rules(weigh=False))
+    found = place(decodes, prefills, *request, Rules("never"))
     able = [one for one in decodes if roomy(one, *request)]
     assert (found is None) == (not able)
     if found:
@@ -65,7 +65,7 @@ def test_kv_only_moves_between_equal_layouts_and_local_has_its_reason(
     decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int]
 ) -> None:
     """Either a usable prefill worker of the same layout, the least loaded of them, or words that say why not."""
-    found = place(decodes, prefills, *request, Rules(weigh=False))
+    found = place(decodes, prefills, *request, Rules("never"))
     if found is None:
         return
     able = [one for one in prefills if one.usable and one.layout_hash == found.decode.layout_hash]
@@ -80,10 +80,10 @@ def test_the_order_of_the_snapshot_does_not_matter(
     decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int], random: object
 ) -> None:
     """The same workers give the same placement, in whatever order the registry lists them."""
-    found = place(decodes, prefills, *request, Rules(weigh=False))
+    found = place(decodes, prefills, *request, Rules("never"))
     for pool in (decodes, prefills):
         random.shuffle(pool)  # type: ignore[attr-defined]
-    assert place(decodes, prefills, *request, Rules(weigh=False)) == found
+    assert place(decodes, prefills, *request, Rules("never")) == found
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,3 +93,17 @@ def test_the_router_and_the_workers_look_in_the_same_folder(monkeypatch: pytest.
     assert local_folder("~/model") == DEMO
     with pytest.raises(CheckpointRefused, match="there is no folder"):
         local_folder(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 1 / 0 }}", "{{ [][5] + 1 }}", "{{ messages.x.y }}", "{{ '%d' % 'x' }}", "{{ messages | tojson }}"],
+)
+def test_a_template_that_fails_refuses_the_messages(source: str) -> None:
+    """Whatever goes wrong in it, it was the messages that it could not take: also ones that are nested too deep."""
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": deep}])
+    assert caught.value.field == "chat.messages"

@@ -11,12 +11,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.server import Channels
-from tandem.errors import InternalError, WorkerLost
-from tandem.status import ErrorInterceptor, calling, from_rpc
+from tandem.errors import InternalError, InvalidRequest, WorkerLost
+from tandem.status import MESSAGE_BYTES, ErrorInterceptor, calling, from_rpc, shown
+
+LONG = "\ud800" + "ä" * 100_000
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Watch answers once and then waits; Check ends in a cancellation that nobody asked for."""
+    """Watch answers once and then waits; Check ends in a cancellation that nobody asked for, or says much."""
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -27,6 +29,8 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
+        if request.service == "long":
+            raise InvalidRequest(LONG, field=LONG, bound=LONG)
         raise asyncio.CancelledError
 
 
@@ -104,3 +108,32 @@ async def test_calls_outlive_the_registry_entry(server: tuple[grpc.aio.Server, s
     await channels.close()
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x02\xc3\x28", b"\x0a\x7fcut"])
+async def test_bytes_that_are_no_message_are_refused_as_such(server: tuple[grpc.aio.Server, str], data: bytes) -> None:
+    """Random, a string that is not UTF-8, cut off: INVALID_ARGUMENT for both kinds of call; grpcio says UNKNOWN."""
+    async with grpc.aio.insecure_channel(server[1]) as channel:
+        for call in (
+            channel.unary_unary("/grpc.health.v1.Health/Check")(data),
+            channel.unary_stream("/grpc.health.v1.Health/Watch")(data).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            found = from_rpc(caught.value)
+            assert isinstance(found, InvalidRequest)
+            assert found.field == "message"
+
+
+async def test_an_error_of_any_length_arrives(server: tuple[grpc.aio.Server, str]) -> None:
+    """With its class and the beginning of its words, whatever they quote: all of it would not fit into the trailers."""
+    assert shown("short") == "short"
+    async with grpc.aio.insecure_channel(server[1]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="long"), timeout=10)
+        found = from_rpc(caught.value)
+        assert isinstance(found, InvalidRequest)
+        assert len(found.message.encode()) <= MESSAGE_BYTES
+        assert found.message.startswith("\\ud800ää")
+        assert found.field
+        assert found.bound

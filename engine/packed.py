@@ -1,0 +1,334 @@
+"""Reads products that GPTQ, AWQ or block-wise FP8 have packed, by what their formats are described as.
+
+    weight[n, k] = scale[n, group of k] * (integer[n, k] - zero[n, group of k])       in float32, rounded once
+
+GPTQ        int32 words hold 32 / bits neighbours along the input, the lowest bits first; those of the zeros neighbours
+            along the output. Version 1 stores each zero less one, `gptq_v2` stores it. `g_idx` has each input's group.
+AWQ         `gemm`: a word holds 8 neighbours along the output, in the order 0 2 4 6 1 3 5 7 from the lowest bits up.
+fp8         e4m3, and a scale for each block of `weight_block_size`; the last block of a row or column may be cut off.
+
+The descriptions are the packers: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's utils/model.py
+(convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, and transformers' integrations/
+finegrained_fp8.py, which takes a cut-off block for a smaller one. Their kernels for 16 bits round scale * integer to
+float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
+
+What the files say in two ways, or in a way that readers take differently, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from engine.kernels import lowbit
+from tandem.errors import CheckpointRefused
+
+GPTQ, AWQ, FP8 = "gptq", "awq", "fp8"
+METHODS = (GPTQ, AWQ, FP8)
+GPTQ_BITS = (2, 4, 8)
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
+FLOATS = ("F16", "BF16", "F32")
+WORD = 32
+
+# Keys that change nothing in what the tensors mean: how the codes were found, and what a kernel may do with them.
+_OF_MAKING = {
+    *("quant_method", "method", "meta", "dataset", "tokenizer", "batch_size", "pad_token_id", "model_seqlen"),
+    *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "mse", "hyb_act"),
+    *("block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize"),
+    *("modules_to_not_convert", "ignored_layers", "cache_block_outputs", "model_name_or_path", "model_file_base_name"),
+    *("use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "max_input_length", "lm_head"),
+    *("offload_to_disk", "offload_to_disk_path", "pack_impl", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+}
+_READ = {
+    GPTQ: {"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format", "pack_dtype", "dynamic", "backend"},
+    AWQ: {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend", "pack_dtype"}
+    | {"sym", "desc_act"},
+    FP8: {"activation_scheme", "weight_block_size", "fmt", "scale_fmt", "expert_dtype", "dequantize"},
+}
+_PARTS = {GPTQ: ("qweight", "qzeros", "scales", "g_idx"), AWQ: ("qweight", "qzeros", "scales")}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a quantization_config says about all of its products."""
+
+    method: str
+    bits: int
+    group: int = -1  # inputs that share a scale; -1: all
+    symmetric: bool = False  # every zero is in the middle
+    ordered: bool = True  # a group are neighbours
+    less_one: bool = False  # how zeros are stored
+    block: tuple[int, int] = (0, 0)  # of fp8: outputs and inputs that share a scale
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of them. transformers takes it for a slice of a file, and reads its weight when it comes to it."""
+
+    name: str
+    integers: Callable[[], torch.Tensor]  # float32 [n, k], also of fp8
+    zeros: torch.Tensor | None  # float32 [n, groups]
+    scales: torch.Tensor  # float32 [n, groups]
+    group_of: torch.Tensor  # [k]
+    group: int
+    fp8: bool = False
+
+    def __getitem__(self, _whole: Any) -> torch.Tensor:
+        return self.weight()
+
+    def units(self) -> torch.Tensor:
+        """The weight in units of its scales: float32 `[n, k]`."""
+        found = self.integers()
+        return found if self.zeros is None else found - self.zeros[:, self.group_of]
+
+    def weight(self) -> torch.Tensor:
+        """float32 `[n, k]`."""
+        return self.units() * self.scales[:, self.group_of]
+
+    def codes(self) -> lowbit.Codes | None:
+        """In a format of ours; None if none has it, or if the codes are not the weight, bit for bit."""
+        units = self.units()
+        k = units.shape[1]
+        low, high = int(units.min().item()), int(units.max().item())
+        format = "fp8" if self.fp8 else "int4" if low >= -8 and high <= 7 else "int8"
+        group = self.group if self.group < k else k + k % 2
+        order = self.group_of.argsort(stable=True)
+        if group % 2 == 1 or (format == "int8" and (low < -128 or high > 127)):
+            return None
+        if not torch.equal(self.group_of[order], torch.arange(k) // group):
+            return None
+        codes = lowbit.packed(lowbit.codes_of(units[:, order], format), self.scales, group, format)
+        if not torch.equal(order, torch.arange(k)):
+            codes = replace(codes, order=order)
+        return codes if torch.equal(codes.weight(), self.weight()) else None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint's tensors as if it were a plain one: by name, what gives its values when it is indexed."""
+
+    method: str
+    tensors: dict[str, Any]
+    products: dict[str, Product]  # by module
+    files: list[Any]  # open as long as the tensors are read
+
+
+def refused(method: str, why: str) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"the {method} checkpoint {why}; or serve the original one with weights = int8, int4 or fp8"
+    )
+
+
+# ---- what the config says
+
+
+def scheme_of(asked: dict[str, Any]) -> Scheme:
+    """Raises CheckpointRefused for a quantization_config that says more than is understood here."""
+    method = str(asked["quant_method"])
+    unknown = {key for key, value in asked.items() if key not in _READ[method] | _OF_MAKING and value}
+    if unknown:
+        raise refused(
+            method, f"has {', '.join(sorted(unknown))} in its quantization_config, whose meaning is unknown here"
+        )
+    return {GPTQ: _gptq, AWQ: _awq, FP8: _fp8}[method](asked)
+
+
+def _gptq(asked: dict[str, Any]) -> Scheme:
+    names = {str(asked[key]).lower() for key in ("format", "checkpoint_format") if asked.get(key)} or {GPTQ}
+    if len(names) > 1 or not names <= {GPTQ, "gptq_v2"}:
+        raise refused(GPTQ, f"has the format {' and '.join(sorted(names))}; served are gptq and gptq_v2")
+    overridden = [name for name in asked.get("dynamic") or {} if not name.startswith("-:")]
+    if overridden:
+        raise refused(GPTQ, f"has other settings for some of its layers (dynamic: {overridden[0]})")
+    _check_words(GPTQ, asked)
+    bits = asked.get("bits")
+    if bits not in GPTQ_BITS:
+        raise refused(GPTQ, f"has {bits} bits; served are {', '.join(map(str, GPTQ_BITS))}")
+    return Scheme(
+        GPTQ,
+        bits,
+        _group(GPTQ, asked.get("group_size")),
+        symmetric=_truth(GPTQ, asked, "sym"),
+        ordered=not _truth(GPTQ, asked, "desc_act"),
+        less_one=names == {GPTQ},
+    )
+
+
+def _awq(asked: dict[str, Any]) -> Scheme:
+    names = {str(asked[key]).lower() for key in ("version", "format") if asked.get(key)} or {"gemm"}
+    if names != {"gemm"} or asked.get("backend") == "llm-awq":
+        raise refused(AWQ, f"has the format {asked.get('backend') or ' and '.join(sorted(names))}; served is gemm")
+    _check_words(AWQ, asked)
+    bits, group = _either(asked, "bits", "w_bit"), _either(asked, "group_size", "q_group_size")
+    if bits != 4:
+        raise refused(AWQ, f"has {bits} bits; served are 4")
+    if asked.get("desc_act"):
+        raise refused(AWQ, "says desc_act, which AWQ does not have")
+    symmetric = not _truth(AWQ, asked, "zero_point")
+    if asked.get("sym", symmetric) != symmetric:
+        raise refused(AWQ, "says both sym and zero_point")
+    return Scheme(AWQ, bits, _group(AWQ, group), symmetric=symmetric)
+
+
+def _fp8(asked: dict[str, Any]) -> Scheme:
+    if asked.get("activation_scheme", "dynamic") != "dynamic":
+        raise refused(FP8, f"has {asked['activation_scheme']} scales of activations, and only weights are served so")
+    for key, known in (("fmt", ("e4m3", "float8_e4m3fn")), ("scale_fmt", ("float", "ue8m0")), ("expert_dtype", (FP8,))):
+        if asked.get(key) is not None and asked[key] not in known:
+            raise refused(FP8, f"has {key} {asked[key]}; served is {' or '.join(known)}")
+    block = asked.get("weight_block_size", (128, 128))
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+        raise refused(FP8, f"has weight_block_size {block}; served are blocks of two positive numbers")
+    return Scheme(FP8, 8, block=(block[0], block[1]))
+
+
+def _check_words(method: str, asked: dict[str, Any]) -> None:
+    if str(asked.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+        raise refused(method, f"is packed in {asked['pack_dtype']}; served is int32")
+
+
+def _group(method: str, found: Any) -> int:
+    if type(found) is not int or not (found == -1 or found > 0):
+        raise refused(method, f"has group_size {found}; served are -1 and positive numbers")
+    return found
+
+
+def _truth(method: str, asked: dict[str, Any], key: str) -> bool:
+    found = asked.get(key)
+    if type(found) is not bool:
+        raise refused(method, f"does not say {key} true or false in its quantization_config")
+    return found
+
+
+def _either(asked: dict[str, Any], *keys: str) -> Any:
+    found = {asked[key] for key in keys if key in asked}
+    return found.pop() if len(found) == 1 else None
+
+
+# ---- what the files hold
+
+
+def read(files: list[Path], scheme: Scheme) -> Weights:
+    """Opens the files of a checkpoint. Raises CheckpointRefused where its tensors are not what the scheme says."""
+    opened: list[Any] = [safe_open(file, framework="pt") for file in files]  # not typed
+    slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
+    if scheme.method == FP8:
+        products, taken = _blocks(slices, scheme)
+    else:
+        products, taken = _words(slices, scheme)
+    tensors: dict[str, Any] = {name: found for name, found in slices.items() if name not in taken}
+    for name, product in products.items():
+        if f"{name}.weight" in tensors:
+            raise refused(scheme.method, f"has {name} twice, packed and as a plain weight")
+        tensors[f"{name}.weight"] = product
+    if not products:
+        raise refused(scheme.method, "holds nothing that is packed, against its quantization_config")
+    return Weights(scheme.method, tensors, products, opened)
+
+
+def _words(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
+    names = [name.removesuffix(".qweight") for name in slices if name.endswith(".qweight")]
+    parts = {name: {part: slices.get(f"{name}.{part}") for part in _PARTS[scheme.method]} for name in names}
+    taken = {f"{name}.{part}" for name, found in parts.items() for part in found}
+    return {name: _product(name, found, scheme) for name, found in parts.items()}, taken
+
+
+def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
+    """A product of GPTQ or AWQ."""
+    method, many = scheme.method, WORD // scheme.bits
+    qweight, qzeros, scales, g_idx = (parts.get(part) for part in _PARTS[GPTQ])
+    if qweight is None or qzeros is None or scales is None:
+        raise refused(method, f"lacks the {'scales' if scales is None else 'zeros'} of {name}")
+    rows, columns = _shape(qweight, 2, name)
+    k, n = (rows * many, columns) if method == GPTQ else (rows, columns * many)
+    group = k if scheme.group == -1 else scheme.group
+    groups = -(-k // group)
+    for found, shape, dtypes in ((qweight, (rows, columns), ("I32",)), (qzeros, (groups, n // many), ("I32",))):
+        _check(method, name, found, shape, dtypes)
+    _check(method, name, scales, (groups, n), FLOATS)
+    if n % many or (method == AWQ and k % group):
+        raise refused(method, f"has {name} with {n} outputs and {k} inputs, which do not fill its words or groups")
+    group_of = torch.arange(k) // group
+    if g_idx is not None:
+        _check(method, name, g_idx, (k,), ("I32", "I64"))
+        found = g_idx[...].long()
+        if found.min() < 0 or found.max() >= groups:
+            raise refused(method, f"has inputs of {name} in groups that are not there")
+        if scheme.ordered and not torch.equal(found, group_of):
+            raise refused(method, f"has inputs of {name} in other groups than its desc_act = false says")
+        group_of = found
+    elif not scheme.ordered:
+        raise refused(method, f"lacks the g_idx of {name}, against its desc_act = true")
+    places = AWQ_PLACES if method == AWQ else tuple(range(many))
+    zeros = _unpacked(qzeros[...], scheme.bits, places).flatten(1)  # [groups, n]
+    if scheme.less_one:
+        if (zeros == 2**scheme.bits - 1).any():
+            raise refused(
+                method, f"has zeros in {name} that readers of this format take differently; save it as gptq_v2"
+            )
+        zeros = zeros + 1
+    if scheme.symmetric and (zeros != 2 ** (scheme.bits - 1)).any():
+        raise refused(method, f"says that it is symmetric, but the zeros of {name} are not in the middle")
+
+    def integers() -> torch.Tensor:
+        found = _unpacked(qweight[...], scheme.bits, places)
+        return (found.transpose(1, 2).flatten(0, 1) if method == GPTQ else found.flatten(1)).T.float()
+
+    return Product(name, integers, zeros.T.float().contiguous(), scales[...].float().T.contiguous(), group_of, group)
+
+
+def _unpacked(words: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
+    """int32 `[a, b]` to `[a, b, 32 / bits]`."""
+    shifts = torch.tensor(places, dtype=torch.int32) * bits
+    found: torch.Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return found
+
+
+def _blocks(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
+    """The products of an fp8 checkpoint."""
+    products, taken = {}, set()
+    for name, found in slices.items():
+        if not found.get_dtype().startswith("F8_E"):
+            continue
+        if not name.endswith(".weight") or f"{name}_scale_inv" not in slices:
+            raise refused(FP8, f"has no scales for {name}")
+        _check(FP8, name, found, _shape(found, 2, name), ("F8_E4M3",))
+        (n, k), (high, wide) = _shape(found, 2, name), scheme.block
+        scales = slices[f"{name}_scale_inv"]
+        _check(FP8, name, scales, (-(-n // high), -(-k // wide)), (*FLOATS, "F8_E8M0"))
+        products[name.removesuffix(".weight")] = Product(
+            name.removesuffix(".weight"),
+            lambda found=found: found[...].float(),  # type: ignore[misc]  # mypy does not infer defaults of lambdas
+            None,
+            scales[...].float().repeat_interleave(high, 0)[:n].contiguous(),
+            torch.arange(k) // wide,
+            wide,
+            fp8=True,
+        )
+        taken |= {name, f"{name}_scale_inv"}
+    return products, taken
+
+
+def _shape(found: Any, dimensions: int, name: str) -> tuple[int, ...]:
+    shape = tuple(found.get_shape())
+    if len(shape) != dimensions:
+        raise CheckpointRefused(f"{name} has the shape {shape} where {dimensions} dimensions are expected")
+    return shape
+
+
+def _check(method: str, name: str, found: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """Whether a tensor of `name` is what the config says."""
+    if tuple(found.get_shape()) != shape or found.get_dtype() not in dtypes:
+        raise refused(
+            method,
+            f"has a tensor of {name} in {found.get_dtype()} {tuple(found.get_shape())} where its quantization_config"
+            f" asks for {' or '.join(dtypes)} {shape}",
+        )
+
+
+__all__ = ["METHODS", "Product", "Scheme", "Weights", "read", "refused", "scheme_of"]

@@ -1,0 +1,235 @@
+"""Weights as the operators read them, in files that all workers of a host map: one copy in memory, made once.
+
+    key = what is kept: the operators' library, and the type, shape and digest of each weight
+    file: header (key, length, digest of the body) | up to 2 MiB empty | body
+
+The key says what is in the file and not where it came from, so that an edited checkpoint, another dtype or another
+machine is another file. A file is used only when it is this user's own, nobody else may write to it, and its length,
+its header and the digest of its whole body are right; any other is made again. A process that cannot use the cache
+keeps its weights in memory of its own, and says so. The digests (xxh3_128) find faults and mix-ups. They are not keyed:
+who makes a checkpoint so that it collides with another one is not stopped.
+
+A mapped file is read in large memory pages where the file system keeps it in such (ext4 and XFS of a new kernel):
+it is written in large pieces for that, and the body begins at a large page.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import xxhash
+from filelock import FileLock
+
+log = logging.getLogger(__name__)
+
+BODY = 2 << 20  # where the body begins, bytes: a large page
+PIECE = 16 << 20  # written at once, bytes
+ALIGNMENT = 64  # of each tensor in a body, bytes: a cache line
+KEPT, PARTIAL = ".tandem-weights", ".tandem-partial"  # names of files; no other file of the folder is ever touched
+MAGIC = "tandem weights 1"
+LOCK_TIMEOUT_S = 120.0  # longest wait for another process that writes
+
+
+@dataclass(frozen=True)
+class WeightCache:
+    """A folder of such files, `limit` bytes of them at most: those used longest ago go first."""
+
+    folder: Path
+    limit: int
+
+    def get(
+        self, key: str, sizes: Sequence[int], make: Callable[[], Iterable[torch.Tensor]]
+    ) -> list[torch.Tensor] | None:
+        """The tensors kept under `key`: uint8, of so many bytes each, read-only, and mapped while one of them lives.
+
+        Where there are none, `make` makes them, of any type. None when they cannot be kept here; the log says why. One
+        process of a host writes at a time, and the others wait for it.
+        """
+        starts, nbytes = placed(sizes)
+        body = self._get(key, nbytes, lambda: _padded(make(), sizes))
+        return None if body is None else [body[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+    def _get(self, key: str, nbytes: int, body: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
+        try:
+            if (found := self._open(key, nbytes)) is not None:
+                return found
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
+                if (found := self._open(key, nbytes)) is not None:  # somebody was quicker
+                    return found
+                self._make_room(BODY + nbytes)
+                self._write(key, nbytes, body())
+            found = self._open(key, nbytes)
+            if found is None:
+                log.warning("weights written to %s are not there as they were written", self.folder)
+            return found
+        except (OSError, NotImplementedError, NoRoom) as error:
+            log.warning("weights are not kept in %s, each worker has its own: %s", self.folder, error)
+            return None
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{KEPT}"
+
+    def _open(self, key: str, nbytes: int) -> torch.Tensor | None:
+        path = self._path(key)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            wrong, found = _read(descriptor, key, nbytes)
+        finally:
+            os.close(descriptor)
+        if found is None:
+            log.warning("%s is not used, it will be made again: %s", path, wrong)
+            return None
+        with suppress(OSError):  # a cache that cannot be written can still be read
+            os.utime(path)
+        return found
+
+    def _make_room(self, size: int) -> None:
+        """Under the lock. Raises NoRoom when `size` bytes cannot be kept."""
+        for left in self.folder.glob(f"*{PARTIAL}"):  # by a process that was killed: whoever writes has the lock
+            left.unlink(missing_ok=True)
+        if size > self.limit:
+            raise NoRoom(f"they take {size >> 20} MiB, the limit is {self.limit >> 20} MiB")
+        kept = sorted(self.folder.glob(f"*{KEPT}"), key=lambda path: path.stat().st_mtime)
+        total = sum(path.stat().st_size for path in kept)
+        for path in kept:
+            if total + size <= self.limit:
+                break
+            total -= path.stat().st_size
+            path.unlink()  # who has it mapped keeps it
+        if shutil.disk_usage(self.folder).free < 2 * size:
+            raise NoRoom(f"the disk has less than {2 * size >> 20} MiB left")
+
+    def _write(self, key: str, nbytes: int, body: Iterable[torch.Tensor]) -> None:
+        partial = self.folder / f"{key}.{os.getpid()}{PARTIAL}"
+        try:
+            with open(partial, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.seek(BODY)
+                digest = xxhash.xxh3_128()
+                for piece in _pieces(body):
+                    digest.update(piece)
+                    _write_all(file.fileno(), piece)
+                file.seek(0)
+                _write_all(file.fileno(), memoryview(_header(key, nbytes, digest.hexdigest())))
+            os.replace(partial, self._path(key))
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class NoRoom(Exception):
+    """The cache's limit, or the disk, does not hold it."""
+
+
+def _header(key: str, nbytes: int, digest: str) -> bytes:
+    text = json.dumps({"what": MAGIC, "key": key, "bytes": nbytes, "digest": digest})
+    return text.encode() + b"\n"
+
+
+def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | None]:
+    """What is wrong with an open file, or its body."""
+    stat = os.fstat(descriptor)
+    if _others_may_write(stat):
+        return "somebody else may write to it", None
+    if not _whole(stat, nbytes):
+        return f"it has {stat.st_size} bytes where {BODY + nbytes} belong", None
+    header = os.pread(descriptor, 4096, 0).partition(b"\n")[0] + b"\n"
+    mapping = mmap.mmap(descriptor, stat.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a wish: a kernel may have none
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it cannot be written is what is wanted
+        body = torch.frombuffer(mapping, dtype=torch.uint8, offset=BODY)
+    if header != _header(key, nbytes, xxhash.xxh3_128(body.numpy().data).hexdigest()):
+        return "its header or its content is damaged", None
+    return "", body
+
+
+def _others_may_write(stat: os.stat_result) -> bool:
+    return stat.st_uid != os.geteuid() or stat.st_mode & 0o022 != 0
+
+
+def _whole(stat: os.stat_result, nbytes: int) -> bool:
+    return stat.st_size == BODY + nbytes
+
+
+def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of so many bytes begin when they lie one behind another, and the bytes of all."""
+    ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    return [0, *ends][:-1], ends[-1] if ends else 0
+
+
+def _padded(parts: Iterable[torch.Tensor], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    for part, size in zip(parts, sizes, strict=True):
+        if part.nbytes != size:
+            raise AssertionError(f"{part.nbytes} bytes where {size} were announced")
+        yield part.contiguous().view(-1).view(torch.uint8)
+        yield torch.zeros(-size % ALIGNMENT, dtype=torch.uint8)
+
+
+def _pieces(body: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The same bytes, `PIECE` of them at a time."""
+    buffer, used = torch.empty(PIECE, dtype=torch.uint8), 0
+    view = buffer.numpy().data
+    for part in body:
+        for piece in torch.split(part, PIECE):
+            at = min(piece.numel(), PIECE - used)
+            buffer[used : used + at] = piece[:at]
+            used += at
+            if used == PIECE:
+                yield view
+                used = piece.numel() - at
+                buffer[:used] = piece[at:]
+    yield view[:used]
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of its type, shape and elements."""
+    elements = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype}{tuple(tensor.shape)}{xxhash.xxh3_128(elements.data).hexdigest()}"
+
+
+def file_backed(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of these CPU tensors lie in a mapped file, where memory costs nothing that the file's cache has not."""
+    ranges: list[tuple[int, int]] = []
+    try:
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                span, _, _, _, inode, *_ = line.split()
+                if inode != "0":
+                    start, end = (int(bound, 16) for bound in span.split("-"))
+                    ranges.append((start, end))
+    except OSError:  # no /proc here
+        return [False] * len(tensors)
+    starts = [start for start, _ in ranges]
+    found = []
+    for tensor in tensors:
+        at = bisect_right(starts, tensor.data_ptr()) - 1
+        found.append(at >= 0 and tensor.data_ptr() < ranges[at][1])
+    return found
+
+
+def default_folder() -> Path:
+    """In the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).expanduser() / "tandem" / "weights"

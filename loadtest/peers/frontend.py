@@ -1,0 +1,409 @@
+"""Tandem's router beside NVIDIA Dynamo's frontend: the same HTTP client, and workers behind both that compute nothing.
+
+Behind Tandem's is loadtest/peers/instant.py, behind Dynamo's its mocker. Sides take turns; ratios are of neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic, perf_counter, process_time, sleep
+
+import psutil
+from tokenizers import Tokenizer
+
+from loadtest.hop import Straight
+from loadtest.local import START_TIMEOUT_S, Local, Process, cpu_seconds, precedence
+from loadtest.peers.servers import Peers
+from loadtest.stats import Row, Section, Spread, Tick, ratios
+from loadtest.web import Answer, Connection, completion, free_port
+from tandem.errors import DeadlineExceeded, Unavailable
+
+MODEL, VOCAB = Path(__file__).parents[2] / "demo" / "model", 2048
+TANDEM = "tandem"
+MOCKED, MOCKED_TIMEOUT_S = Path(__file__).with_name("mocked.py"), 300.0
+ROUTER, WORKER = "router-0", "decode-0"
+INSTANT = "1000000"  # times as fast as the machine that the mocker plays; its 0 ("infinite") still waits 6 ms a token
+WARM_UP = 10  # requests
+BODIES = 256  # prepared before a run, so that it is not the client's work
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`at_once` requests of `prompt` tokens of text, with `output` tokens each."""
+
+    name: str
+    prompt: int
+    output: int
+    at_once: int
+
+
+REQUESTS = Shape("requests", prompt=128, output=1, at_once=64)
+# No more than Tandem's router reads in a second or two: its worker runs ahead by what the connection holds.
+TOKENS = Shape("tokens", prompt=128, output=128, at_once=48)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rounds` of each shape, at each layout, of `seconds` each; `alone` requests one after another before."""
+
+    modes: tuple[str, ...] = ("round-robin", "kv")
+    layouts: tuple[str, ...] = ("apart", "shared")
+    rounds: int = 5
+    seconds: float = 8.0
+    alone: int = 200
+
+    @property
+    def ticks(self) -> int:
+        sides = 1 + len(self.modes)
+        return 2 * (1 + sides) + 1 + sides * (self.rounds + 1) * (2 * len(self.layouts) + 1)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A router and the worker behind it: process ids."""
+
+    name: str
+    port: int
+    model: str
+    router: int
+    worker: int
+
+    def request(self, text: str, output: int) -> bytes:
+        fields = {"max_tokens": output, "ignore_eos": True, "temperature": 0, "stream": True}
+        return completion({"model": self.model, "prompt": text, "stream_options": {"include_usage": True}, **fields})
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where Tandem's listens; and seconds to the first tokens of so many requests to the mocker, of so many tokens."""
+
+    address: str
+    mocked: Callable[[int, int], list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A second's requests and tokens; CPU seconds of the router for each; cores that each used."""
+
+    requests: float
+    tokens: float
+    cpu_request: float
+    cpu_token: float
+    router: float
+    worker: float
+    client: float
+    idle: float  # cores that nobody used, strangers included
+    interval: float  # seconds between the tokens of a stream, the median; 0 for one token
+    per_message: float  # tokens
+
+
+# ---- what is measured
+
+
+def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
+    """A section of instant workers for each layout, and one of workers at a model's pace. Raises SettingsError."""
+    texts = Texts()
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        sections = []
+        with _started(peers, plan, INSTANT, lambda _: 0.0, tick) as (sides, workers):
+            tick(f"{plan.alone} requests one at a time")
+            sections.append(asyncio.run(_alone(sides, workers, texts, plan)))
+            for layout in plan.layouts:
+                _place(sides, layout, cores)
+                found = _rounds(sides, (REQUESTS, TOKENS), plan, texts, f"{layout}, instant", tick)
+                sections.append(_compared(layout, found, plan))
+            _place(sides, "shared", cores)
+        with _started(peers, plan, "1", lambda side: _pace(side, texts), tick) as (sides, _):
+            found = _rounds(sides, (TOKENS,), plan, texts, "paced", tick)
+            sections.append(_paced(found, plan))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return sections
+
+
+async def _alone(sides: Sequence[Side], workers: Workers, texts: Texts, plan: Plan) -> Section:
+    """Time to first token through each router, nothing else running, and how much of it the workers take."""
+    prompt = REQUESTS.prompt
+    ours = Straight(workers.address, VOCAB, prompt)
+    connections = [await Connection.open(side.port) for side in sides]
+    ttft: dict[str, list[float]] = {side.name: [] for side in sides}
+    own = []
+    with precedence() as said:
+        for number in range(plan.alone + WARM_UP):
+            for side, connection in list(zip(sides, connections, strict=True))[:: 1 if number % 2 else -1]:
+                answer = await connection.complete(side.request(texts.draw(prompt), 1))
+                ttft[side.name].append(answer.ttft)
+            own.append((await ours.stream(1)).ttft)
+        mocked = workers.mocked(plan.alone + WARM_UP, prompt)
+    for connection in connections:
+        connection.close()
+    await ours.channel.close()
+    behind = {name: median((own if name == TANDEM else mocked)[WARM_UP:]) for name in ttft}
+    through = {name: seconds[WARM_UP:] for name, seconds in ttft.items()}
+    added = {name: [one - behind[name] for one in seconds] for name, seconds in through.items()}
+    rows = []
+    for title, values in (("TTFT", through), ("TTFT that the router adds", added)):
+        for name in ttft:
+            if name != TANDEM:
+                beside = {one: (Spread.of(values[one]), "s") for one in (TANDEM, name)}
+                rows.append(Row(f"{title}: tandem / {name}", ratios(values[TANDEM], values[name]), beside))
+    workers_said = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in behind.items())
+    notes = [
+        f"{prompt} tokens of text, one of output, instant workers; nobody pinned; {said}",
+        f"added: less the median of the worker asked straight, by each side's own protocol: {workers_said}",
+    ]
+    return Section("Routers: one request at a time", "tandem / dynamo: below 1, Tandem is faster", rows, notes)
+
+
+Found = dict[str, dict[str, list[Run]]]  # shape -> side -> its runs
+
+
+def _rounds(sides: Sequence[Side], shapes: Sequence[Shape], plan: Plan, texts: Texts, what: str, tick: Tick) -> Found:
+    found: Found = {shape.name: {side.name: [] for side in sides} for shape in shapes}
+    for number in range(plan.rounds + 1):
+        for shape in shapes:
+            for side in sides[:: 1 if number % 2 else -1]:
+                tick(f"{what}: {side.name}, {shape.name}, {f'round {number}' if number else 'warm-up'}")
+                one = asyncio.run(_load(side, shape, plan.seconds if number else min(2.0, plan.seconds), texts))
+                if number:  # the first round warms up
+                    found[shape.name][side.name].append(one)
+    return found
+
+
+async def _load(side: Side, shape: Shape, seconds: float, texts: Texts) -> Run:
+    """Raises Unavailable when an answer was an error, or shorter than asked for."""
+    bodies = [side.request(texts.draw(shape.prompt), shape.output) for _ in range(BODIES)]
+    waiting, answers = itertools.cycle(bodies), list[Answer]()
+    connections = [await Connection.open(side.port) for _ in range(shape.at_once)]
+
+    async def place(connection: Connection) -> None:
+        while perf_counter() < end:
+            answers.append(await connection.complete(next(waiting)))
+
+    with precedence():
+        router, worker, client, began = (
+            cpu_seconds(side.router),
+            cpu_seconds(side.worker),
+            process_time(),
+            perf_counter(),
+        )
+        idle, end = psutil.cpu_times().idle, began + seconds
+        try:
+            await asyncio.gather(*map(place, connections))
+        finally:
+            for connection in connections:
+                connection.close()
+        took = perf_counter() - began
+        idle = psutil.cpu_times().idle - idle
+        router, worker = cpu_seconds(side.router) - router, cpu_seconds(side.worker) - worker
+        client = process_time() - client
+    if short := [answer for answer in answers if answer.tokens != shape.output]:
+        raise Unavailable(f"{side.name}: {len(short)} of {len(answers)} answers were short: {short[0]}")
+    tokens = len(answers) * shape.output
+    gaps = [(one.seconds - one.ttft) / (one.tokens - 1) for one in answers] if shape.output > 1 else [0.0]
+    messages = sum(one.messages - 1 for one in answers)  # the last one is the usage
+    return Run(
+        requests=len(answers) / took,
+        tokens=tokens / took,
+        cpu_request=router / len(answers),
+        cpu_token=router / tokens,
+        router=router / took,
+        worker=worker / took,
+        client=client / took,
+        idle=idle / took,
+        interval=median(gaps),
+        per_message=tokens / messages,
+    )
+
+
+def _pace(side: Side, texts: Texts) -> float:
+    """Seconds of a step of the mocker, as its streams have them."""
+    return asyncio.run(_load(side, TOKENS, 3.0, texts)).interval
+
+
+# ---- the report
+
+
+def _compared(layout: str, found: Found, plan: Plan) -> Section:
+    rows = []
+    for shape, metric, cpu in ((REQUESTS, "requests", "cpu_request"), (TOKENS, "tokens", "cpu_token")):
+        rows += _against(f"{metric} a second", shape, found, metric, "1")
+        rows += _against(f"router's CPU for one of the {metric}", shape, found, cpu, "s")
+    where = {
+        "apart": "the router alone on the first core, its worker, the client and everything else on the second",
+        "shared": "nobody pinned, two cores for all",
+    }[layout]
+    notes = [where, *_shapes((REQUESTS, TOKENS), plan), *_used(found)]
+    return Section(f"Routers: saturated, {layout}", "tandem / dynamo", rows, notes, _details(found))
+
+
+def _paced(found: Found, plan: Plan) -> Section:
+    rows = []
+    for title, metric, unit in (
+        ("router's CPU for one of the tokens", "cpu_token", "s"),
+        ("tokens a second", "tokens", "1"),
+        ("seconds between tokens", "interval", "s"),
+    ):
+        rows += _against(title, TOKENS, found, metric, unit)
+    notes = [
+        "the mocker at the speed of the machine that it plays, Tandem's worker with steps as long as that one's;"
+        " nobody pinned",
+        *_shapes((TOKENS,), plan),
+        *_used(found),
+    ]
+    return Section("Routers: at a model's pace", "tandem / dynamo", rows, notes, _details(found))
+
+
+def _against(title: str, shape: Shape, found: Found, metric: str, unit: str) -> list[Row]:
+    """Tandem's against each of the others."""
+    values = {name: [getattr(one, metric) for one in runs] for name, runs in found[shape.name].items()}
+    ours = values.pop(TANDEM)
+    return [
+        Row(
+            f"{title}: tandem / {name}",
+            ratios(ours, theirs),
+            {TANDEM: (Spread.of(ours), unit), name: (Spread.of(theirs), unit)},
+        )
+        for name, theirs in values.items()
+    ]
+
+
+def _shapes(shapes: Sequence[Shape], plan: Plan) -> list[str]:
+    said = [f"{one.name}: {one.prompt} tokens of text in, {one.output} out, {one.at_once} at once" for one in shapes]
+    return [*said, f"{plan.rounds} rounds of {plan.seconds:g} s in turn after one that warms up; new prompts in each"]
+
+
+def _used(found: Found) -> list[str]:
+    """Who was busy: a client or a worker without a core left would be what was measured."""
+    notes = []
+    for shape, sides in found.items():
+        for side, runs in sides.items():
+            cores = {
+                name: median(getattr(one, name) for one in runs) for name in ("router", "worker", "client", "idle")
+            }
+            used = ", ".join(f"{name} {value:.2f}" for name, value in cores.items())
+            per_message = median(one.per_message for one in runs)
+            notes.append(f"{shape}, {side}: cores: {used}; {per_message:.2f} tokens a message")
+    return notes
+
+
+def _details(found: Found) -> dict[str, object]:
+    return {
+        f"{shape}, {side}": [vars(one) for one in runs]
+        for shape, sides in found.items()
+        for side, runs in sides.items()
+    }
+
+
+class Texts:
+    """Random text of about so many tokens."""
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+    def draw(self, tokens: int) -> str:
+        text: str = self._tokenizer.decode(random.choices(range(2, VOCAB), k=tokens))
+        return text
+
+
+# ---- the processes
+
+
+@contextmanager
+def _started(
+    peers: Peers, plan: Plan, speedup: str, pace: Callable[[Side], float], tick: Tick
+) -> Iterator[tuple[list[Side], Workers]]:
+    """Dynamo first: `pace` says from its first side how long a step of Tandem's worker takes."""
+    with ExitStack() as stack:
+        env = _dynamo_env(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-dynamo-")))
+        python = str(peers.executable("dynamo", "python"))
+        theirs = _dynamo(python, env, plan, speedup, stack, tick)
+        tick("starting tandem")
+        local = stack.enter_context(Local(model=MODEL))
+        port = free_port()
+        local.launch("router", ROUTER, http_port=port)
+        local.launch("decode", WORKER, program=("loadtest.peers.instant", str(pace(theirs[0]))))
+        local.wait_seen(ROUTER, 1)
+        ours = Side(TANDEM, port, str(MODEL), local.pid(ROUTER), local.pid(WORKER))
+
+        def mocked(requests: int, prompt: int) -> list[float]:
+            command = [python, str(MOCKED), str(requests), str(prompt), str(VOCAB)]
+            done = subprocess.run(
+                command, env=env, timeout=MOCKED_TIMEOUT_S, capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                raise Unavailable(f"the mocker could not be asked straight: {done.stderr[-2000:]}")
+            seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
+            return seconds
+
+        yield [ours, *theirs], Workers(local.address(WORKER), mocked)
+
+
+def _dynamo_env(folder: str) -> dict[str, str]:
+    """Processes find one another through files in that folder: no etcd, and no NATS."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("DYN_")}
+    planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    return env | planes | {"DYN_FILE_KV": folder, "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
+
+
+def _dynamo(python: str, env: dict[str, str], plan: Plan, speedup: str, stack: ExitStack, tick: Tick) -> list[Side]:
+    """A mocker, and a frontend of each mode before it."""
+
+    def start(module: str, *arguments: str) -> Process:
+        process = Process([module, *arguments], env, python=python)
+        stack.callback(process.stop)
+        return process
+
+    tick("starting dynamo's mocker")
+    mocker = start("dynamo.mocker", "--model-path", str(MODEL), "--model-name", "demo", "--speedup-ratio", speedup)
+    sides = []
+    for mode in plan.modes:
+        tick(f"starting dynamo's frontend, {mode}")
+        port = free_port()
+        where = ["--http-host", "127.0.0.1", "--http-port", str(port)]
+        frontend = start("dynamo.frontend", *where, "--router-mode", mode)
+        side = Side(f"dynamo {mode}", port, "demo", frontend.popen.pid, mocker.popen.pid)
+        _wait(side, frontend, mocker)
+        sides.append(side)
+    return sides
+
+
+def _wait(side: Side, *processes: Process) -> None:
+    """Until it knows its model. Raises Unavailable, DeadlineExceeded."""
+    deadline = monotonic() + START_TIMEOUT_S
+    while True:
+        if ended := [one for one in processes if one.popen.poll() is not None]:
+            raise Unavailable(f"{ended[0].popen.args!r} ended early: {ended[0].last_words()}")
+        try:
+            with closing(urllib.request.urlopen(f"http://127.0.0.1:{side.port}/v1/models", timeout=5)) as said:
+                if json.load(said)["data"]:
+                    return
+        except OSError:
+            pass
+        if monotonic() > deadline:
+            raise DeadlineExceeded(f"{side.name} did not serve within {START_TIMEOUT_S:.0f} s")
+        sleep(0.2)
+
+
+def _place(sides: Sequence[Side], layout: str, cores: Sequence[int]) -> None:
+    """Routers to the first core, workers and this client to the last, or all to all."""
+    first, last = ({cores[0]}, {cores[-1]}) if layout == "apart" else (set(cores), set(cores))
+    os.sched_setaffinity(0, last)
+    for side in sides:
+        for pid, where in ((side.router, first), (side.worker, last)):
+            for thread in psutil.Process(pid).threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, where)

@@ -1,0 +1,47 @@
+"""What checkpoints of GPTQ, AWQ and block-wise FP8 take when they are served: from their headers and their config.
+
+The engine packs again what a format of ours has (`engine/packed.py`); the rest is as large as the model's dtype. This
+says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.formats import of_integers, weight_bytes
+
+METHODS = ("gptq", "awq", "fp8")
+_WORD = 32
+_FUSED = ".experts."  # of a mixture: in one tensor, without codes
+Shapes = dict[str, tuple[int, ...]]
+
+
+def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, int]]:
+    """The shapes of the plain checkpoint, and the bytes of those weights that are served over codes."""
+    method = asked["quant_method"]
+    plain, coded = dict(shapes), {}
+    bits = asked.get("bits", asked.get("w_bit", 8))
+    format: str | None
+    for name, shape in shapes.items():
+        if method == "fp8" and f"{name}_scale_inv" in shapes:
+            layer, (n, k) = name.removesuffix(".weight"), shape
+            group, format = asked.get("weight_block_size", (128, 128))[1], "fp8"
+            parts: tuple[str, ...] = ("weight_scale_inv",)
+        elif method != "fp8" and name.endswith(".qweight"):
+            layer, many = name.removesuffix(".qweight"), _WORD // bits
+            n, k = (shape[1], shape[0] * many) if method == "gptq" else (shape[1] * many, shape[0])
+            group = asked.get("group_size", asked.get("q_group_size", -1))
+            format = of_integers(bits, asked["sym"] if method == "gptq" else not asked["zero_point"])
+            parts = ("qweight", "qzeros", "scales", "g_idx")
+        else:
+            continue
+        for part in parts:
+            plain.pop(f"{layer}.{part}", None)
+        plain[f"{layer}.weight"] = (n, k)
+        group = group if 0 < group < k else k + k % 2
+        if format is not None and group % 2 == 0 and _FUSED not in name:
+            coded[f"{layer}.weight"] = weight_bytes(n, k, format, group)
+    return plain, coded
+
+
+__all__ = ["METHODS", "unpacked"]

@@ -1,0 +1,171 @@
+"""The other end of services/decode/feeds.py: gives each stream what a decode worker says about it.
+
+One feed for each life of a decode worker, opened when the first request goes there. A lane is one attempt's share of
+it. Its number is never used again, so what comes late for an attempt that is over reaches nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from services.router.policy import Candidate
+from services.server import Channels
+from tandem.errors import TandemError, WorkerLost
+from tandem.status import calling, known_errors
+from tandem.tasks import end
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+OPEN_TIMEOUT_S = 5.0
+FAREWELL_S = 5.0  # for the end of a stream to come, after its call has ended well
+
+
+class Lane:
+    """What one attempt's stream said after its first token and nobody has read. Bounded by its max_tokens."""
+
+    def __init__(self, feed_id: str, number: int, worker_id: str) -> None:
+        self.feed_id = feed_id
+        self.number = number
+        self._worker_id = worker_id
+        self._events: deque[decode_pb2.DecodeResponse] = deque()
+        self._wake = asyncio.Event()
+        self._error: TandemError | None = None
+        self._hung_up = False
+
+    def put(self, event: decode_pb2.DecodeResponse) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def fail(self, error: TandemError) -> None:
+        """After what was put."""
+        self._error = error
+        self._wake.set()
+
+    async def events(self, call: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """All that comes, tokens of several steps as one event when the reader is behind. `call` is the Decode call,
+        whose first token has been read; what breaks it, or the feed, is raised."""
+        call.add_done_callback(lambda _: self._hang_up())
+        while True:
+            while self._events:
+                yield self._next()
+            if self._error:
+                raise self._error
+            self._wake.clear()
+            if not self._hung_up:
+                await self._wake.wait()
+                continue
+            async for _ in call:  # its status: raises unless it ended well
+                pass
+            try:
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._wake.wait()
+            except TimeoutError as error:
+                raise WorkerLost(f"{self._worker_id} ended the stream and did not say how") from error
+
+    def _hang_up(self) -> None:
+        self._hung_up = True
+        self._wake.set()
+
+    def _next(self) -> decode_pb2.DecodeResponse:
+        event = self._events.popleft()
+        if not event.HasField("tokens"):
+            return event
+        tokens = event.tokens
+        position = tokens.position
+        while self._events and self._events[0].tokens.position == position + len(tokens.token_ids):
+            tokens.MergeFrom(self._events.popleft().tokens)  # lists grow, the rest is as in the later one
+            tokens.position = position
+        return event
+
+
+class Feed:
+    """The one call, and who waits for what."""
+
+    def __init__(self, worker: Candidate, stub: decode_pb2_grpc.DecodeServiceStub) -> None:
+        self.id = secrets.token_hex(8)
+        self.over = False
+        self._worker = worker
+        self._lanes: dict[int, Lane] = {}
+        self._count = 0
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id))
+        self.reading = asyncio.create_task(self._read(), name=f"feed {worker.worker_id}")
+
+    async def opened(self) -> None:
+        """Until the worker knows it. Raises WorkerLost, DeadlineExceeded."""
+        with calling(self._worker.worker_id):
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await asyncio.shield(self._opened)
+            except TimeoutError as error:
+                self._call.cancel()  # the next request begins afresh
+                raise WorkerLost(f"it did not open a feed within {OPEN_TIMEOUT_S:.0f} s") from error
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        self._count += 1
+        lane = self._lanes[self._count] = Lane(self.id, self._count, self._worker.worker_id)
+        try:
+            yield lane
+        finally:
+            self._lanes.pop(lane.number, None)
+
+    async def _read(self) -> None:
+        name = self._worker.worker_id
+        try:
+            with known_errors(f"the feed of {name}"), calling(name):
+                async for message in self._call:
+                    if message.incarnation and not self._opened.done():
+                        if message.incarnation != self._worker.incarnation:
+                            raise WorkerLost(f"{name} lives as another incarnation by now")
+                        self._opened.set_result(None)
+                    for event in message.events:
+                        if lane := self._lanes.get(event.lane):
+                            lane.put(event)
+            raise WorkerLost(f"{name} ended its feed")
+        except TandemError as error:
+            self._fail(error)
+        finally:
+            self._fail(WorkerLost(f"the feed of {name} was closed"))
+            self._call.cancel()
+
+    def _fail(self, error: TandemError) -> None:
+        self.over = True
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()  # seen: who waits gets it, and nobody has to
+        for lane in self._lanes.values():
+            lane.fail(error)
+        self._lanes.clear()
+
+
+class Feeds:
+    """The feeds of one router."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._feeds: dict[tuple[str, str], Feed] = {}  # (worker id, incarnation)
+
+    async def of(self, worker: Candidate) -> Feed:
+        """The open feed of this life of a worker. Raises WorkerLost."""
+        key = (worker.worker_id, worker.incarnation)
+        feed = self._feeds.get(key)
+        if feed is None or feed.over:
+            stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
+            feed = self._feeds[key] = Feed(worker, stub)
+        await feed.opened()
+        return feed
+
+    def keep_only(self, living: set[tuple[str, str]]) -> None:
+        """Forget those that have ended of workers that are gone. One that still listens is left to its streams."""
+        for key in [key for key, feed in self._feeds.items() if key not in living and feed.over]:
+            del self._feeds[key]
+
+    async def close(self) -> None:
+        for feed in self._feeds.values():
+            await end(feed.reading)
+        self._feeds.clear()

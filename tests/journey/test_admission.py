@@ -1,0 +1,170 @@
+"""Who is let in: within its tenant's limits, while its first token can be of use, and not when it kills workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from services.decode.servicer import DecodeServicer
+from services.router import placer, quarantine
+from tandem.client import AsyncClient
+from tandem.errors import Busy, InternalError, InvalidRequest, Unavailable
+from tandem.v1 import decode_pb2
+from tests import oracle
+
+SMALL, LARGE = "small-key-0123456789", "large-key-0123456789"
+
+
+def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> list[str]:
+    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Returns who crashed."""
+    crashed: list[str] = []
+    decode = DecodeServicer.Decode
+
+    async def crash(self: Any, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        if list(request.token_ids[: len(poison)]) != poison:
+            async for event in decode(self, request, context):
+                yield event
+            return
+        async with aclosing(decode(self, request, context)) as events:
+            async for event in events:
+                yield event
+                if event.HasField("admitted"):
+                    crashed.append(self._worker.worker_id)
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "")
+
+    monkeypatch.setattr(DecodeServicer, "Decode", crash)
+    monkeypatch.setattr(placer, "SUSPECT_S", 0.05)
+    return crashed
+
+
+async def test_a_request_that_kills_workers_is_stopped_after_two(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And refused when it is sent again, to whatever id and seed; all others are served as before."""
+    poison, harmless = oracle.prompts(tiny, [30, 40])
+    crashed = deadly(monkeypatch, poison)
+    async with inside(decode=3) as cluster:
+        with pytest.raises(InternalError) as stopped:
+            await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
+        assert stopped.value.reason == "KILLS_WORKERS"
+        assert len(crashed) == len(set(crashed)) == 2
+        with pytest.raises(InternalError) as refused:
+            await cluster.client.generate(poison, max_tokens=8, ignore_eos=True, request_id="again", seed=3)
+        assert refused.value.reason == "KILLS_WORKERS"
+        assert len(crashed) == 2
+        done = await cluster.client.generate(harmless, max_tokens=8, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, harmless, 8)
+        await cluster.freed()
+
+
+async def test_control_without_the_quarantine_it_takes_all_attempts(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time that it is sent."""
+    monkeypatch.setattr(quarantine, "MOST_LOST", 1000)
+    monkeypatch.setattr("services.router.servicer.MOST_LOST", 1000)
+    poison = oracle.prompts(tiny, [30])[0]
+    crashed = deadly(monkeypatch, poison)
+    async with inside(decode=2) as cluster:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
+        assert len(crashed) == 2 * cluster.settings.max_attempts
+
+
+async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Path) -> None:
+    """Requests in progress and tokens of a minute, over gRPC and HTTP, with the time to come back; others go on."""
+    file = tmp_path / "keys"
+    file.write_text(f"small {SMALL} requests=1 tokens_per_minute=200\nlarge {LARGE}\n")
+    model = str(Path(__file__).parents[2] / "demo/model")
+    async with inside(model=model, http_port=0, kv_blocks=1024, api_keys=file) as cluster:
+        small = AsyncClient(cluster.router.address, api_key=SMALL)
+        large = AsyncClient(cluster.router.address, api_key=LARGE)
+        url = f"http://{cluster.router.http.address}/v1"
+        async with small, large, openai.AsyncOpenAI(base_url=url, api_key=SMALL, max_retries=0) as http:
+            stream = small.stream("one", max_tokens=150, ignore_eos=True)
+            await anext(stream)
+            with pytest.raises(Busy) as refused:
+                await small.generate("two", max_tokens=1)
+            assert refused.value.reason == "TENANT_REQUESTS"
+            assert refused.value.retry_after
+            with pytest.raises(openai.RateLimitError) as limited:
+                await http.completions.create(model="", prompt="two", max_tokens=1)
+            assert int(limited.value.response.headers["retry-after"]) >= 1
+            await large.generate("three", max_tokens=2, ignore_eos=True)
+            async for _ in stream:
+                pass
+            with pytest.raises(Busy) as spent:
+                await small.generate("four " * 60, max_tokens=1)
+            assert spent.value.reason == "TENANT_TOKENS"
+            await large.generate("four " * 60, max_tokens=1)
+
+
+async def test_tenants_do_not_share_cached_prefixes(inside: Any, tmp_path: Path, tiny: Path) -> None:
+    """From how long a first token takes, nobody can tell what another tenant has asked. One tenant's keys do share."""
+    file, second = tmp_path / "keys", "other-key-0123456789"
+    file.write_text(f"small {SMALL}\nlarge {LARGE}\nsmall {second}\n")
+    prompt = oracle.prompts(tiny, [64])[0]
+    async with inside(api_keys=file) as cluster:
+        cached = []
+        for key in (SMALL, LARGE, second):
+            async with AsyncClient(cluster.router.address, api_key=key) as client:
+                done = await client.generate(prompt, max_tokens=2, ignore_eos=True)
+                assert done.token_ids == oracle.greedy(tiny, prompt, 2)
+                cached.append(done.receipt.cached_tokens)
+        assert cached[:2] == [0, 0]
+        assert cached[2] > 0
+
+
+async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any, tiny: Path) -> None:
+    """Far more prompts than can begin in time: the rest is refused with a time to come back, and nothing stays held."""
+    prompts = oracle.prompts(tiny, [600] * 40)
+    async with inside(max_num_seqs=4, kv_blocks=1024) as cluster:
+        await cluster.client.generate(prompts[0], max_tokens=1)
+        rate = next(iter(cluster.router.view.of_role("prefill"))).prompt_rate
+        objective = 4 * 600 / rate
+        refused: list[tuple[float, Busy]] = []
+        done: dict[int, list[int]] = {}
+
+        async def ask(number: int) -> None:
+            began = monotonic()
+            try:
+                answer = await cluster.client.generate(
+                    prompts[number], max_tokens=4, ignore_eos=True, ttft_slo=objective
+                )
+                done[number] = answer.token_ids
+            except Busy as error:
+                refused.append((monotonic() - began, error))
+
+        await asyncio.gather(*map(ask, range(1, 40)))
+        assert refused
+        assert done
+        assert all(error.reason in ("OVERLOADED", "QUEUE_TIMEOUT") and error.retry_after for _, error in refused)
+        for number, tokens in done.items():
+            assert tokens == oracle.greedy(tiny, prompts[number], 4)
+        await cluster.freed()
+
+
+async def test_what_no_priority_or_objective_can_be_is_refused_by_name(inside: Any, tiny: Path) -> None:
+    """With its bound, before anything is held."""
+    prompt = oracle.prompts(tiny, [10])[0]
+    async with inside() as cluster:
+        for about, field in (
+            ({"priority": 1001}, "priority"),
+            ({"priority": -1001}, "priority"),
+            ({"ttft_slo": 0.0}, "ttft_slo_seconds"),
+            ({"ttft_slo": float("nan")}, "ttft_slo_seconds"),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                await cluster.client.generate(prompt, max_tokens=1, **about)
+            assert refused.value.field == field
+        done = await cluster.client.generate(prompt, max_tokens=1, priority=-1000, ttft_slo=60.0)
+        assert len(done.token_ids) == 1

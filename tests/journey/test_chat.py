@@ -1,0 +1,95 @@
+"""`tandem chat` remembers what was said, forgets it when told to, and survives what goes wrong in a turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.answers import Piece
+from tandem.chat import HELP, Chat
+from tandem.client import Client
+from tandem.errors import Unavailable
+
+DEMO = str(Path(__file__).parents[2] / "demo/model")
+
+
+class Told:
+    """A client that answers with how many messages it was given, and keeps them."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Any]] = []
+        self.fails: BaseException | None = None
+
+    def stream(self, messages: list[Any], **options: Any) -> Any:
+        self.asked.append([message["content"] for message in messages])
+
+        def pieces() -> Any:
+            yield Piece(f"answer {len(self.asked)}", [1])
+            if self.fails:
+                raise self.fails
+
+        return pieces()
+
+
+@pytest.fixture
+def chat() -> Chat:
+    client: Any = Told()
+    told: list[Any] = []
+    return Chat(client, lambda text: None, told.append)
+
+
+def asked(chat: Chat) -> list[Any]:
+    client: Any = chat.client
+    return list(client.asked[-1])
+
+
+def test_each_turn_has_all_that_was_said(chat: Chat) -> None:
+    """Until /new; /system comes first, and is no turn; an empty line is nothing."""
+    chat.run(["one\n", "\n", "two\n"])
+    assert asked(chat) == ["one", "answer 1", "two"]
+    chat.run(["/system Be brief.\n", "three"])
+    assert asked(chat) == ["Be brief.", "one", "answer 1", "two", "answer 2", "three"]
+    chat.run(["/new", "/system", "four", "/quit", "five"])
+    assert asked(chat) == ["four"]
+
+
+def test_again_asks_the_last_question_once_more(chat: Chat) -> None:
+    """The answer that is not wanted is forgotten."""
+    chat.run(["/again", "one", "two", "/again"])
+    assert asked(chat) == ["one", "answer 1", "two"]
+    assert len(chat.said) == 4
+
+
+def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
+    """An error: the question was not asked. Ctrl-C: the beginning of the answer was said."""
+    client: Any = chat.client
+    told: Any = chat.tell
+    client.fails = Unavailable("nobody is there")
+    chat.run(["lost"])
+    assert chat.said == []
+    assert "nobody is there" in told.__self__[-1]
+    client.fails = KeyboardInterrupt()
+    chat.run(["one"])
+    client.fails = None
+    chat.run(["two", "/what"])
+    assert asked(chat) == ["one", "answer 2", "two"]
+    assert told.__self__[-1] == HELP
+
+
+async def test_a_conversation_with_a_cluster(inside: Any) -> None:
+    """The second turn finds the first one cached, and its line says so."""
+    async with inside(model=DEMO, kv_blocks=1024) as cluster:
+        said: list[str] = []
+        told: list[Any] = []
+
+        def talk() -> None:
+            with Client(cluster.router.address) as client:
+                Chat(client, said.append, told.append, {"max_tokens": 12}).run(["Once upon a time", "And then?"])
+
+        await asyncio.to_thread(talk)
+        assert "".join(said).strip()
+        assert "% of the prompt was cached" in told[-1]
+        assert "prefill-0 → decode-0" in told[-1]

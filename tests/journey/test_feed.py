@@ -1,0 +1,153 @@
+"""All streams of a decode worker share one message a step, and losing any of it never gives a wrong token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import services.decode.feeds
+import services.router.feeds
+import services.router.servicer
+from services.server import Channels
+from tandem.errors import InternalError, InvalidRequest, Unavailable
+from tandem.status import from_rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tests import oracle
+
+NEW = 64
+
+
+def dropping(monkeypatch: pytest.MonkeyPatch, which: Callable[[decode_pb2.DecodeResponse], bool]) -> list[Any]:
+    """Each event for which it is so is lost once on its way into a feed. Returns what was lost."""
+    lost: list[Any] = []
+    put = services.decode.feeds.Feed.put
+
+    def lossy(self: Any, event: decode_pb2.DecodeResponse) -> None:
+        if not lost and which(event):
+            lost.append(event)
+        else:
+            put(self, event)
+
+    monkeypatch.setattr(services.decode.feeds.Feed, "put", lossy)
+    return lost
+
+
+async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four at once: a step that moves all of them is one message, and each gets its own tokens."""
+    sizes: list[int] = []
+    original = services.decode.feeds.Feed.messages
+
+    async def messages(self: Any) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
+        async for message in original(self):
+            sizes.append(len({event.lane for event in message.events}))
+            yield message
+
+    monkeypatch.setattr(services.decode.feeds.Feed, "messages", messages)
+    prompts = oracle.prompts(tiny, [20, 30, 40, 50])
+    async with inside() as cluster:
+        done = await asyncio.gather(
+            *(cluster.client.generate(prompt, max_tokens=64, ignore_eos=True) for prompt in prompts)
+        )
+        for prompt, one in zip(prompts, done, strict=True):
+            assert one.token_ids == oracle.greedy(tiny, prompt, 64)
+        assert max(sizes) == 4
+        assert len(sizes) < 4 * 64 / 2
+
+
+async def test_a_token_that_is_lost_on_the_way_stops_the_stream(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one does not stand where it should: the client gets an error, and only tokens that are right."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    lost = dropping(monkeypatch, lambda event: event.tokens.position > 32)
+    seen: list[int] = []
+    async with inside() as cluster:
+        with pytest.raises(InternalError, match=r"sent position \d+, expected \d+"):
+            async for piece in cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True):
+                seen += piece.token_ids
+        assert lost
+        assert seen == oracle.greedy(tiny, prompt, NEW)[: len(seen)]
+        await cluster.freed()
+
+
+async def test_control_without_the_look_at_positions_the_answer_is_wrong(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss with the check off: another answer, with status OK."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    dropping(monkeypatch, lambda event: event.tokens.position > 32)
+    monkeypatch.setattr(services.router.servicer, "_check_position", lambda *_: None)
+    async with inside() as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids != oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> None:
+    """Two streams in one feed, and the feed ends: both go on elsewhere in the same tokens, and nothing stays held."""
+    prompts = oracle.prompts(tiny, [30, 40])
+    ids: list[list[int]] = [[], []]
+    attempts = [0, 0]
+    async with inside() as cluster:
+        feeds = cluster.router._generation.feeds
+
+        async def read(number: int) -> None:
+            async for piece in cluster.client.stream(prompts[number], max_tokens=200, ignore_eos=True):
+                ids[number] += piece.token_ids
+                if all(len(one) > 3 for one in ids) and len(broken) == 0:
+                    broken.append(next(iter(feeds._feeds.values())))
+                    broken[0]._call.cancel()
+                if piece.receipt:
+                    attempts[number] = piece.receipt.attempts
+
+        broken: list[Any] = []
+        await asyncio.gather(read(0), read(1))
+        assert broken[0].over
+        assert attempts == [2, 2]
+        assert ids == [oracle.greedy(tiny, prompt, 200) for prompt in prompts]
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+
+
+async def test_an_end_that_is_lost_does_not_keep_the_client_waiting(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has ended well and the feed says nothing: after a moment the journal decides, and it is complete."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    monkeypatch.setattr(services.router.feeds, "FAREWELL_S", 0.2)
+    lost = dropping(monkeypatch, lambda event: event.HasField("ended"))
+    async with inside() as cluster:
+        async with asyncio.timeout(20):
+            done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert lost
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert done.finish_reason == "length"
+
+
+async def test_a_request_that_names_no_open_feed_is_refused_before_anything_is_held(inside: Any, tiny: Path) -> None:
+    """Its tokens would go nowhere. A feed has an id of its own, too."""
+    async with inside() as cluster:
+        channels = Channels()
+        stub = decode_pb2_grpc.DecodeServiceStub(channels.to(cluster.workers["decode-0"].address))
+        request = decode_pb2.DecodeRequest(
+            request_id="r", attempt=1, token_ids=[1, 2], prompt_tokens=2, max_tokens=4, feed_id="nobody's", lane=1
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Decode(request):
+                pass
+        error = from_rpc(caught.value)
+        assert isinstance(error, Unavailable)
+        assert error.reason == "FEED_LOST"
+        assert not any(cluster.held().values())
+        first = stub.Feed(decode_pb2.FeedRequest(feed_id="mine"))
+        assert (await first.read()).incarnation == cluster.workers["decode-0"].incarnation
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Feed(decode_pb2.FeedRequest(feed_id="mine")):
+                pass
+        assert isinstance(from_rpc(caught.value), InvalidRequest)
+        first.cancel()
+        await channels.close()

@@ -1,0 +1,246 @@
+"""A job's tokens are kept: its client and its router may go, and it is still one answer, none of it lost or twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import journal
+from cluster.journal import Journal, Kept
+from services import launch
+from services.router import jobs
+from services.router.keys import ANYBODY
+from tandem.client import AsyncClient
+from tandem.errors import Busy, Cancelled, InvalidRequest, NotFound, PreconditionFailed
+from tandem.tasks import end
+from tandem.v1 import generation_pb2
+from tests import oracle
+
+NEW = 48
+
+
+async def read(client: AsyncClient, job_id: str, from_token: int = 0) -> list[int]:
+    return [token async for piece in client.watch(job_id, from_token=from_token) for token in piece.token_ids]
+
+
+async def ended(client: AsyncClient, job_id: str) -> Any:
+    async with asyncio.timeout(10):
+        while True:
+            if (job := await client.job(job_id)).state != "open":
+                return job
+            await asyncio.sleep(0.02)
+
+
+async def crash(router: Any) -> None:
+    """Its process is gone: nothing is renewed, released or kept any more."""
+    await end(router.jobs._keeping)
+    for _, task in list(router.jobs._mine.values()):
+        await end(task)
+
+
+async def test_a_job_is_what_generate_gives(inside: Any, tiny: Path) -> None:
+    """Token for token, also for a second watcher who comes when it is over, and for one who wants the end only."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+        assert job.state == "open"
+        expected = oracle.greedy(tiny, prompt, NEW)
+        assert await read(cluster.client, job.job_id) == expected
+        assert await read(cluster.client, job.job_id) == expected
+        tail = await read(cluster.client, job.job_id, from_token=40)
+        assert 8 <= len(tail) < NEW
+        assert expected[-len(tail) :] == tail
+        pieces = [piece async for piece in cluster.client.watch(job.job_id)]
+        assert pieces[-1].receipt.completion_tokens == NEW
+        done = await cluster.client.job(job.job_id)
+        assert (done.state, done.tokens, done.takeovers) == ("finished", NEW, 0)
+        await cluster.freed()
+
+
+async def test_the_same_id_twice_is_one_job(inside: Any, tiny: Path) -> None:
+    """A client that had no answer may send again; another request under the same id is refused."""
+    prompt, other = oracle.prompts(tiny, [30, 40])
+    async with inside() as cluster:
+        options = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.0, "request_id": "mine"}
+        first = await cluster.client.submit(prompt, **options)
+        tokens = await read(cluster.client, "mine")
+        again = await cluster.client.submit(prompt, **options)
+        assert (first.job_id, again.job_id, again.state) == ("mine", "mine", "finished")
+        assert await read(cluster.client, "mine") == tokens
+        with pytest.raises(PreconditionFailed) as refused:
+            await cluster.client.submit(other, **options)
+        assert refused.value.reason == "JOB_DIFFERS"
+
+
+@pytest.mark.parametrize("how", ["stopped", "crashed"])
+async def test_another_router_goes_on_at_the_last_token(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Sampled, with penalties: the same tokens as without the loss, and the watcher of the lost router finds the other
+    one by itself."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    options = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.3}
+    async with inside() as cluster:
+        expected = (await cluster.client.generate(prompt, **options)).token_ids
+        second: Any = await launch.start("router", cluster.settings, "router-1")
+        async with AsyncClient(second.address) as client:
+            job = await cluster.client.submit(prompt, **options)
+            seen: list[int] = []
+            async for piece in cluster.client.watch(job.job_id):
+                seen += piece.token_ids
+                if len(seen) >= 20:
+                    break
+            await (crash(cluster.router) if how == "crashed" else cluster.router.jobs.leave())
+            kept = (await client.job(job.job_id)).tokens
+            assert 20 <= kept < 400
+            async with asyncio.timeout(20):
+                assert seen + (await read(client, job.job_id, from_token=len(seen))) == expected
+            done = await ended(client, job.job_id)
+            assert (done.state, done.takeovers) == ("finished", 1)
+        await second.stop(0.0)
+        await cluster.freed()
+
+
+async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would give other tokens: the job fails and says so, and what was kept stays as it was."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        second: Any = await launch.start("router", cluster.settings, "router-1")
+        facts = second._generation.facts
+        monkeypatch.setattr(second._generation, "facts", lambda: replace(facts(), layout_hash="another"))
+        async with AsyncClient(second.address) as client:
+            job = await cluster.client.submit(prompt, max_tokens=400, ignore_eos=True)
+            async for _ in cluster.client.watch(job.job_id):
+                break
+            await crash(cluster.router)
+            kept = (await client.job(job.job_id)).tokens
+            done = await ended(client, job.job_id)
+            assert (done.state, done.tokens) == ("failed", kept)
+            with pytest.raises(PreconditionFailed) as failed:
+                await read(client, job.job_id)
+            assert failed.value.reason == "JOB_OF_OTHER_MODEL"
+        await second.stop(0.0)
+
+
+async def test_a_cancelled_job_ends_and_holds_nothing(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchers are told."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
+        watching = asyncio.create_task(read(cluster.client, job.job_id))
+        await cluster.client.cancel(job.job_id)
+        with pytest.raises(Cancelled):
+            async with asyncio.timeout(10):
+                await watching
+        assert (await ended(cluster.client, job.job_id)).state == "cancelled"
+        await cluster.freed()
+
+
+async def test_a_job_that_cannot_be_is_refused(inside: Any, tiny: Path) -> None:
+    """Before it is kept where that is known; of a batch all are taken or none."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        with pytest.raises(InvalidRequest) as refused:
+            await cluster.client.submit_many([prompt, [10**6]], max_tokens=4)
+        assert "token_ids" in refused.value.field
+        with pytest.raises(InvalidRequest):
+            await cluster.client.submit_many([prompt] * 129, max_tokens=4)
+        forced = generation_pb2.GenerateRequest(chat={"tool_choice": {}})  # a job keeps token ids, and not the chat
+        with pytest.raises(InvalidRequest) as refused:
+            await cluster.router.jobs._fixed(forced, ANYBODY)
+        assert refused.value.field == "chat.tool_choice"
+        taken = await cluster.client.submit_many([prompt] * 3, max_tokens=4, ignore_eos=True)
+        assert len({job.job_id for job in taken}) == 3
+        for job in taken:
+            assert await read(cluster.client, job.job_id) == oracle.greedy(tiny, prompt, 4)
+        with pytest.raises(NotFound):
+            await cluster.client.job("nobody's")
+
+
+async def test_jobs_are_bounded_and_forgotten(inside: Any, tiny: Path) -> None:
+    """So many open ones, and ended ones for so long."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(max_jobs=1, job_kept_s=0.3) as cluster:
+        job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
+        with pytest.raises(Busy) as full:
+            await cluster.client.submit(prompt, max_tokens=4)
+        assert full.value.reason == "JOBS_FULL"
+        await cluster.client.cancel(job.job_id)
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await cluster.client.job(job.job_id)
+                except NotFound:
+                    break
+                await asyncio.sleep(0.05)
+        await cluster.client.submit(prompt, max_tokens=4)
+
+
+async def test_a_tenant_sees_its_own_jobs_only(inside: Any, tiny: Path, tmp_path: Path) -> None:
+    """Another one's id is an id of nothing, and free to be used."""
+    file, keys = tmp_path / "keys", ["anna-key-0123456789", "ben-key-01234567890"]
+    file.write_text(f"anna {keys[0]}\nben {keys[1]}\n")
+    prompts = oracle.prompts(tiny, [30, 40])
+    async with inside(api_keys=file) as cluster:
+        anna, ben = (AsyncClient(cluster.router.address, api_key=key) for key in keys)
+        async with anna, ben:
+            await anna.submit(prompts[0], max_tokens=4, ignore_eos=True, request_id="x")
+            for ask in (ben.job, ben.cancel, lambda name: read(ben, name)):
+                with pytest.raises(NotFound):
+                    await ask("x")
+            await ben.submit(prompts[1], max_tokens=4, ignore_eos=True, request_id="x")
+            for client, prompt in ((anna, prompts[0]), (ben, prompts[1])):
+                assert await read(client, "x") == oracle.greedy(tiny, prompt, 4)
+
+
+# ---- who no longer owns a job can add nothing
+
+
+@pytest.fixture
+async def owned(valkey_url: str) -> AsyncIterator[tuple[Journal, str]]:
+    """A job that was taken over: generation 1 was its owner, 2 is."""
+    kept = Journal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    name = "/job"
+    assert await kept.submit(name, b"asked", "digest")
+    assert await kept.append(name, 1, 0, 2, b"first") is Kept.KEPT
+    record = await kept.claim()
+    assert record is not None
+    assert (record.job_id, record.generation, record.tokens) == (name, 2, 2)
+    yield kept, name
+    await kept.end(name, 2, journal.JobState.FINISHED)
+    await kept._redis.delete(kept._job(name), kept._events(name))
+    await kept.close()
+
+
+async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[Journal, str]) -> None:
+    """Nor ends it, nor keeps it; and the owner adds each token once, in its place."""
+    kept, name = owned
+    assert await kept.append(name, 1, 2, 4, b"late") is Kept.LOST
+    assert await kept.end(name, 1, journal.JobState.FINISHED, b"late") is Kept.LOST
+    assert await kept.renew(name, 1) is Kept.LOST
+    assert await kept.append(name, 2, 3, 4, b"gap") is Kept.GAP
+    assert await kept.append(name, 2, 0, 2, b"twice") is Kept.GAP
+    assert await kept.append(name, 2, 2, 4, b"second") is Kept.KEPT
+    assert [entry.event for entry in await kept.all(name)] == [b"first", b"second"]
+
+
+async def test_control_without_the_fence_its_tokens_are_there_twice(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch, owned: tuple[Journal, str]
+) -> None:
+    """So that the refusals above are the scripts' doing."""
+    _, name = owned
+    monkeypatch.setattr(journal, "APPEND", journal.APPEND.replace("return 'lost'", "").replace("return 'gap'", ""))
+    open_to_all = Journal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    assert await open_to_all.append(name, 1, 0, 2, b"twice") is Kept.KEPT
+    assert [entry.event for entry in await open_to_all.all(name)] == [b"first", b"twice"]
+    await open_to_all.close()

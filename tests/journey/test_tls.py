@@ -1,0 +1,134 @@
+"""Encrypted calls: at the router, with and without certificates of clients, and inside the cluster."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+
+from services.access import to_workers
+from services.server import Channels
+from tandem.client import AsyncClient, Tls
+from tandem.errors import InvalidRequest, SettingsError, Unavailable
+from tandem.settings import Settings, load
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+from tests import oracle
+
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities, ours and a stranger's; by each a certificate for this machine, the cluster and a client."""
+    folder = tmp_path_factory.mktemp("pems")
+    for authority in ("ours", "strange"):
+        ca, key = folder / f"{authority}.pem", folder / f"{authority}.key"
+        openssl("req", "-x509", *KEY, "-keyout", key, "-out", ca, "-subj", f"/CN={authority}")
+        for name, names in (("router", "IP:127.0.0.1"), ("cluster", "DNS:tandem-cluster"), ("client", "DNS:client")):
+            at = folder / f"{authority}-{name}"
+            by = ("-CA", ca, "-CAkey", key, "-addext", f"subjectAltName={names}")
+            openssl("req", "-x509", *KEY, *by, "-keyout", f"{at}.key", "-out", f"{at}.pem", "-subj", f"/CN={name}")
+    return folder
+
+
+def router(pems: Path, **more: Any) -> dict[str, Any]:
+    return {"tls_cert": pems / "ours-router.pem", "tls_key": pems / "ours-router.key", **more}
+
+
+def inner(pems: Path, authority: str = "ours") -> dict[str, Any]:
+    names = {"cluster_cert": f"{authority}-cluster.pem", "cluster_key": f"{authority}-cluster.key"}
+    return {name: pems / file for name, file in names.items()} | {"cluster_ca": pems / f"{authority}.pem"}
+
+
+async def served(cluster: Any, tls: Tls | None, prompt: list[int]) -> list[int]:
+    async with AsyncClient(cluster.router.address, tls=tls) as client:
+        return (await client.generate(prompt, max_tokens=4, ignore_eos=True, timeout=10)).token_ids
+
+
+async def test_a_client_knows_the_router_by_its_certificate(inside: Any, tiny: Path, pems: Path) -> None:
+    """Over gRPC and HTTP. Who trusts another authority, or does not encrypt, gets nothing."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(**router(pems), http_port=0) as cluster:
+        assert await served(cluster, Tls(pems / "ours.pem"), prompt) == oracle.greedy(tiny, prompt, 4)
+        for wrong in (Tls(), Tls(pems / "strange.pem")):
+            with pytest.raises(Unavailable):
+                await served(cluster, wrong, prompt)
+        url = f"https://{cluster.router.http.address}/v1/models"
+        async with httpx2.AsyncClient(verify=ssl.create_default_context(cafile=pems / "ours.pem")) as http:
+            assert (await http.get(url)).status_code == 200
+        async with httpx2.AsyncClient(verify=ssl.create_default_context(cafile=pems / "strange.pem")) as http:
+            with pytest.raises(httpx2.ConnectError):
+                await http.get(url)
+
+
+async def test_a_router_may_ask_for_a_certificate(inside: Any, tiny: Path, pems: Path) -> None:
+    """None, or a stranger's, is not enough, over gRPC and HTTP."""
+    prompt, ours = oracle.prompts(tiny, [30])[0], pems / "ours.pem"
+
+    def client(authority: str) -> tuple[Path, Path]:
+        return pems / f"{authority}-client.pem", pems / f"{authority}-client.key"
+
+    async with inside(**router(pems, tls_client_ca=ours), http_port=0) as cluster:
+        assert await served(cluster, Tls(ours, *client("ours")), prompt) == oracle.greedy(tiny, prompt, 4)
+        for wrong in (Tls(ours), Tls(ours, *client("strange"))):
+            with pytest.raises(Unavailable):
+                await served(cluster, wrong, prompt)
+        url = f"https://{cluster.router.http.address}/v1/models"
+        for authority, welcome in (("ours", True), ("strange", False)):
+            context = ssl.create_default_context(cafile=ours)
+            context.load_cert_chain(*client(authority))
+            async with httpx2.AsyncClient(verify=context) as http:
+                if welcome:
+                    assert (await http.get(url)).status_code == 200
+                else:
+                    with pytest.raises(httpx2.TransportError):
+                        await http.get(url)
+
+
+async def test_inside_nobody_is_answered_without_a_certificate(inside: Any, tiny: Path, pems: Path) -> None:
+    """The router and the decode worker show theirs, and requests cross both pools; strangers reach no handler."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(**inner(pems)) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=8, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, 8)
+        assert done.receipt.path == "disaggregated"
+        shown = {
+            "ours": Channels(None, to_workers(cluster.settings)),
+            "strange": Channels(None, to_workers(Settings(model="m", **inner(pems, "strange")))),
+            "nothing": Channels(),
+        }
+        for name, channels in shown.items():
+            stub = prefill_pb2_grpc.PrefillServiceStub(channels.to(cluster.workers["prefill-0"].address))
+            if name == "ours":
+                assert (await stub.GetPeer(prefill_pb2.GetPeerRequest(), timeout=5)).layout_json
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.GetPeer(prefill_pb2.GetPeerRequest(), timeout=5)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            await channels.close()
+
+
+def test_half_of_a_pair_is_refused(pems: Path) -> None:
+    """Settings and clients say which part is missing; a file that is not there is named."""
+    with pytest.raises(SettingsError) as refused:
+        load(model="m", tls_cert=pems / "ours-router.pem")
+    assert refused.value.field == "tls_key"
+    with pytest.raises(SettingsError) as refused:
+        load(model="m", cluster_cert=pems / "ours-cluster.pem", cluster_key=pems / "ours-cluster.key")
+    assert refused.value.field == "cluster_ca"
+    with pytest.raises(SettingsError):
+        load(model="m", tls_client_ca=pems / "ours.pem")
+    with pytest.raises(SettingsError, match="no-such"):
+        to_workers(Settings(model="m", **inner(pems) | {"cluster_ca": pems / "no-such.pem"}))
+    with pytest.raises(InvalidRequest):
+        AsyncClient("localhost:1", tls=Tls(pems / "ours.pem", pems / "ours-client.pem"))

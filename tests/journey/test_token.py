@@ -1,0 +1,116 @@
+"""A worker's port serves its own cluster: who does not show the token gets nothing, and nothing is reserved for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from pydantic import SecretStr
+
+from services import access
+from services.server import Channels
+from tandem.errors import SettingsError, Unauthenticated
+from tandem.settings import Settings, load
+from tandem.status import from_rpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests import oracle
+
+TOKEN, OTHER = SecretStr("a-token-of-24-characters"), SecretStr("b-token-of-24-characters")
+
+
+def calls(decode: Any, prefill: Any, prompt: list[int]) -> list[tuple[str, Any]]:
+    """One call of each kind that a worker answers, with what is in the way of a stranger who knows the contract."""
+    asked = decode_pb2.DecodeRequest(
+        request_id="r", attempt=1, token_ids=prompt, prompt_tokens=len(prompt), max_tokens=4, sampling={"top_p": 1.0}
+    )
+    return [
+        ("decode", decode_pb2_grpc.DecodeServiceStub(decode).Decode(asked)),
+        ("feed", decode_pb2_grpc.DecodeServiceStub(decode).Feed(decode_pb2.FeedRequest(feed_id="f"))),
+        ("peer", prefill_pb2_grpc.PrefillServiceStub(prefill).GetPeer(prefill_pb2.GetPeerRequest())),
+        ("cache", worker_pb2_grpc.WorkerServiceStub(prefill).WatchCache(worker_pb2.WatchCacheRequest())),
+    ]
+
+
+async def first(call: Any) -> Any:
+    if isinstance(call, AsyncIterator) or hasattr(call, "read"):
+        try:
+            return await call.read()
+        finally:
+            call.cancel()
+    return await call
+
+
+async def refusals(cluster: Any, token: SecretStr | None, prompt: list[int]) -> dict[str, bool]:
+    """Of each kind of call, whether it was refused for want of the token."""
+    channels, found = Channels(token), {}
+    decode = channels.to(cluster.workers["decode-0"].address)
+    prefill = channels.to(cluster.workers["prefill-0"].address)
+    for name, call in calls(decode, prefill, prompt):
+        try:
+            answer = await first(call)
+            assert answer is not grpc.aio.EOF
+            found[name] = False
+        except grpc.aio.AioRpcError as error:
+            if not isinstance(from_rpc(error), Unauthenticated):
+                raise
+            found[name] = True
+    await channels.close()
+    return found
+
+
+async def test_only_the_cluster_itself_is_served(inside: Any, tiny: Path) -> None:
+    """Without the token, or with another one, every call is refused; requests that come by the router are served."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(cluster_token=TOKEN) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=8, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, 8)
+        assert done.receipt.path == "disaggregated"
+        for token in (None, OTHER):
+            assert set((await refusals(cluster, token, prompt)).values()) == {True}
+        assert set((await refusals(cluster, TOKEN, prompt)).values()) == {False}
+        await cluster.freed()
+        assert (await cluster.client.audit()).balanced
+        assert not cluster.router._following.done()  # which connects to workers before a request needs them
+
+
+async def test_control_without_a_token_a_stranger_is_served(inside: Any, tiny: Path) -> None:
+    """So that the refusals above are the token's doing."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        assert set((await refusals(cluster, None, prompt)).values()) == {False}
+
+
+def test_a_worker_in_a_network_needs_a_token() -> None:
+    """And it must say by which address others call it."""
+    assert access.guards(Settings(model="m")) == []
+    with pytest.raises(SettingsError) as refused:
+        access.guards(Settings(model="m", host="0.0.0.0"))
+    assert refused.value.field == "cluster_token"
+    assert len(access.guards(Settings(model="m", host="0.0.0.0", cluster_token=TOKEN))) == 1
+
+
+async def test_who_listens_everywhere_says_where_to_call(inside: Any, tiny: Path) -> None:
+    """The registry holds the address for others; one that means "all of them" is refused before anything listens."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    everywhere = {"host": "0.0.0.0", "cluster_token": TOKEN}
+    with pytest.raises(SettingsError, match="every address"):
+        async with inside(**everywhere):
+            pass
+    async with inside(**everywhere, advertise_host="127.0.0.1") as cluster:
+        assert cluster.workers["decode-0"].address.startswith("127.0.0.1:")
+        done = await cluster.client.generate(prompt, max_tokens=8, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, 8)
+
+
+def test_a_token_is_long_and_never_shown() -> None:
+    """An empty one would let everybody in; none is in what a person or a log sees of the settings."""
+    for short in ("", "too-short"):
+        with pytest.raises(SettingsError, match="cluster_token") as refused:
+            load(model="m", cluster_token=short)
+        assert not short or short not in f"{refused.value.message} {refused.value.__cause__}"
+    settings = load(model="m", cluster_token=TOKEN)
+    assert TOKEN.get_secret_value() not in f"{settings!r} {settings}"
