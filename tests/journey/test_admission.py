@@ -127,7 +127,7 @@ async def test_tenants_do_not_share_cached_prefixes(inside: Any, tmp_path: Path,
 async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any, tiny: Path) -> None:
     """Far more prompts than can begin in time: the rest is refused with a time to come back, and nothing stays held."""
     prompts = oracle.prompts(tiny, [600] * 40)
-    async with inside(max_num_seqs=4, kv_blocks=1024) as cluster:
+    async with inside(max_num_seqs=4, kv_blocks=1024, measured=True) as cluster:
         await cluster.client.generate(prompts[0], max_tokens=1)
         rate = next(iter(cluster.router.view.of_role("prefill"))).prompt_rate
         objective = 4 * 600 / rate
