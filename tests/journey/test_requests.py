@@ -301,7 +301,7 @@ async def test_bad_input_is_refused_with_the_field_and_the_bound_before_anything
         monkeypatch.setattr(worker.engine, "reserve", lambda *_: pytest.fail("a bad request reached a worker"))
         for name, options, expected, field in BAD:
             took = []
-            while not took or min(took) > 0.1 and len(took) < 3:  # whatever else the machine did meanwhile
+            while not took or (min(took) > 0.1 and len(took) < 3):  # whatever else the machine did meanwhile
                 given = {"prompt": [5, 6, 7], **options}
                 start = monotonic()
                 with pytest.raises(expected) as caught:
