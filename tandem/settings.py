@@ -57,6 +57,8 @@ class Settings(BaseSettings):
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
+    worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """A worker's gRPC port; 0 picks a free one, as several workers on one address need it."""
     api_keys: Path | None = None
     """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/keys.py. It is read again
     when it changes. Absent: nobody is asked."""
