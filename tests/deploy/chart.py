@@ -25,12 +25,14 @@ OWN = {
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
     *("redis", "ray_address", "logs", "transport"),
 }
+# Which every role has a value of its own for.
+OF_A_ROLE = ("drain_grace_s",)
 # In which the workers of two pools may differ and still serve one request together.
 OF_A_POOL = (
     *("device", "threads", "weight_cache", "weight_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
-    *("stream_stretch", "memory_utilization", "kv_blocks", "drain_grace_s"),
+    *("stream_stretch", "memory_utilization", "kv_blocks", *OF_A_ROLE),
 )
-OF_THE_ROUTER = ("drain_grace_s", "queue_timeout_s", "max_attempts", "local_prefill", "place_by_prefix")
+OF_THE_ROUTER = (*OF_A_ROLE, "queue_timeout_s", "max_attempts", "local_prefill", "place_by_prefix")
 
 Document = dict[str, Any]
 
@@ -54,6 +56,16 @@ def settings_schema() -> dict[str, Any]:
     return {name: _plain(schema) for name, schema in found.items() if name not in OWN}
 
 
+def definitions() -> dict[str, dict[str, Any]]:
+    """The properties of each place in the values where settings stand."""
+    found = settings_schema()
+    return {
+        "settings": {name: schema for name, schema in found.items() if name not in OF_A_ROLE},
+        "pool_settings": {name: found[name] for name in OF_A_POOL},
+        "router_settings": {name: found[name] for name in OF_THE_ROUTER},
+    }
+
+
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     if "anyOf" in schema:
         schema = next(one for one in schema["anyOf"] if one != {"type": "null"})
@@ -63,11 +75,8 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _write() -> None:
     schema = json.loads(SCHEMA.read_text())
-    schema["$defs"]["settings"]["properties"] = settings_schema()
-    for name, some in (("pool_settings", OF_A_POOL), ("router_settings", OF_THE_ROUTER)):
-        schema["$defs"][name]["properties"] = {
-            setting: {"$ref": f"#/$defs/settings/properties/{setting}"} for setting in some
-        }
+    for name, properties in definitions().items():
+        schema["$defs"][name]["properties"] = properties
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
 
 
