@@ -64,6 +64,7 @@ class WorkerRecord:
     step_s: float = 0.0  # seconds of a step of one stream; 0: not known
     stream_s: float = 0.0  # that each further stream adds
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
+    metrics_address: str = ""  # host:port of /metrics; empty: it has none
     beat: float = 0.0  # unix seconds on the worker's clock
 
     def age(self) -> float:

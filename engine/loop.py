@@ -78,6 +78,8 @@ class EngineLoop:
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the engine thread
         self.after_turn: Callable[[], object] | None = None  # called after each turn, on the engine thread
+        # Likewise after each step: prompt tokens, streams and seconds of it.
+        self.after_step: Callable[[int, int, float], object] | None = None
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._watches: dict[str, Watch] = {}
@@ -206,6 +208,8 @@ class EngineLoop:
             self._stuck = not progress
             if progress:
                 self.engine.pace.learn(self.engine.prompt_tokens, self.engine.streams, ended - started)
+                if self.after_step:
+                    self.after_step(self.engine.prompt_tokens, self.engine.streams, ended - started)
             self._deliver(progress, started, ended)
         if self.after_turn:
             self.after_turn()

@@ -48,6 +48,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens that are still to be computed; of those that wait all, whatever may be cached. May be asked on
+        any thread, hence the copies."""
+        return sum(sequence.todo for sequence in (*self.waiting, *self.running) if sequence.todo > 1)
+
     def add(self, sequence: Sequence) -> None:
         """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
         self.arrivals += 1

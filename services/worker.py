@@ -27,6 +27,7 @@ from services.adapters import Adapters
 from services.cache_news import CacheNews
 from services.server import GrpcServer
 from tandem.errors import InternalError, TandemError, Unavailable
+from tandem.metrics import Load, Served, WorkerMetrics
 from tandem.settings import Settings
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -57,6 +58,9 @@ class Worker:
         )
         self.address = ""
         self.state = State.STARTING
+        self.metrics = WorkerMetrics(settings, role, worker_id, self._load)
+        engine.after_step = self.metrics.step
+        self._metrics_served: Served | None = None
         self._open: dict[str, float] = {}  # requests in progress: id -> when they began
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,6 +76,7 @@ class Worker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         here = asyncio.get_running_loop()
         self.loop.on_broken = functools.partial(here.call_soon_threadsafe, self._on_broken)
+        self._metrics_served = await asyncio.to_thread(self.metrics.serve)
         names = [*services, "tandem.v1.WorkerService"]
         self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
         self.state = State.READY
@@ -105,6 +110,8 @@ class Worker:
         await self._heartbeat.stop()  # after the calls: while they run, this worker is to be seen, as draining
         await self.close()
         await self.adapters.close()
+        if self._metrics_served:
+            await asyncio.to_thread(self._metrics_served.close)
         self.loop.stop()
         await asyncio.to_thread(self.transport.close)
         await self.registry.close()
@@ -165,6 +172,23 @@ class Worker:
             step_s=self.engine.pace.step_s,
             stream_s=self.engine.pace.stream_s,
             prompt_rate=self.engine.pace.prompt_rate,
+            metrics_address=self._metrics_served.address if self._metrics_served else "",
+        )
+
+    def _load(self) -> Load:
+        """On the thread of whoever reads the metrics."""
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        free, cached = pool.free, pool.cached
+        return Load(
+            state=self.state,
+            inflight=len(self._open),
+            waiting=len(scheduler.waiting),
+            free=free,
+            cached=cached,
+            held=pool.total - free - cached,
+            backlog=scheduler.backlog,
+            prompt_rate=self.engine.pace.prompt_rate,
+            preemptions=scheduler.preemptions,
         )
 
     def ref(self) -> common_pb2.WorkerRef:

@@ -415,6 +415,8 @@ class Worker(_Dict):
     """What an element of K or V is kept and moved in, such as int8; empty for a router."""
     kv_token_bytes: float = 0.0
     """Of one token's KV, scales and padding included."""
+    metrics_address: str = ""
+    """host:port of its metrics; empty: it serves none there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,6 +546,7 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         blocks_held=worker.blocks_held,
         kv_dtype=worker.kv_dtype,
         kv_token_bytes=worker.kv_token_bytes,
+        metrics_address=worker.metrics_address,
         heartbeat_age=worker.heartbeat_age_seconds,
         weights=worker.weights,
         weight_bytes=worker.weight_bytes,

@@ -70,6 +70,9 @@ def up(
     routers: Annotated[int | None, typer.Option(help="Routers behind the one address. [default: 1]")] = None,
     port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Every process serves /metrics; 0 lets each pick a port. [default: off]")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
     weights: Annotated[
         str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")

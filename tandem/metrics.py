@@ -1,23 +1,47 @@
 """All metrics by name. Seconds and bytes, prefix `tandem_`; labels say what kind of thing, never which request.
 
-A process has one object of these and serves `text()` under /metrics; whoever scrapes adds which process it was.
+    Metrics ── RouterMetrics    requests, from their arrival to their end
+            └─ WorkerMetrics    blocks, steps, transfers; what stands still between two scrapes is read when one comes
+
+A process has one object of these. `text()` is what it counted, each sample with the labels pool, worker and model;
+`serve` gives it to whoever asks, from a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import socket
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from socketserver import ThreadingMixIn
 from time import monotonic
+from typing import Any, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
 
-from tandem.errors import Cancelled, DataLoss, DeadlineExceeded, InternalError, ResumeFailed, TandemError, Unavailable
+from tandem.errors import (
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    InternalError,
+    ResumeFailed,
+    SettingsError,
+    TandemError,
+    Unavailable,
+)
+from tandem.settings import Settings
 from tandem.v1 import common_pb2, generation_pb2
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+STATES = ("starting", "ready", "draining")
+SCRAPE_TIMEOUT_S = 10.0  # of a connection that says nothing
 # Upper edges, in seconds: of whole requests, of first tokens and phases, of single tokens.
 LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 FIRST = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
@@ -26,19 +50,143 @@ TOKEN = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
+class _Theirs(NamedTuple):
+    """A name of vLLM's for one of ours, or for the part of it with one value of a label."""
+
+    name: str
+    only: tuple[str, str] | None = None
+
+
+# With metrics_compat = vllm. Families without `_total`; the number of running sequences is made in WorkerMetrics.
+VLLM: dict[str, tuple[_Theirs, ...]] = {
+    "tandem_queue_depth": (_Theirs("vllm:num_requests_waiting"),),
+    "tandem_kv_cache_usage_ratio": (_Theirs("vllm:kv_cache_usage_perc"),),
+    "tandem_preemptions": (_Theirs("vllm:num_preemptions"),),
+    "tandem_prefill_tokens": (
+        _Theirs("vllm:prefix_cache_queries"),
+        _Theirs("vllm:prefix_cache_hits", ("source", "local_cache")),
+    ),
+    "tandem_kv_transfer_seconds": (_Theirs("vllm:nixl_xfer_time_seconds"),),
+    "tandem_kv_transfers": (_Theirs("vllm:nixl_num_failed_transfers", ("result", "failed")),),
+    "tandem_requests": (_Theirs("vllm:request_success", ("outcome", "ok")),),
+    "tandem_prompt_tokens": (_Theirs("vllm:prompt_tokens"),),
+    "tandem_generated_tokens": (_Theirs("vllm:generation_tokens"),),
+    "tandem_time_to_first_token_seconds": (_Theirs("vllm:time_to_first_token_seconds"),),
+    "tandem_inter_token_latency_seconds": (_Theirs("vllm:inter_token_latency_seconds"),),
+    "tandem_request_duration_seconds": (_Theirs("vllm:e2e_request_latency_seconds"),),
+    "tandem_phase_seconds": (
+        _Theirs("vllm:request_queue_time_seconds", ("phase", "queue")),
+        _Theirs("vllm:request_prefill_time_seconds", ("phase", "prefill_compute")),
+    ),
+}
+
+
+class _Exposed:
+    """What a process counted, with what the process is on every sample, and if asked for under vLLM's names as well."""
+
+    def __init__(self, counted: CollectorRegistry, about: dict[str, str], *, vllm: bool) -> None:
+        self._counted = counted
+        self._about = about
+        self._vllm = vllm
+        self._theirs = {"model_name": about["model"], "engine": about["worker"]}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._counted.collect():
+            about = self._theirs if family.name.startswith("vllm:") else self._about
+            ours = Metric(family.name, family.documentation, family.type)
+            ours.samples = [sample._replace(labels=about | sample.labels) for sample in family.samples]
+            yield ours
+            for theirs in VLLM.get(family.name, ()) if self._vllm else ():
+                yield self._renamed(family, theirs)
+
+    def _renamed(self, family: Metric, theirs: _Theirs) -> Metric:
+        """Summed over labels that theirs does not have."""
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        for name, labels, value, *_ in family.samples:
+            if (theirs.only is None or theirs.only in labels.items()) and not name.endswith("_created"):
+                sums[name.removeprefix(family.name), labels.get("le", "")] += value
+        renamed = Metric(theirs.name, family.documentation, family.type)
+        for (end, edge), value in sums.items():
+            renamed.add_sample(theirs.name + end, self._theirs | ({"le": edge} if edge else {}), value)
+        return renamed
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Scrapes are not logged."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class Served:
+    """A port that gives the metrics of this process, until it is closed."""
+
+    def __init__(self, server: WSGIServer, host: str) -> None:
+        self.address = f"{host}:{server.server_port}"
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(SCRAPE_TIMEOUT_S)
+
+
+class Metrics:
+    """Of one process."""
+
+    def __init__(self, settings: Settings, pool: str, worker: str) -> None:
+        self._settings = settings
+        self._registry = registry = CollectorRegistry()
+        self.vllm = settings.metrics_compat == "vllm"
+        about = {"pool": pool, "worker": worker, "model": settings.model}
+        self._exposed = CollectorRegistry()
+        self._exposed.register(_Exposed(registry, about, vllm=self.vllm))
+        version = importlib.metadata.version("tandem-serving")
+        Info("tandem_build", "What this process runs.", registry=registry).info({"version": version})
+
+    def text(self) -> bytes:
+        """In the format of Prometheus."""
+        return bytes(generate_latest(self._exposed))
+
+    def serve(self) -> Served | None:
+        """Under /metrics, from a thread of its own; None where nobody wants it. Raises SettingsError when the port is
+        taken."""
+        host, port = self._settings.host, self._settings.metrics_port
+        if port is None:
+            return None
+        server = _Server6 if ":" in host else _Server
+        try:
+            listening = make_server(host, port, make_wsgi_app(self._exposed), server, _Handler)
+        except OSError as error:
+            raise SettingsError(
+                f"port {port} of {host} is in use; where several processes share a machine, let each pick one: 0",
+                field="metrics_port",
+            ) from error
+        return Served(listening, self._settings.advertise_host or host)
+
+
 class Request:
     """One that is being counted. Whoever closes the stream behind its last message has not cancelled it."""
 
     complete = False
 
 
-class RouterMetrics:
+class RouterMetrics(Metrics):
     """What a router sees of its requests. `waiting` says how many wait for a place now."""
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
-        self._registry = registry = CollectorRegistry()
-        version = importlib.metadata.version("tandem-serving")
-        Info("tandem_build", "What this process runs.", registry=registry).info({"version": version})
+    def __init__(self, settings: Settings, worker: str, waiting: Callable[[], int]) -> None:
+        super().__init__(settings, "router", worker)
+        registry = self._registry
         self._requests = Counter(
             "tandem_requests_total",
             "Requests that ended: ok, refused (the request or its timing), failed (the cluster), cancelled.",
@@ -65,24 +213,9 @@ class RouterMetrics:
         )
         self._generated = Counter("tandem_generated_tokens_total", "Tokens that were sent.", registry=registry)
         self._retries = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry)
-        self._preemptions = Counter(
-            "tandem_preemptions_total", "Sequences whose blocks were taken back.", registry=registry
-        )
-        self._moved = _seconds(
-            registry,
-            "tandem_kv_transfer_seconds",
-            "While at least one read of a request's KV ran.",
-            FIRST,
-            ["transport"],
-        )
-        self._exposed = _seconds(
+        self._late = _seconds(
             registry, "tandem_kv_transfer_exposed_seconds", "By which moving KV delayed the second token.", FIRST
         )
-        self._bytes = Counter("tandem_kv_transfer_bytes_total", "KV that was moved.", ["transport"], registry=registry)
-
-    def text(self) -> bytes:
-        """In the format of Prometheus."""
-        return bytes(generate_latest(self._registry))
 
     @contextmanager
     def request(self) -> Iterator[Request]:
@@ -128,12 +261,130 @@ class RouterMetrics:
         self._prompt.labels("cached").inc(receipt.cached_tokens)
         self._prompt.labels("computed").inc(receipt.prompt_tokens - receipt.cached_tokens)
         self._retries.inc(max(0, receipt.attempts - 1))
-        self._preemptions.inc(receipt.preemptions)
         if receipt.HasField("transfer"):
-            moved = receipt.transfer
-            self._moved.labels(moved.transport).observe(moved.seconds)
-            self._exposed.observe(moved.exposed_seconds)
-            self._bytes.labels(moved.transport).inc(moved.bytes)
+            self._late.observe(receipt.transfer.exposed_seconds)
+
+
+class Load(NamedTuple):
+    """What a worker is and has to do when it is asked."""
+
+    state: str
+    inflight: int  # requests
+    waiting: int  # sequences, for blocks or a place in the engine
+    free: int  # blocks, and the two after it
+    cached: int
+    held: int
+    backlog: int  # prompt tokens that are still to be computed
+    prompt_rate: float  # tokens per second; 0: not known
+    preemptions: int  # since the start
+
+
+class Transfer:
+    """One that is being counted, from the moment that its source has `opened` it."""
+
+    opened = False
+    committed = False
+
+
+class WorkerMetrics(Metrics):
+    """What a worker sees. `load` is asked at every scrape, from another thread; `step` is called on the engine's."""
+
+    def __init__(self, settings: Settings, pool: str, worker: str, load: Callable[[], Load]) -> None:
+        super().__init__(settings, pool, worker)
+        self._load = load
+        registry = self._registry
+        registry.register(self)
+        self._steps = _seconds(
+            registry, "tandem_decode_step_seconds", "Steps in which at least one stream got a token.", TOKEN
+        )
+        tokens = Counter(
+            "tandem_prefill_tokens_total",
+            "Prompt tokens: computed here, found in this worker's cache, or their KV read from a prefill worker.",
+            ["source"],
+            registry=registry,
+        )
+        self._computed = tokens.labels("computed")
+        self._local, self._remote = tokens.labels("local_cache"), tokens.labels("remote_cache")
+        self._moved = _seconds(
+            registry,
+            "tandem_kv_transfer_seconds",
+            "While at least one read of a request's KV ran.",
+            FIRST,
+            ["transport"],
+        )
+        self._bytes = Counter("tandem_kv_transfer_bytes_total", "KV that was read.", ["transport"], registry=registry)
+        self._transfers = Counter(
+            "tandem_kv_transfers_total",
+            "Transfers that ended: ok (used), failed, cancelled (nobody needed it any more).",
+            ["result", "reason"],
+            registry=registry,
+        )
+
+    def step(self, prompt_tokens: int, streams: int, seconds: float) -> None:
+        """The engine has made one, for so many prompt tokens and streams."""
+        if streams:
+            self._steps.observe(seconds)
+        if prompt_tokens:
+            self._computed.inc(prompt_tokens)
+
+    def prompt(self, local: int, remote: int = 0) -> None:
+        """Of one prompt so many tokens were not computed here."""
+        self._local.inc(local)
+        self._remote.inc(remote)
+
+    def moved(self, transport: str, size: int, seconds: float) -> None:
+        """The KV of one request was read and verified."""
+        self._moved.labels(transport).observe(seconds)
+        self._bytes.labels(transport).inc(size)
+
+    @contextmanager
+    def transfer(self) -> Iterator[Transfer]:
+        """One, however it ends; one that its source has not opened is none."""
+        one, result, reason = Transfer(), "failed", "INTERNAL"
+        try:
+            yield one
+            result, reason = "ok" if one.committed else "cancelled", ""
+        except (GeneratorExit, asyncio.CancelledError):
+            result, reason = "ok" if one.committed else "cancelled", ""
+            raise
+        except TandemError as error:
+            reason = error.reason
+            raise
+        finally:
+            if one.opened:
+                self._transfers.labels(result, reason).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """What is read when somebody asks."""
+        load = self._load()
+        total = load.free + load.cached + load.held
+        blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by who has them.", labels=["state"])
+        for state, count in (("free", load.free), ("cached", load.cached), ("held", load.held)):
+            blocks.add_metric([state], count)
+        states = GaugeMetricFamily("tandem_worker_state", "1 for the state that it is in.", labels=["state"])
+        for state in STATES:
+            states.add_metric([state], state == load.state)
+        backlog_s = GaugeMetricFamily(
+            "tandem_prefill_backlog_seconds", "The same over the measured rate; absent while that is not known."
+        )
+        if load.prompt_rate or not load.backlog:
+            backlog_s.add_metric([], load.backlog / load.prompt_rate if load.backlog else 0.0)
+        yield from (blocks, states)
+        yield _gauge("tandem_kv_cache_usage_ratio", "Blocks that somebody holds, of all.", load.held / total)
+        yield _gauge("tandem_prefill_backlog_tokens", "Prompt tokens that are still to be computed.", load.backlog)
+        yield backlog_s
+        yield _gauge("tandem_inflight_requests", "Requests in progress.", load.inflight)
+        yield _gauge("tandem_queue_depth", "Sequences that wait for blocks or a place in the engine.", load.waiting)
+        yield CounterMetricFamily(
+            "tandem_preemptions", "Sequences whose blocks were taken back.", value=load.preemptions
+        )
+        if self.vllm:
+            running = load.inflight - load.waiting
+            yield _gauge("vllm:num_requests_running", "Requests in progress that do not wait.", running)
+
+
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, about, value=value)
 
 
 def _seconds(

@@ -175,11 +175,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise _from_below(error, where.worker_id) from error
         call = source.stub.Prefill(self._prefill_request(request, sequence, source.peer), timeout=remaining)
         try:
-            with calling(where.worker_id):
+            with self._worker.metrics.transfer() as transfer, calling(where.worker_id):
                 async for event in call:
                     if event.HasField("opened"):
                         _check_opened(event.opened, sequence, where.worker_id)
                         pull = self._open_pull(source.peer, event.opened, sequence)
+                        transfer.opened = True
                     elif event.HasField("first_token"):
                         if pull is None:
                             raise InternalError(f"{where.worker_id} sent a token before it opened a transfer")
@@ -205,6 +206,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     ),
                     timeout=self._worker.settings.transfer_timeout_s,
                 )
+                transfer.committed = True
+                self._worker.metrics.moved(stats.transport, stats.bytes, stats.seconds)
+                self._worker.metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
                 # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
                 handover.watch = await self._worker.loop.join(sequence, first.token_id)
                 handover.report = _report(stats, exposed=monotonic() - first_at)
@@ -243,6 +247,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             report = None
             if is_first:
                 is_first = False
+                self._worker.metrics.prompt(sequence.cached)
                 at = next(item.ended for item in news if item.progress.token is not None)
                 timing = common_pb2.PrefillTiming(
                     queue_seconds=first_step - handover.joined,

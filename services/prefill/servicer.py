@@ -117,6 +117,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if finished:
                 asked = sequence.sampling.prompt_logprobs is not None
                 scores = await asyncio.to_thread(prompt_logprobs_to, sequence) if asked else None
+                self._worker.metrics.prompt(local=sequence.cached)
                 yield _first_token(sequence, news[-1], arrived, first_step, len(tokens), scores)
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
             final = len(contexts) if finished else latest.done // pool.block_size

@@ -202,6 +202,7 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         heartbeat_age_seconds=record.age(),
         weights=record.weights,
         weight_bytes=record.weight_bytes,
+        metrics_address=record.metrics_address,
     )
 
 

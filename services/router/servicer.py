@@ -54,7 +54,7 @@ from tandem.errors import (
     Unavailable,
     WorkerLost,
 )
-from tandem.metrics import RouterMetrics
+from tandem.metrics import RouterMetrics, Served
 from tandem.settings import Settings
 from tandem.status import calling
 from tandem.tasks import end, merged
@@ -75,7 +75,13 @@ LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wai
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(
-        self, settings: Settings, view: ClusterView, text: Text, channels: Channels, keys: Keys | None = None
+        self,
+        settings: Settings,
+        view: ClusterView,
+        text: Text,
+        channels: Channels,
+        keys: Keys | None = None,
+        worker_id: str = "router",
     ) -> None:
         self._settings = settings
         self._view = view
@@ -92,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tenants = Tenants(keys)
         self._quarantine = Quarantine()
         self._placer = Placer(view, settings.queue_timeout_s, rules)
-        self.metrics = RouterMetrics(self._placer.waiting)
+        self.metrics = RouterMetrics(settings, worker_id, self._placer.waiting)
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
         self.receipts: deque[generation_pb2.Receipt] = deque(maxlen=RECEIPTS)  # of those that ended lately
@@ -488,7 +494,7 @@ class Router:
             advertise=settings.advertise_host,
             credentials=front_door(settings),
         )
-        generation = self._generation = GenerationServicer(settings, self.view, text, self.channels, keys)
+        generation = self._generation = GenerationServicer(settings, self.view, text, self.channels, keys, worker_id)
         admin = AdminServicer(settings, self.registry, self.view, self.channels, generation.receipts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
@@ -510,13 +516,20 @@ class Router:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[None] | None = None
         self._indexing: asyncio.Task[None] | None = None
+        self._metrics_served: Served | None = None
         self._stopped = False
 
     async def start(self) -> None:
         await self.view.start()
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         await self.http.start()
-        self._record = replace(self._record, state=State.READY, address=self.address)
+        self._metrics_served = await asyncio.to_thread(self._generation.metrics.serve)
+        self._record = replace(
+            self._record,
+            state=State.READY,
+            address=self.address,
+            metrics_address=self._metrics_served.address if self._metrics_served else "",
+        )
         await self._heartbeat.start()
         await self.jobs.start()
         self._following = asyncio.create_task(self._follow(), name="warm-channels")
@@ -542,6 +555,8 @@ class Router:
         await self.channels.close()
         await self.jobs.close()
         await self.registry.close()
+        if self._metrics_served:
+            await asyncio.to_thread(self._metrics_served.close)
         if not self._ended.done():
             self._ended.set_result(None)
 

@@ -216,7 +216,6 @@ VALUES = st.fixed_dictionaries(
         "tls": st.sampled_from([{"secret": "t"}, {"secret": "t", "client_ca": True}]),
         "cluster_tls": SECRET,
         "test_key": SECRET,
-        "metrics_key": SECRET,
         "secret": st.sampled_from(["", "mine"]),
         "model_cache": st.sampled_from(
             [{"kind": "claim"}, {"kind": "claim", "claim": "c"}, {"kind": "hostPath", "hostPath": "/m"}]
@@ -378,14 +377,15 @@ def test_only_who_must_reaches_a_worker() -> None:
     """A worker's port is the router's, its others are the pools' own; clients that are named are the only ones."""
     documents = render(example("tenants"))
     for pool in ("prefill", "decode"):
-        calls, blocks = named(documents, "NetworkPolicy", f"-{pool}")["spec"]["ingress"]
+        calls, blocks, scrape = named(documents, "NetworkPolicy", f"-{pool}")["spec"]["ingress"]
         of = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in calls["from"]]
         assert (of, calls["ports"]) == (["router"], [{"port": "grpc"}])
         of = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in blocks["from"]]
         assert (of, "ports" in blocks) == (["prefill", "decode"], False)
+        assert (scrape["ports"], len(scrape["from"])) == ([{"port": "metrics"}], 1)
     clients, scrape = named(documents, "NetworkPolicy", "-router")["spec"]["ingress"]
     assert len(clients["from"]) == 2  # those that are named, and the test
-    assert scrape["ports"] == [{"port": "http"}]
+    assert scrape["ports"] == [{"port": "metrics"}]
 
 
 def test_with_tls_no_probe_is_one_that_cannot_be_answered() -> None:

@@ -824,11 +824,14 @@ async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
             break
         await stream.aclose()
         await it.raw.post("/v1/completions", json={"prompt": ""})
+        about = f'model="{DEMO}",'
+        idle = f'tandem_inflight_requests{{{about}pool="router",worker="router-0"}} 0.0'
         counted = it.cluster.router._generation.metrics.text
-        assert await until(lambda: b"tandem_inflight_requests 0.0" in counted(), 5.0)
+        assert await until(lambda: idle.encode() in counted(), 5.0)
         said = (await it.raw.get("/metrics")).text
         for how, why in (("ok", ""), ("cancelled", ""), ("refused", "INVALID_REQUEST")):
-            assert f'tandem_requests_total{{outcome="{how}",reason="{why}"}} 1.0' in said
+            own = f'outcome="{how}",pool="router",reason="{why}",worker="router-0"'
+            assert f"tandem_requests_total{{{about}{own}}} 1.0" in said
 
 
 async def test_sampling_that_nobody_asked_for_is_the_checkpoints(door: Any, tmp_path: Path) -> None:

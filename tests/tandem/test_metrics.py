@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from tandem.errors import Busy, Cancelled, InvalidRequest, NoWorker, TandemError
-from tandem.metrics import RouterMetrics
+from tandem import metrics as tandem_metrics
+from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
+from tandem.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
+from tandem.settings import Settings
 from tandem.v1 import common_pb2, generation_pb2
 
+WHO = {"pool", "worker", "model"}
+LOAD = Load("ready", inflight=5, waiting=2, free=6, cached=1, held=3, backlog=500, prompt_rate=1000.0, preemptions=4)
 
-def values(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
-    """By name and the values of its labels, which are sorted by the labels' names."""
-    families = text_string_to_metric_families(metrics.text().decode())
+
+def samples(metrics: Metrics) -> Iterator[Sample]:
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        yield from family.samples
+
+
+def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """By name and the values of its labels but pool, worker and model, which are sorted by the labels' names."""
     return {
-        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
+        (one.name, *(value for name, value in sorted(one.labels.items()) if name not in WHO)): one.value
+        for one in samples(metrics)
     }
+
+
+def of_router(waiting: int = 0, **settings: Any) -> RouterMetrics:
+    return RouterMetrics(Settings(model="toy", **settings), "router-0", lambda: waiting)
+
+
+def of_worker(load: Load = LOAD, **settings: Any) -> WorkerMetrics:
+    return WorkerMetrics(Settings(model="toy", **settings), "decode", "decode-0", lambda: load)
 
 
 ENDS = [
@@ -36,7 +58,7 @@ ENDS = [
 @pytest.mark.parametrize(("error", "counted"), ENDS, ids=lambda value: type(value).__name__)
 def test_each_request_is_counted_once_by_how_it_ended(error: BaseException, counted: tuple[str, str]) -> None:
     """And none is in progress afterwards."""
-    metrics = RouterMetrics(lambda: 3)
+    metrics = of_router(3)
     with pytest.raises(type(error)), metrics.request():
         assert values(metrics)["tandem_inflight_requests",] == 1
         raise error
@@ -49,7 +71,7 @@ def test_each_request_is_counted_once_by_how_it_ended(error: BaseException, coun
 
 def test_who_leaves_behind_the_last_message_has_not_cancelled() -> None:
     """A client need not wait for the end of a stream that said that it was the end."""
-    metrics = RouterMetrics(lambda: 0)
+    metrics = of_router()
     with pytest.raises(GeneratorExit), metrics.request() as request:
         request.complete = True
         raise GeneratorExit
@@ -58,12 +80,12 @@ def test_who_leaves_behind_the_last_message_has_not_cancelled() -> None:
 
 def test_a_receipt_is_counted_part_by_part() -> None:
     """Its phases, its tokens, and what was moved."""
-    metrics = RouterMetrics(lambda: 0)
+    metrics = of_router()
     phases = [generation_pb2.Phase(name="prefill_compute", seconds=0.3)]
     transfer = common_pb2.TransferReport(transport="nixl:ucx:cma", bytes=4096, seconds=0.02, exposed_seconds=0.01)
     receipt = generation_pb2.Receipt(
         path=common_pb2.PATH_DISAGGREGATED, prompt_tokens=10, cached_tokens=4, completion_tokens=3, attempts=2,
-        ttft_seconds=0.4, tpot_seconds=0.02, phases=phases, transfer=transfer, preemptions=1,
+        ttft_seconds=0.4, tpot_seconds=0.02, phases=phases, transfer=transfer,
     )  # fmt: skip
     metrics.finished(receipt)
     found = values(metrics)
@@ -71,6 +93,125 @@ def test_a_receipt_is_counted_part_by_part() -> None:
     assert found["tandem_phase_seconds_sum", "prefill_compute"] == 0.3
     assert found["tandem_time_per_output_token_seconds_count",] == 1
     assert [found["tandem_prompt_tokens_total", source] for source in ("cached", "computed")] == [4, 6]
-    assert (found["tandem_retries_total",], found["tandem_preemptions_total",]) == (1, 1)
-    assert found["tandem_kv_transfer_bytes_total", "nixl:ucx:cma"] == 4096
+    assert found["tandem_retries_total",] == 1
     assert found["tandem_kv_transfer_exposed_seconds_sum",] == 0.01
+
+
+def test_every_sample_says_which_process_it_is_of() -> None:
+    """Pool, worker and model, and nothing that grows with the number of requests."""
+    with of_router().request() as request:
+        request.complete = True
+    for metrics, pool in ((of_router(), "router"), (of_worker(), "decode")):
+        for sample in samples(metrics):
+            assert (sample.labels["pool"], sample.labels["worker"], sample.labels["model"]) == (
+                pool,
+                f"{pool}-0",
+                "toy",
+            )
+            assert sample.labels.keys() - WHO <= {"state", "source", "transport", "result", "reason", "le", "version",
+                                                  "outcome", "path", "phase"}  # fmt: skip
+
+
+def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
+    """Blocks add up, the backlog is in tokens and in seconds at the measured rate, and it is in one state."""
+    found = values(of_worker())
+    assert [found["tandem_kv_blocks", state] for state in ("free", "cached", "held")] == [6, 1, 3]
+    assert found["tandem_kv_cache_usage_ratio",] == 0.3
+    assert (found["tandem_prefill_backlog_tokens",], found["tandem_prefill_backlog_seconds",]) == (500, 0.5)
+    assert {state: found["tandem_worker_state", state] for state in tandem_metrics.STATES} == {
+        "starting": 0, "ready": 1, "draining": 0,
+    }  # fmt: skip
+    assert (found["tandem_inflight_requests",], found["tandem_queue_depth",]) == (5, 2)
+    assert found["tandem_preemptions_total",] == 4
+
+
+def test_a_backlog_at_a_rate_that_is_not_known_has_no_seconds() -> None:
+    """Nobody scales on a number that was made up; without a backlog there is nothing to wait for."""
+    assert ("tandem_prefill_backlog_seconds",) not in values(of_worker(LOAD._replace(prompt_rate=0.0)))
+    idle = LOAD._replace(prompt_rate=0.0, backlog=0)
+    assert values(of_worker(idle))["tandem_prefill_backlog_seconds",] == 0
+
+
+def test_steps_and_prompts_are_counted_by_what_they_were() -> None:
+    """A step that only computes prompts is no decode step; tokens count where they came from."""
+    metrics = of_worker()
+    metrics.step(prompt_tokens=64, streams=0, seconds=0.5)
+    metrics.step(prompt_tokens=8, streams=3, seconds=0.25)
+    metrics.prompt(local=16, remote=100)
+    found = values(metrics)
+    assert (found["tandem_decode_step_seconds_count",], found["tandem_decode_step_seconds_sum",]) == (1, 0.25)
+    sources = ("computed", "local_cache", "remote_cache")
+    assert [found["tandem_prefill_tokens_total", source] for source in sources] == [72, 16, 100]
+
+
+ENDED = [
+    (None, True, ("", "ok")),
+    (None, False, ("", "cancelled")),
+    (asyncio.CancelledError(), False, ("", "cancelled")),
+    (DataLoss("x"), False, ("DIGEST_MISMATCH", "failed")),
+    (ValueError("x"), False, ("INTERNAL", "failed")),
+]
+
+
+@pytest.mark.parametrize(("error", "committed", "counted"), ENDED)
+def test_each_transfer_is_counted_once_by_how_it_ended(
+    error: BaseException | None, committed: bool, counted: tuple[str, str]
+) -> None:
+    """From the moment that its source has opened it; before that there is nothing to count."""
+    metrics = of_worker()
+    for opened in (False, True):
+        with pytest.raises(type(error)) if error else nullcontext(), metrics.transfer() as transfer:
+            transfer.opened, transfer.committed = opened, committed
+            if error:
+                raise error
+    ends = {key[1:]: value for key, value in values(metrics).items() if key[0] == "tandem_kv_transfers_total"}
+    assert ends == {counted: 1}
+
+
+def test_vllms_names_have_the_same_values() -> None:
+    """A dashboard or an autoscaler that knows vLLM reads ours, with vLLM's labels; only where that is asked for."""
+    router, worker = of_router(7, metrics_compat="vllm"), of_worker(metrics_compat="vllm")
+    with router.request() as request:
+        request.complete = True
+    phases = [generation_pb2.Phase(name=name, seconds=0.5) for name in ("queue", "prefill_compute", "deliver")]
+    for path in (common_pb2.PATH_DISAGGREGATED, common_pb2.PATH_LOCAL):
+        router.finished(generation_pb2.Receipt(path=path, prompt_tokens=10, cached_tokens=4, phases=phases))
+    worker.prompt(local=16, remote=84)
+    theirs = {
+        (one.name, one.labels.get("le", "")): one.value
+        for metrics in (router, worker)
+        for one in samples(metrics)
+        if one.name.startswith("vllm:") and one.labels["model_name"] == "toy"
+        if one.labels["engine"] == ("router-0" if metrics is router else "decode-0")
+        if one.labels.keys() <= {"model_name", "engine", "le"}
+    }
+    said = {name: value for (name, edge), value in theirs.items() if edge in ("", "+Inf")}
+    assert said["vllm:time_to_first_token_seconds_count"] == said["vllm:time_to_first_token_seconds_bucket"] == 2
+    assert (said["vllm:request_success_total"], said["vllm:prompt_tokens_total"]) == (1, 20)
+    assert said["vllm:request_queue_time_seconds_sum"] == said["vllm:request_prefill_time_seconds_sum"] == 1.0
+    assert (said["vllm:num_requests_running"], said["vllm:kv_cache_usage_perc"]) == (3, 0.3)
+    assert (said["vllm:prefix_cache_queries_total"], said["vllm:prefix_cache_hits_total"]) == (100, 16)
+    assert said["vllm:num_preemptions_total"] == 4
+    named = {one.name for metrics in (router, worker) for one in tandem_metrics.VLLM.values() for one in one}
+    assert {name.split("_total")[0] for name in said} >= {name for name in named if not name.endswith("seconds")} - {
+        "vllm:nixl_num_failed_transfers"  # none has failed
+    }
+    assert not [one for one in samples(of_worker()) if one.name.startswith("vllm:")]
+
+
+def test_metrics_are_served_where_a_port_is_set() -> None:
+    """Also while somebody holds a connection and says nothing; a port that is taken is a setting that is wrong."""
+    metrics = of_worker(metrics_port=0)
+    assert of_worker().serve() is None
+    served = metrics.serve()
+    assert served is not None
+    with closing(served):
+        host, _, port = served.address.rpartition(":")
+        with socket.create_connection((host, int(port))):
+            with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5) as answer:
+                assert b"tandem_kv_blocks" in answer.read()
+        with pytest.raises(SettingsError) as refused:
+            of_worker(metrics_port=int(port)).serve()
+        assert refused.value.field == "metrics_port"
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5)

@@ -35,7 +35,7 @@ capabilities: {drop: [ALL]}
 {{- /* (root, settings): the environment of every process of ours. Numbers through toJson: YAML would write 1e+06. */}}
 {{- define "tandem.env" -}}
 {{- $values := .root.Values }}
-{{- $own := dict "cluster" (include "tandem.name" .root | trunc 40) "host" "0.0.0.0" "prefill" $values.pools.prefill.replicas "decode" $values.pools.decode.replicas }}
+{{- $own := dict "cluster" (include "tandem.name" .root | trunc 40) "host" "0.0.0.0" "metrics_port" $values.metrics_port "prefill" $values.pools.prefill.replicas "decode" $values.pools.decode.replicas }}
 {{- if $values.cluster_tls.secret }}
 {{- $own = merge $own (dict "cluster_cert" "/etc/tandem/cluster/tls.crt" "cluster_key" "/etc/tandem/cluster/tls.key" "cluster_ca" "/etc/tandem/cluster/ca.crt") }}
 {{- end }}

@@ -74,6 +74,7 @@ spec:
             {{- with .of.env }}{{ toYaml . | nindent 12 }}{{ end }}
           ports:
             - {name: grpc, containerPort: {{ $values.worker_port }}}
+            - {name: metrics, containerPort: {{ $values.metrics_port }}}
           {{- if $values.cluster_tls.secret }}
           # kubelet's gRPC probes know no certificates.
           startupProbe: {tcpSocket: {port: grpc}, periodSeconds: 5, failureThreshold: {{ ceil (divf .of.startup_s 5) }}}

@@ -1,0 +1,49 @@
+"""What each process says of itself is what a request did there."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+OWN = ("state", "source", "transport", "result")
+
+
+def scraped(address: str) -> dict[tuple[str, ...], float]:
+    """By name and the values of its own labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (one.name, *(one.labels[label] for label in OWN if label in one.labels)): one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+async def test_every_process_counts_its_part_of_a_request(inside: Any) -> None:
+    """Tokens where they were computed and where they arrived, the transfer as in the receipt, every block."""
+    async with inside(metrics_port=0) as cluster:
+        answer = await cluster.client.generate(list(range(2, 42)), max_tokens=6, ignore_eos=True)
+        await cluster.freed()
+        where = {worker.worker_id: worker.metrics_address for worker in await cluster.client.workers()}
+        router, prefill, decode = [
+            await asyncio.to_thread(scraped, where[name]) for name in ("router-0", "prefill-0", "decode-0")
+        ]
+    moved = answer.receipt.transfer
+    assert moved is not None
+    assert router["tandem_generated_tokens_total",] == 6
+    assert prefill["tandem_prefill_tokens_total", "computed"] == decode["tandem_prefill_tokens_total", "remote_cache"]
+    assert decode["tandem_prefill_tokens_total", "remote_cache"] == 40
+    assert decode["tandem_prefill_tokens_total", "computed"] == prefill["tandem_prefill_tokens_total", "remote_cache"]
+    assert decode["tandem_kv_transfer_bytes_total", moved.transport] == moved.bytes
+    assert decode["tandem_kv_transfer_seconds_sum", moved.transport] == moved.seconds
+    assert decode["tandem_kv_transfers_total", "ok"] == 1
+    assert decode["tandem_decode_step_seconds_count",] == 5
+    assert prefill["tandem_decode_step_seconds_count",] == 0
+    for worker in (prefill, decode):
+        blocks = [worker["tandem_kv_blocks", state] for state in ("free", "cached", "held")]
+        assert (sum(blocks), blocks[2]) == (256, 0)
+        assert worker["tandem_worker_state", "ready"] == 1
+        assert worker["tandem_inflight_requests",] == worker["tandem_prefill_backlog_tokens",] == 0
