@@ -1,5 +1,7 @@
-"""What each image installs, exactly: the part of requirements.lock that it needs. `python -m deploy.docker.locks` writes
-requirements-router.lock and requirements-worker.lock again, after `make lock`."""
+"""What each image installs, exactly: the part of requirements.lock that it needs.
+
+`python -m deploy.docker.locks` writes requirements-router.lock and requirements-worker.lock again, after `make lock`.
+"""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ def some(items: Any) -> dict[str, Any]:
 
 def resource(version: str, spec: dict[str, Any]) -> dict[str, Any]:
     metadata = an("name labels", name=TEXT, labels=TEXTS)
-    return an(
-        "apiVersion kind metadata spec", apiVersion={"const": version}, kind=TEXT, metadata=metadata, spec=spec
-    )
+    return an("apiVersion kind metadata spec", apiVersion={"const": version}, kind=TEXT, metadata=metadata, spec=spec)
 
 
 _RULE = an(
@@ -57,7 +55,9 @@ SCHEMAS = {
             "selector podMetricsEndpoints",
             selector=an(
                 matchLabels=TEXTS,
-                matchExpressions=some(an("key operator values", key=TEXT, operator={"enum": ["In"]}, values=some(TEXT))),
+                matchExpressions=some(
+                    an("key operator values", key=TEXT, operator={"enum": ["In"]}, values=some(TEXT))
+                ),
             ),
             podMetricsEndpoints=some(_ENDPOINT),
         ),

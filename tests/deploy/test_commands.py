@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import click
 import pytest
 
 from tandem.client import Client
@@ -151,3 +152,35 @@ def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
         assert process.popen.wait(5) == 128 + signal.SIGTERM
     finally:
         process.kill()
+
+
+def parsed(command: list[str]) -> dict[str, object]:
+    """By the program itself, which refuses what it does not know."""
+    program, verb, *words = command
+    if program == "ray":
+        from ray.scripts.scripts import cli
+
+        found = cli.commands[verb]
+    else:
+        from huggingface_hub.cli.hf import app
+
+        found = app.get_command(None, verb).materialize()
+    return dict(found.make_context(verb, list(words)).params)
+
+
+def test_other_programs_know_the_options_that_they_get() -> None:
+    """Ray and the hub's client, whose commands are not run here."""
+    documents = render({**example("rdma"), "ray": {"enabled": True}})
+    found = {}
+    for name, template in pods(documents):
+        for one in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]:
+            if one["command"][0] in ("ray", "hf"):
+                found[name, one["name"]] = parsed([*one["command"], *one.get("args", [])])
+    assert len(found) == 6  # Ray's head, a node and a download for each pool, and the job
+    for pool in ("prefill", "decode"):
+        node = found[f"{NAME}-tandem-{pool}", "ray"]
+        assert (node["resources"], node["block"]) == (f'{{"{pool}": 1}}', True)
+        assert node["address"] == f"{NAME}-tandem-ray:6379"
+        assert found[f"{NAME}-tandem-{pool}", "model-0"]["repo_id"] == "meta-llama/Llama-3.1-8B-Instruct"
+    with pytest.raises(click.exceptions.NoSuchOption):  # the control
+        parsed(["ray", "start", "--heat"])

@@ -110,7 +110,9 @@ def imports(*modules: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_router_needs_no_more_than_its_image_has() -> None:
     """The router, the command line, and what fetches models; the control is a worker, which needs torch."""
-    done = imports("services.__main__", "services.router.servicer", "services.router.http", "tandem.cli", "huggingface_hub")
+    done = imports(
+        "services.__main__", "services.router.servicer", "services.router.http", "tandem.cli", "huggingface_hub"
+    )
     assert done.returncode == 0, done.stderr
     assert "no module named 'torch'" in imports("services.prefill.servicer").stderr
 

@@ -112,6 +112,7 @@ capabilities: {drop: [ALL]}
   env:
     - {name: HOME, value: /cache}
     - {name: HF_HOME, value: /models/hub}
+    - {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
     {{- with $.Values.model_cache.token }}
     {{- if .secret }}
     - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}}
