@@ -256,7 +256,7 @@ def test_any_valid_values_give_valid_manifests_and_the_settings_that_were_asked(
 
 
 def fits_together(documents: list[Document]) -> None:
-    """What selects finds pods, what names a port, a volume or a Secret of the chart's finds it, and nothing comes twice."""
+    """What selects finds pods, what names a port, a volume or a Secret finds it, and nothing comes twice."""
     names = [(one["kind"], one["metadata"]["name"]) for one in documents]
     assert len(names) == len(set(names))
     templates = [pod for _, pod in pods(documents)]
@@ -334,7 +334,7 @@ def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pods_are_restricted(name: str) -> None:
-    """What the Pod Security Standard "restricted" asks for, and more; but IPC_LOCK where there is RDMA, and only there."""
+    """As the Pod Security Standard "restricted" asks, and more; IPC_LOCK where there is RDMA, and only there."""
     documents = render({**example(name), "ray": {"enabled": True}})
     for pod, template in pods(documents):
         spec = template["spec"]
@@ -365,7 +365,7 @@ def test_no_secret_stands_in_a_pod() -> None:
 
 
 def test_kubernetes_makes_up_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a release named tandem the Service tandem-router would give every pod TANDEM_ROUTER_PORT, unless told not to."""
+    """In a release named tandem every pod would get TANDEM_ROUTER_PORT, for the Service, unless told not to."""
     for name, template in pods(render({**example("laptop"), **FULL}, name="tandem")):
         assert template["spec"]["enableServiceLinks"] is False, name
     monkeypatch.setenv("TANDEM_ROUTER_PORT", "tcp://10.0.0.1:50051")  # the control

@@ -93,7 +93,7 @@ def states(client: Client) -> dict[str, str]:
 
 
 def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Start) -> None:
-    """Pods find each other by the registry alone, a pool grows and shrinks under load, and every end is an orderly one."""
+    """Pods find each other by the registry alone, a pool grows and shrinks under load, and every end is orderly."""
     valkey = start("valkey", "0")
     valkey.wait_ready()
     router, decode = start("router", "a"), start("decode", "a")
@@ -142,8 +142,8 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
 
 
 def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
-    """The first process of a container hears no signal for which it has no handler, and would keep its GPU for the whole
-    grace. 143 is this handler's word; without it the code would be -15 here, and nothing in a container."""
+    """The first process of a container hears no signal for which it has no handler, and would keep its GPU for the
+    whole grace. 143 is this handler's word; without it the code would be -15 here, and nothing in a container."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
     process = Process("stuck", [sys.executable, "-c", STUCK], {**env, "PYTHONPATH": str(ROOT), "TANDEM_MODEL": "m"})
     try:
@@ -168,6 +168,7 @@ def parsed(command: list[str]) -> dict[str, object]:
     return dict(found.make_context(verb, list(words)).params)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within Ray
 def test_other_programs_know_the_options_that_they_get() -> None:
     """Ray and the hub's client, whose commands are not run here."""
     documents = render({**example("rdma"), "ray": {"enabled": True}})
