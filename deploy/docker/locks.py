@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -25,26 +26,25 @@ ROUTER = (
 def lock(image: str) -> str:
     """The text of an image's lock."""
     if image == "router":
-        return _part(ROUTER, without=())
+        return _part(ROUTER)
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    # torch is installed before, with what it brings for a GPU.
-    return _part([Requirement(one).name for one in wanted], without=("torch",))
+    return _part([Requirement(one).name for one in wanted])
 
 
-def _part(roots: tuple[str, ...] | list[str], without: tuple[str, ...]) -> str:
-    needed = _closure(roots, set(without))
+def _part(roots: Sequence[str]) -> str:
+    needed = _closure(roots) - {"torch"}  # it is installed after the rest, with what it brings for a GPU
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     pinned = [line for line in lines if "==" in line and canonicalize_name(line.partition("==")[0]) in needed]
     return HEADER + "\n".join(pinned) + "\n"
 
 
-def _closure(roots: tuple[str, ...] | list[str], without: set[str]) -> set[str]:
+def _closure(roots: Sequence[str]) -> set[str]:
     """These and what they need, as installed here. What is not installed here, no lock has either."""
     found: set[str] = set()
     left = [canonicalize_name(name) for name in roots]
     while left:
         name = left.pop()
-        if name in found or name in without:
+        if name in found:
             continue
         try:
             requires = importlib.metadata.distribution(name).requires or []

@@ -4,10 +4,10 @@
 ARG PYTHON=python:3.11-slim-bookworm
 
 FROM ${PYTHON} AS build
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/venv/bin:$PATH
-RUN python -m venv /venv && pip install --no-compile "setuptools==84.2.1"
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 SOURCE_DATE_EPOCH=315532800 PATH=/venv/bin:$PATH
+RUN python -m venv /venv && pip install "setuptools==84.2.1"
 COPY deploy/docker/requirements-router.lock /tmp/requirements.lock
-RUN pip install --no-deps --no-compile -r /tmp/requirements.lock
+RUN pip install --no-deps -r /tmp/requirements.lock
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY tandem tandem
@@ -15,14 +15,15 @@ COPY services services
 COPY cluster cluster
 COPY planner planner
 COPY demo demo
-RUN pip install --no-deps --no-build-isolation --no-compile -e . \
-    && python -m compileall -q --invalidation-mode unchecked-hash /venv/lib /app
+RUN pip install --no-deps --no-build-isolation -e . \
+    && python -m compileall -q /app
 
 FROM ${PYTHON}
 COPY --from=build /venv /venv
 COPY --from=build /app /app
 ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /app
+RUN useradd --uid 10001 --no-create-home --home-dir /cache tandem
 USER 10001:10001
 STOPSIGNAL SIGTERM
 CMD ["tandem", "--help"]

@@ -6,12 +6,12 @@ ARG PYTHON=python:3.11-slim-bookworm
 
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/venv/bin:$PATH
-COPY requirements.lock /tmp/requirements.lock
-RUN python -m venv /venv && pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
-    "$(grep '^torch==' /tmp/requirements.lock)" "setuptools==84.2.1"
-COPY deploy/docker/requirements-worker.lock /tmp/requirements-worker.lock
-RUN pip install --no-deps --no-compile -r /tmp/requirements-worker.lock
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 SOURCE_DATE_EPOCH=315532800 PATH=/venv/bin:$PATH
+RUN python -m venv /venv && pip install "setuptools==84.2.1"
+COPY deploy/docker/requirements-worker.lock requirements.lock /tmp/
+RUN pip install --no-deps -r /tmp/requirements-worker.lock
+# What it needs beside the lock is CUDA's, in versions that it names itself.
+RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' /tmp/requirements.lock)"
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY tandem tandem
@@ -21,8 +21,8 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY demo demo
-RUN pip install --no-deps --no-build-isolation --no-compile -e . \
-    && python -m compileall -q --invalidation-mode unchecked-hash /venv/lib /app
+RUN pip install --no-deps --no-build-isolation -e . \
+    && python -m compileall -q /app
 
 FROM ${PYTHON}
 # g++: the operators for CPU are compiled for the machine that they run on, and Triton compiles when it starts.
@@ -36,6 +36,7 @@ COPY --from=build /app /app
 RUN mkdir -p /app/engine/kernels/_build
 ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /app
+RUN useradd --uid 10001 --no-create-home --home-dir /cache tandem
 USER 10001:10001
 STOPSIGNAL SIGTERM
 CMD ["tandem", "--help"]

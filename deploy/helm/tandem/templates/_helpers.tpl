@@ -58,6 +58,8 @@ capabilities: {drop: [ALL]}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
 - {name: HOME, value: /cache}
+# Who asks for a name finds one, also where a platform chooses the user id.
+- {name: USER, value: tandem}
 - {name: HF_HOME, value: /models/hub}
 {{- with $values.model_cache.token }}
 {{- if .secret }}
