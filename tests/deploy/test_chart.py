@@ -302,6 +302,7 @@ def fits_together(documents: list[Document]) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_fits_together(name: str) -> None:
+    """Selectors, ports, volumes, Secrets and scalers find what they name."""
     fits_together(render(example(name)))
 
 

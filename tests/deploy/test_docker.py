@@ -47,7 +47,9 @@ def problems(image: list[tuple[str, str]]) -> set[str]:
     users = [value for name, value in image[last:] if name == "USER"]
     if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
         found.add("root")
-    if any(re.search(r":latest\b|^[^:$]+$", value.partition(" ")[0]) for name, value in image if name == "FROM"):
+    bases = [value.partition(" ")[0] for name, value in image if name == "FROM"]
+    arguments = dict(value.partition("=")[::2] for name, value in image if name == "ARG")
+    if any(not re.search(r":(?!latest)[\w.-]+", arguments.get(base.strip("${}"), base)) for base in bases):
         found.add("base")
     for name, value in image:
         if name == "ADD":
@@ -84,6 +86,7 @@ def test_the_rules_find_what_they_are_for() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
+    """Of this repository, and through .dockerignore."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for name, value in instructions(image):
         if name != "COPY" or value.startswith("--from"):
