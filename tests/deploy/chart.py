@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ CHART = ROOT / "deploy/helm/tandem"
 SCHEMA = CHART / "values.schema.json"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 NAME, NAMESPACE = "demo", "llm"
+FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What the chart itself sets, by values of its own, or what has no use in a pod.
 OWN = {
     *("prefill", "decode", "routers", "host", "advertise_host", "port", "http_port", "worker_port", "api_keys"),
@@ -43,12 +45,19 @@ def example(name: str) -> dict[str, Any]:
     return values
 
 
-def render(values: dict[str, Any], name: str = NAME) -> list[Document]:
-    """The manifests, test hooks included. Raises HelmRenderError for values that the schema refuses."""
+def render(values: dict[str, Any], name: str = NAME, install: int = 0) -> list[Document]:
+    """The manifests, test hooks included; of another install the Secret is another one. Raises HelmError for values
+    that the schema refuses."""
+    documents: list[Document] = json.loads(_render(json.dumps(values), name, install))
+    return documents
+
+
+@functools.cache
+def _render(values: str, name: str, install: int) -> str:
     with helm_python.Chart.load(CHART) as chart:
-        texts = chart.render(values, name=name, namespace=NAMESPACE)
-    documents = (yaml.safe_load_all(text) for path, text in texts.items() if path.endswith(".yaml"))
-    return [document for of_a_file in documents for document in of_a_file if document]
+        texts = chart.render(json.loads(values), name=name, namespace=NAMESPACE)
+    documents = (yaml.load_all(text, FAST) for path, text in texts.items() if path.endswith(".yaml"))
+    return json.dumps([document for of_a_file in documents for document in of_a_file if document])
 
 
 def settings_schema() -> dict[str, Any]:

@@ -355,8 +355,8 @@ def test_pods_are_restricted(name: str) -> None:
 def test_no_secret_stands_in_a_pod() -> None:
     """Tokens, passwords and URLs with them come from Secrets; the chart's own is long and new at each install."""
     found = []
-    for _ in range(2):
-        documents = render(example("laptop"))
+    for install in range(2):
+        documents = render(example("laptop"), install=install)
         data = named(documents, "Secret", "")["data"]
         found.append({key: base64.b64decode(value).decode() for key, value in data.items()})
         text = json.dumps([one for one in documents if one["kind"] != "Secret"])
