@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,12 @@ class Pod:
         """What kubelet would make of it."""
         asked = self.container[probe]
         timeout = asked.get("timeoutSeconds", 1)
+        if "httpGet" in asked:
+            get = asked["httpGet"]
+            url = f"{get['scheme'].lower()}://{self.ip}:{self.port(get['port'])}{get['path']}"
+            with suppress(OSError), urllib.request.urlopen(url, timeout=timeout):  # one that is not 2xx raises
+                return True
+            return False
         if "tcpSocket" in asked:
             with suppress(OSError), socket.create_connection((self.ip, self.port(asked["tcpSocket"]["port"])), timeout):
                 return True
@@ -96,12 +103,13 @@ class Pod:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Asks again and again, as kubelet does, if more often."""
+        """Asks again and again, as kubelet does, if more often; whether it is ready when it has started."""
         deadline = time.monotonic() + timeout_s
-        while not self.answers("readinessProbe"):
-            assert self.process.popen.poll() is None, f"{self.name} ended:\n{self.process.text()}"
-            assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.process.text()}"
-            time.sleep(POLL_S)
+        for probe in ("startupProbe", "readinessProbe"):
+            while probe in self.container and not self.answers(probe):
+                assert self.process.popen.poll() is None, f"{self.name} ended:\n{self.process.text()}"
+                assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.process.text()}"
+                time.sleep(POLL_S)
 
     def prestop(self) -> float:
         """Seconds that the hook sleeps; the pod still serves meanwhile."""

@@ -168,8 +168,6 @@ def chosen(name: str) -> st.SearchStrategy[Any]:
         return st.floats(low, min(schema["maximum"], low + 1e6), exclude_min="exclusiveMinimum" in schema).map(
             lambda value: round(value, 6) or 1e-6
         )
-    if name == "cluster":
-        return st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,40}\Z")
     if name == "adapters":
         return st.dictionaries(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,9}\Z"), st.just("/models/a"), max_size=2)
     return st.sampled_from(["/models/llama", "org/name", 'a "quoted" $(NAME)', "{{ .Values }}"])
@@ -304,6 +302,21 @@ def fits_together(documents: list[Document]) -> None:
 def test_an_example_fits_together(name: str) -> None:
     """Selectors, ports, volumes, Secrets and scalers find what they name."""
     fits_together(render(example(name)))
+
+
+def test_processes_whose_answers_differ_never_meet() -> None:
+    """While an upgrade replaces pods, both kinds run: another model or dtype has another name in the registry. What
+    does not change an answer changes no name, so that jobs and streams go on."""
+
+    def clusters(settings: dict[str, Any], **values: Any) -> set[str]:
+        documents = render({"settings": {"model": "a/b", **settings}, **values})
+        return {values_of(documents, component)["TANDEM_CLUSTER"] for component in ("router", "prefill", "decode")}
+
+    same = clusters({})
+    assert len(same) == 1
+    assert clusters({"slo_ttft_s": 1.0}, image={"tag": "2"}, pools={"decode": {"replicas": 3}}) == same
+    for other in ({"model": "a/c"}, {"dtype": "float32"}, {"weights": "int8"}, {"kv_dtype": "fp8"}):
+        assert not clusters(other) & same
 
 
 def test_both_pools_differ_in_nothing_but_their_name() -> None:

@@ -98,10 +98,9 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
     valkey.wait_ready()
     router, decode = start("router", "a"), start("decode", "a")
     first, second = start("prefill", "a"), start("prefill", "b")
-    assert not router.answers("readinessProbe")  # the control: nobody can be ready yet
-    for pod in (router, decode, first):
+    assert not decode.answers("readinessProbe")  # the control: nobody can be ready yet
+    for pod in (router, first, decode):
         pod.wait_ready()
-        assert pod.answers("startupProbe")
         assert pod.answers("livenessProbe")
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         expected = client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=30).token_ids

@@ -32,10 +32,18 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{- /* The name under which processes find each other. It has what an answer depends on in it, so that in the middle of an
+upgrade to another model no router sends to a worker of the other one, and no stream goes on there. */}}
+{{- define "tandem.cluster" -}}
+{{- $same := list .Release.Namespace .Release.Name }}
+{{- range list "model" "dtype" "weights" "kv_dtype" }}{{ $same = append $same (get $.Values.settings .) }}{{ end }}
+{{- include "tandem.name" . | trunc 30 | trimSuffix "-" }}-{{ toJson $same | sha256sum | trunc 8 }}
+{{- end }}
+
 {{- /* (root, settings): the environment of every process of ours. Numbers through toJson: YAML would write 1e+06. */}}
 {{- define "tandem.env" -}}
 {{- $values := .root.Values }}
-{{- $own := dict "cluster" (include "tandem.name" .root | trunc 40) "host" "0.0.0.0" "metrics_port" $values.metrics_port "prefill" $values.pools.prefill.replicas "decode" $values.pools.decode.replicas }}
+{{- $own := dict "cluster" (include "tandem.cluster" .root) "host" "0.0.0.0" "metrics_port" $values.metrics_port "prefill" $values.pools.prefill.replicas "decode" $values.pools.decode.replicas }}
 {{- if $values.cluster_tls.secret }}
 {{- $own = merge $own (dict "cluster_cert" "/etc/tandem/cluster/tls.crt" "cluster_key" "/etc/tandem/cluster/tls.key" "cluster_ca" "/etc/tandem/cluster/ca.crt") }}
 {{- end }}
