@@ -20,11 +20,11 @@ from tandem.errors import TandemError
 async def run(role: str, worker_id: str) -> None:
     settings = tandem_settings.load()
     service = await launch.start(role, settings, worker_id)
-    print(f"ready {service.address}", flush=True)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
+    print(f"ready {service.address}", flush=True)  # from here on a signal drains
     ended, told = asyncio.ensure_future(service.wait()), asyncio.ensure_future(asked.wait())
     await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
