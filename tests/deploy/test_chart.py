@@ -227,7 +227,7 @@ PROMETHEUS = {"prometheus": {"url": "http://p", "podMonitor": True, "rules": Tru
 
 @given(values=VALUES)
 @settings(
-    max_examples=10,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # shrinking would take minutes

@@ -105,10 +105,9 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
     with Client(f"{router.ip}:{router.port('grpc')}") as client:
         expected = client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=30).token_ids
         with Load(client, expected) as load:
+            tester = start("test", "0")  # helm test
             second.wait_ready()  # scaled up
             assert states(client) == dict.fromkeys(["decode-a", "prefill-a", "prefill-b", "router-a"], "ready")
-            tester = start("test", "0")  # helm test
-            assert tester.process.popen.wait(30) == 0, tester.process.text()
             first.terminate()  # scaled down
             assert first.ended() == 0
             before = load.done
@@ -116,6 +115,7 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
             while load.done < before + 2 and not load.wrong:
                 client.workers()
         assert not load.wrong
+        assert tester.process.popen.wait(30) == 0, tester.process.text()
         for pod, metric in ((router, "tandem_requests_total"), (decode, 'tandem_worker_state{model="demo/model"')):
             with urllib.request.urlopen(f"http://{pod.ip}:{pod.port('metrics')}/metrics", timeout=5) as answer:
                 assert metric in answer.read().decode()
@@ -134,8 +134,8 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
         while not left.is_set():
             client.workers()  # the hook: it still serves, for whoever has not heard yet
         router.terminate()
+        second.terminate()
     assert router.ended() == 0
-    second.terminate()
     assert second.ended() == 0
     assert valkey.process.popen.poll() is None
 
