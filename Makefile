@@ -63,6 +63,7 @@ lock:
 	@{ echo '# Every package of the virtual environment, exactly. Made by `make lock`; `make setup` installs it.'; \
 	   echo '# torch has no local version here, so that pip takes a CPU build where one is configured.'; \
 	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip | sed 's/+cpu$$//'; } > requirements.lock
+	@$(BIN)/python -m deploy.docker.locks
 
 clean:
 	rm -rf .venv build *.egg-info engine/kernels/_build
