@@ -26,6 +26,7 @@ from services.access import guards, of_worker
 from services.adapters import Adapters
 from services.cache_news import CacheNews
 from services.server import GrpcServer
+from tandem import tracing
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.metrics import Load, Served, WorkerMetrics
 from tandem.settings import Settings
@@ -61,6 +62,7 @@ class Worker:
         self.metrics = WorkerMetrics(settings, role, worker_id, self._load)
         engine.after_step = self.metrics.step
         self._metrics_served: Served | None = None
+        self.tracing = tracing.of_process(settings, role, worker_id)
         self._open: dict[str, float] = {}  # requests in progress: id -> when they began
         self._idle = asyncio.Event()
         self._idle.set()
@@ -112,6 +114,7 @@ class Worker:
         await self.adapters.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
+        await asyncio.to_thread(self.tracing.close)
         self.loop.stop()
         await asyncio.to_thread(self.transport.close)
         await self.registry.close()

@@ -73,6 +73,10 @@ def up(
     metrics_port: Annotated[
         int | None, typer.Option(help="Every process serves /metrics; 0 lets each pick a port. [default: off]")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send traces there, by OTLP over gRPC. [default: off]")
+    ] = None,
+    trace_ratio: Annotated[float | None, typer.Option(help="Share of requests that are traced. [default: 0.1]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
     weights: Annotated[
         str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")

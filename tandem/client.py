@@ -26,7 +26,7 @@ from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 import grpc
 import grpc.aio
 
-from tandem import answers
+from tandem import answers, tracing
 from tandem.answers import Audit, Completion, Diagnosis, Drained, Job, ModelInfo, Piece, Pools, Receipt
 from tandem.errors import InvalidRequest, TooLarge, Unavailable
 from tandem.status import from_rpc
@@ -433,6 +433,11 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
+def _span(target: str) -> tracing.Span:
+    """Of one generation, in the application's own traces, if it has set up OpenTelemetry."""
+    return tracing.of_application().call("generate", {"server.address": target})
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """How a router is known, and what it is shown: PEM files. Without `ca` nothing is encrypted."""
@@ -533,16 +538,17 @@ class AsyncClient:
         self, request: generation_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
         reader = answers.StreamReader()
-        call = self._generate(request, timeout=timeout, metadata=self._metadata)
-        try:
-            async for event in call:
-                if (piece := reader.read(event)) is not None:
-                    yield piece
-            reader.end()
-        except grpc.RpcError as error:
-            raise from_rpc(error, late=_late(timeout, reader)) from error
-        finally:
-            call.cancel()  # does nothing to a call that is over
+        with _span(self.target) as span:
+            call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
+            try:
+                async for event in call:
+                    if (piece := reader.read(event)) is not None:
+                        yield piece
+                reader.end()
+            except grpc.RpcError as error:
+                raise from_rpc(error, late=_late(timeout, reader)) from error
+            finally:
+                call.cancel()  # does nothing to a call that is over
 
     async def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
         """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
@@ -704,16 +710,17 @@ class Client:
 
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
         reader = answers.StreamReader()
-        call = self._generate(request, timeout=timeout, metadata=self._metadata)
-        try:
-            for event in call:
-                if (piece := reader.read(event)) is not None:
-                    yield piece
-            reader.end()
-        except grpc.RpcError as error:
-            raise from_rpc(error, late=_late(timeout, reader)) from error
-        finally:
-            call.cancel()  # does nothing to a call that is over
+        with _span(self.target) as span:
+            call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
+            try:
+                for event in call:
+                    if (piece := reader.read(event)) is not None:
+                        yield piece
+                reader.end()
+            except grpc.RpcError as error:
+                raise from_rpc(error, late=_late(timeout, reader)) from error
+            finally:
+                call.cancel()  # does nothing to a call that is over
 
     def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
         """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.

@@ -66,6 +66,11 @@ class Settings(BaseSettings):
     metrics_compat: Literal["none", "vllm"] = "none"
     """vllm: the metrics that vLLM has as well also appear under its names, for dashboards and autoscalers that know
     them."""
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+/?$")] | None = None
+    """Where traces go, by OTLP over gRPC, such as http://localhost:4317; with https encrypted. Absent: nothing is
+    traced, and nothing is said of traces to anybody."""
+    trace_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Of the requests that come without a trace, the share that gets one. Who comes with one has decided already."""
     api_keys: Path | None = None
     """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/keys.py. It is read again
     when it changes. Absent: nobody is asked."""

@@ -53,11 +53,13 @@ from tandem.errors import (
 from tandem.settings import Settings
 from tandem.status import calling
 from tandem.tasks import end
+from tandem.tracing import Span
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 
 # Output room reserved with the prompt, in tokens: the first stretch, so that a joining stream is not preempted at once.
 AHEAD_TOKENS = 64
 PROBE_BYTES = 64 * 2**20
+TRANSFER = "kv.transfer"  # the span
 
 
 @dataclass
@@ -91,17 +93,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         feed = self._feeds.get(request.feed_id) if request.feed_id else None
         begun = False
-        async with aclosing(self._decode(request, context.time_remaining())) as events:
-            async for event in events:
-                if feed is not None and begun:
-                    event.lane = request.lane
-                    feed.put(event)
-                else:
-                    yield event
-                    begun = event.HasField("tokens")
+        with self._worker.tracing.serve("decode", context.invocation_metadata) as span:
+            async with aclosing(self._decode(request, context.time_remaining(), span)) as events:
+                async for event in events:
+                    if feed is not None and begun:
+                        event.lane = request.lane
+                        feed.put(event)
+                    else:
+                        if span and event.tokens.HasField("first"):
+                            _tell_phases(span, event.tokens.first)
+                        yield event
+                        begun = event.HasField("tokens")
 
     async def _decode(
-        self, request: decode_pb2.DecodeRequest, remaining: float | None
+        self, request: decode_pb2.DecodeRequest, remaining: float | None, span: Span
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """One request from its reservation to its end."""
         started = monotonic()
@@ -123,7 +128,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 yield decode_pb2.DecodeResponse(admitted=admitted)
                 handover = _Handover()
                 if request.HasField("prefill"):
-                    events = self._prefill_elsewhere(request, sequence, started, handover, remaining)
+                    events = self._prefill_elsewhere(request, sequence, started, handover, remaining, span)
                     async with aclosing(events):
                         async for event in events:
                             yield event
@@ -131,9 +136,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     handover.joined = monotonic()
                     handover.watch = await self._worker.loop.join(sequence, None)
                 if handover.watch is not None:
+                    began, before = monotonic(), len(sequence.tokens)
                     async with aclosing(self._generate(sequence, handover, started)) as tokens:
                         async for event in tokens:
                             yield event
+                    about = {"tandem.tokens": len(sequence.tokens) - before, "tandem.preemptions": sequence.preemptions}
+                    span.part("generate", began, monotonic() - began, about)
                 assert handover.finish is not None
                 ended = decode_pb2.Ended(
                     reason=FINISH[handover.finish],
@@ -162,25 +170,27 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         started: float,
         handover: _Handover,
         remaining: float | None,
+        span: Span,
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """Get the KV from the named prefill worker and commit it. Yields the first token meanwhile."""
         reserved = monotonic()
         where = request.prefill
         pull: Pull | None = None
         first: prefill_pb2.FirstToken | None = None
-        first_at = 0.0
+        first_at = opened_at = 0.0
         try:
             source = await self._sources.get(where.worker_id, where.incarnation, where.address)
         except TandemError as error:
             raise _from_below(error, where.worker_id) from error
-        call = source.stub.Prefill(self._prefill_request(request, sequence, source.peer), timeout=remaining)
+        asked = self._prefill_request(request, sequence, source.peer)
+        call = source.stub.Prefill(asked, timeout=remaining, metadata=span.headers)
         try:
             with self._worker.metrics.transfer() as transfer, calling(where.worker_id):
                 async for event in call:
                     if event.HasField("opened"):
                         _check_opened(event.opened, sequence, where.worker_id)
                         pull = self._open_pull(source.peer, event.opened, sequence)
-                        transfer.opened = True
+                        transfer.opened, opened_at = True, monotonic()
                     elif event.HasField("first_token"):
                         if pull is None:
                             raise InternalError(f"{where.worker_id} sent a token before it opened a transfer")
@@ -207,12 +217,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     timeout=self._worker.settings.transfer_timeout_s,
                 )
                 transfer.committed = True
+                span.part(TRANSFER, opened_at, monotonic() - opened_at, _about(stats))
                 self._worker.metrics.moved(stats.transport, stats.bytes, stats.seconds)
                 self._worker.metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
                 # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
                 handover.watch = await self._worker.loop.join(sequence, first.token_id)
                 handover.report = _report(stats, exposed=monotonic() - first_at)
         except TandemError as error:
+            if pull is not None:
+                span.part(TRANSFER, opened_at, monotonic() - opened_at, error=error)
             raise _from_below(error, where.worker_id, began=pull is not None) from error
         finally:
             call.cancel()
@@ -393,6 +406,28 @@ def _report(stats: PullStats, exposed: float) -> common_pb2.TransferReport:
         seconds=stats.seconds,
         exposed_seconds=max(0.0, exposed),
     )
+
+
+def _about(stats: PullStats) -> dict[str, Any]:
+    return {
+        "tandem.kv.transport": stats.transport,
+        "tandem.kv.bytes": stats.bytes,
+        "tandem.kv.blocks": stats.blocks,
+        "tandem.kv.read_seconds": stats.seconds,
+    }
+
+
+def _tell_phases(span: Span, timing: decode_pb2.FirstTokenTiming) -> None:
+    """Those that this worker has measured, as the receipt will have them; the last ended now."""
+    prefill, start = timing.prefill, monotonic() - timing.total_seconds
+    inside = prefill.queue_seconds + prefill.compute_seconds
+    handoff = timing.total_seconds - timing.admit_seconds - inside
+    span.phase("reserve", start, timing.admit_seconds)
+    span.phase("handoff", start + timing.admit_seconds, handoff)
+    if timing.path == common_pb2.PATH_LOCAL:  # else they are the prefill worker's
+        start += timing.admit_seconds + handoff
+        span.phase("prefill_queue", start, prefill.queue_seconds)
+        span.phase("prefill_compute", start + prefill.queue_seconds, prefill.compute_seconds)
 
 
 def _from_below(error: TandemError, source: str, began: bool = False) -> TandemError:

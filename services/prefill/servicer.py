@@ -27,6 +27,7 @@ from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to,
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
 from tandem.settings import Settings
+from tandem.tracing import Span
 from tandem.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 
@@ -40,16 +41,22 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         worker = self._worker
-        self._check(request)
-        sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
-        grammar = await worker.loop.compiled(sampling)
-        async with worker.adapters.held(request.adapter.name) as adapter:
-            async with aclosing(self._offer(request, sampling, grammar, adapter)) as events:
-                async for event in events:
-                    yield event
+        with worker.tracing.serve("prefill", context.invocation_metadata) as span:
+            self._check(request)
+            sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
+            grammar = await worker.loop.compiled(sampling)
+            async with worker.adapters.held(request.adapter.name) as adapter:
+                async with aclosing(self._offer(request, sampling, grammar, adapter, span)) as events:
+                    async for event in events:
+                        yield event
 
     async def _offer(
-        self, request: prefill_pb2.PrefillRequest, sampling: Sampling, grammar: Any, adapter: InSlot | None
+        self,
+        request: prefill_pb2.PrefillRequest,
+        sampling: Sampling,
+        grammar: Any,
+        adapter: InSlot | None,
+        span: Span,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Compute, announce, and hold the blocks until they are released."""
         worker = self._worker
@@ -69,11 +76,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                             )
                         )
                         async with aclosing(
-                            self._compute(request, sampling, grammar, adapter, ticket, owner)
+                            self._compute(request, sampling, grammar, adapter, ticket, owner, span)
                         ) as events:
                             async for event in events:
                                 yield event
+                        computed = monotonic()
                         await released.wait()  # bounded by the call's deadline; a dead peer cancels it
+                        span.part("held until released", computed, monotonic() - computed)
                 finally:
                     self._source.revoke_ticket(ticket, "its stream has ended")
                     await worker.loop.drop(owner)
@@ -89,6 +98,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         adapter: InSlot | None,
         ticket: Ticket,
         owner: str,
+        span: Span,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
         pool = self._worker.engine.pool
@@ -118,7 +128,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 asked = sequence.sampling.prompt_logprobs is not None
                 scores = await asyncio.to_thread(prompt_logprobs_to, sequence) if asked else None
                 self._worker.metrics.prompt(local=sequence.cached)
-                yield _first_token(sequence, news[-1], arrived, first_step, len(tokens), scores)
+                first = _first_token(sequence, news[-1], arrived, first_step, len(tokens), scores)
+                timing = first.first_token.timing
+                span.phase("prefill_queue", arrived, timing.queue_seconds)
+                span.phase("prefill_compute", first_step, timing.compute_seconds)
+                yield first
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
             final = len(contexts) if finished else latest.done // pool.block_size
             if final > announced or finished:

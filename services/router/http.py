@@ -162,7 +162,8 @@ class Api:
         request_id = checked_request_id(request.headers.get("x-request-id") or body.request_id or "")
         requests = openai.requests(body, request_id, self._defaults, adapter)
         key, generate = request.headers.get("authorization"), self._generation.generate
-        events = _merged([generate(one, None, body.default_max_tokens, key) for one in requests])
+        headers = request.headers.items
+        events = _merged([generate(one, None, body.default_max_tokens, key, headers=headers) for one in requests])
         answer = openai_answers.answer(body, request_id, model, self._text, requests)
         return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
 

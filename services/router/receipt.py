@@ -14,12 +14,17 @@ from time import monotonic
 from services.router.admit import Job
 from services.router.policy import Estimate, Placement
 from tandem.errors import TandemError
+from tandem.tracing import NOTHING, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
+
+MEASURED_HERE = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
 
 
 class Account:
-    def __init__(self, arrived: float) -> None:
+    def __init__(self, arrived: float, span: Span = NOTHING) -> None:
+        """`span` gets the phases that the router has measured."""
         self.arrived = arrived
+        self.span = span
         self.attempts = 0
         self._admitted = arrived
         self._queued = 0.0  # waiting for a placement, before the first token
@@ -91,6 +96,7 @@ class Account:
         gap = now - self._last_at if self._sent else None
         if self._sent == 0:
             self._ttft = now - self.arrived
+            self._tell_phases()
         self._last_at = now
         self._sent += tokens
         return gap
@@ -163,6 +169,14 @@ class Account:
             ("prefill_compute", first.prefill.compute_seconds),
             ("deliver", self.arrived + self._ttft - self._first_at),
         ]
+
+    def _tell_phases(self) -> None:
+        if self.span:
+            start = self.arrived
+            for name, seconds in self._phases():
+                if name in MEASURED_HERE:
+                    self.span.phase(name, start, seconds)
+                start += seconds
 
     def _transfer(self) -> common_pb2.TransferReport | None:
         return self._ended.transfer if self._ended and self._ended.HasField("transfer") else self._transferred

@@ -42,6 +42,7 @@ from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
 from services.view import ClusterView
+from tandem import tracing
 from tandem.errors import (
     Busy,
     DataLoss,
@@ -58,6 +59,7 @@ from tandem.metrics import RouterMetrics, Served
 from tandem.settings import Settings
 from tandem.status import calling
 from tandem.tasks import end, merged
+from tandem.tracing import OFF, Headers, Span, Tracing
 from tandem.v1 import (
     admin_pb2_grpc,
     decode_pb2,
@@ -82,6 +84,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         channels: Channels,
         keys: Keys | None = None,
         worker_id: str = "router",
+        tracing: Tracing = OFF,
     ) -> None:
         self._settings = settings
         self._view = view
@@ -99,6 +102,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._quarantine = Quarantine()
         self._placer = Placer(view, settings.queue_timeout_s, rules)
         self.metrics = RouterMetrics(settings, worker_id, self._placer.waiting)
+        self._tracing = tracing
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
         self.receipts: deque[generation_pb2.Receipt] = deque(maxlen=RECEIPTS)  # of those that ended lately
@@ -106,7 +110,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self.generate(request, context.time_remaining(), authorization=_authorization(context))
+        return self.generate(
+            request,
+            context.time_remaining(),
+            authorization=_authorization(context),
+            headers=context.invocation_metadata,
+        )
 
     async def generate(
         self,
@@ -116,17 +125,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         authorization: str | None = None,
         tenant: Key | None = None,
         past: Sequence[generation_pb2.Delta] = (),
+        headers: Headers = tuple,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The path of one request, whichever front door it came through: started, deltas, finished.
 
         `remaining_s` is until the client's deadline, None when it set none; `authorization` is the header with its key,
-        where `tenant` is not known yet. `past` is what an earlier life of the request gave. To be closed by whoever
-        stops reading.
+        where `tenant` is not known yet. `past` is what an earlier life of the request gave; `headers` may name
+        its trace. To be closed by whoever stops reading.
         """
-        account = Account(monotonic())
+        arrived = monotonic()
         longest = self._settings.request_timeout_s
-        deadline = account.arrived + (longest if remaining_s is None else min(remaining_s, longest))
-        with self.metrics.request() as counted:
+        deadline = arrived + (longest if remaining_s is None else min(remaining_s, longest))
+        span = self._tracing.request(request, self._settings.model, headers)
+        with self.metrics.request() as counted, span:
+            account = Account(arrived, span)
             tenant = tenant or self._tenants.who(authorization)
             job = await self._admit(request, default_max_tokens)
             _give_to(tenant, job)
@@ -166,11 +178,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         async def follow(other: Job) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
             await begun.wait()
-            own = Account(account.arrived)
-            own.admitted(account)
-            async with aclosing(self._answer(other, own, deadline)) as events:
-                async for event in events:
-                    yield event
+            with account.span.begin(f"choice {other.choice}") as span:
+                own = Account(account.arrived, span)
+                own.admitted(account)
+                async with aclosing(self._answer(other, own, deadline)) as events:
+                    async for event in events:
+                        yield event
 
         async with aclosing(merged([lead(), *(follow(other) for other in others)])) as events:
             async for event in events:
@@ -212,6 +225,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             choice=job.choice,
             stop=text.stop,
         )
+        account.span.answered(finished)
         yield generation_pb2.GenerateResponse(finished=finished)
 
     @asynccontextmanager
@@ -276,9 +290,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         worker, adapter, lost = placement.decode.worker_id, b"", "DECODE_UNREACHABLE"
         try:
             feed = await self.feeds.of(placement.decode)
-            with feed.lane() as lane, calling(worker):
+            with _attempt_span(account, placement) as span, feed.lane() as lane, calling(worker):
                 request = _decode_request(job, placement, account.attempts, lane)
-                call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()))
+                call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()), metadata=span.headers)
                 async with aclosing(_events(call, lane)) as events:
                     async for event in events:
                         if event.HasField("admitted"):
@@ -437,6 +451,15 @@ def _decode_request(job: Job, placement: Placement, attempt: int, lane: Lane) ->
     return request
 
 
+def _attempt_span(account: Account, placement: Placement) -> Span:
+    if not account.span:
+        return account.span
+    about: dict[str, Any] = {"tandem.attempt": account.attempts, "tandem.decode_worker": placement.decode.worker_id}
+    if placement.prefill:
+        about["tandem.prefill_worker"] = placement.prefill.worker_id
+    return account.span.begin("attempt", about)
+
+
 def _check_adapter(job: Job, admitted: decode_pb2.Admitted, worker_id: str) -> None:
     """A worker that knows nothing of adapters would answer with the base model."""
     said, began = admitted.adapter_fingerprint, job.adapter_fingerprint
@@ -487,6 +510,7 @@ class Router:
         self.view = ClusterView(self.registry, settings.heartbeat_s)
         self.channels = Channels(settings.cluster_token, to_workers(settings))
         keys = Keys(settings.api_keys) if settings.api_keys else None
+        self.tracing = tracing.of_process(settings, "router", worker_id)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
             interceptors=[KeyGuard(keys)] if keys else (),
@@ -494,7 +518,9 @@ class Router:
             advertise=settings.advertise_host,
             credentials=front_door(settings),
         )
-        generation = self._generation = GenerationServicer(settings, self.view, text, self.channels, keys, worker_id)
+        generation = self._generation = GenerationServicer(
+            settings, self.view, text, self.channels, keys, worker_id, self.tracing
+        )
         admin = AdminServicer(settings, self.registry, self.view, self.channels, generation.receipts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
@@ -557,6 +583,7 @@ class Router:
         await self.registry.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
+        await asyncio.to_thread(self.tracing.close)
         if not self._ended.done():
             self._ended.set_result(None)
 

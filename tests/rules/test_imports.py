@@ -64,6 +64,7 @@ ONLY_IN = {
     "xgrammar": ["engine/grammar.py"],
     "starlette": ["services/router/http.py"],
     "uvicorn": ["services/router/http.py"],
+    "opentelemetry": ["tandem/tracing.py"],
     "prometheus_client": ["tandem/metrics.py"],
     "compressed_tensors": ["engine/foreign.py"],
 }
