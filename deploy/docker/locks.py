@@ -19,7 +19,8 @@ HEADER = "# A part of requirements.lock, written by `python -m deploy.docker.loc
 ROUTER = (
     *("grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "protobuf", "redis", "hiredis"),
     *("pydantic", "pydantic-settings", "jinja2", "httptools", "starlette", "uvicorn", "typer", "rich", "structlog"),
-    *("psutil", "xxhash", "tokenizers", "huggingface_hub", "prometheus-client", "opentelemetry-sdk"),
+    *("psutil", "xxhash", "tokenizers", "huggingface_hub", "prometheus-client"),
+    *("opentelemetry-sdk", "opentelemetry-semantic-conventions", "opentelemetry-exporter-otlp-proto-grpc"),
 )
 
 

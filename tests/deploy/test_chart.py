@@ -168,6 +168,8 @@ def chosen(name: str) -> st.SearchStrategy[Any]:
         return st.floats(low, min(schema["maximum"], low + 1e6), exclude_min="exclusiveMinimum" in schema).map(
             lambda value: round(value, 6) or 1e-6
         )
+    if name == "otlp_endpoint":
+        return st.sampled_from(["http://otel-collector.monitoring:4317", "https://traces:4317/"])
     if name == "adapters":
         return st.dictionaries(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,9}\Z"), st.just("/models/a"), max_size=2)
     return st.sampled_from(["/models/llama", "org/name", 'a "quoted" $(NAME)', "{{ .Values }}"])

@@ -17,6 +17,7 @@ from tests.deploy.test_chart import containers, pods
 FOLDER = ROOT / "deploy/docker"
 IMAGES = ("router", "worker")
 USER = 10001
+TRACES = ("tandem.tracing", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")  # loaded only where they are on
 ONLY = """
 import importlib.abc, importlib.metadata, importlib.util, sys
 from packaging.utils import canonicalize_name
@@ -113,7 +114,7 @@ def imports(*modules: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_router_needs_no_more_than_its_image_has() -> None:
     """The router, the command line, and what fetches models; the control is a worker, which needs torch."""
-    done = imports("services.__main__", "services.router.servicer", "tandem.cli", "huggingface_hub")
+    done = imports("services.__main__", "services.router.servicer", "tandem.cli", "huggingface_hub", *TRACES)
     assert done.returncode == 0, done.stderr
     assert "no module named 'torch'" in imports("services.prefill.servicer").stderr
 
