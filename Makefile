@@ -30,7 +30,8 @@ demo: setup
 # Those that look at no clock go two at a time; all others one after another.
 WITHOUT_CLOCKS := adapters choices families fuzz handoff keys kv_dtype mixed operators prefix prompt_logprobs sampling \
 	speculation structured tls token
-SIDE_BY_SIDE := tests/router tests/planner tests/engine $(WITHOUT_CLOCKS:%=tests/journey/test_%.py)
+SIDE_BY_SIDE := tests/router tests/planner tests/engine $(WITHOUT_CLOCKS:%=tests/journey/test_%.py) \
+	$(patsubst %,tests/deploy/test_%.py,chart docker signals)
 
 test: setup lint
 	@$(BIN)/python -m pytest -n 2 $(SIDE_BY_SIDE)
@@ -62,6 +63,7 @@ lock:
 	@{ echo '# Every package of the virtual environment, exactly. Made by `make lock`; `make setup` installs it.'; \
 	   echo '# torch has no local version here, so that pip takes a CPU build where one is configured.'; \
 	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip | sed 's/+cpu$$//'; } > requirements.lock
+	@$(BIN)/python -m deploy.docker.locks
 
 clean:
 	rm -rf .venv build *.egg-info engine/kernels/_build

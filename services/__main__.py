@@ -1,12 +1,14 @@
 """`python -m services ROLE WORKER_ID`: one worker or router as a process of its own, settings from TANDEM_*.
 
 The supervisor runs the same thing in a Ray actor; this is for tests, and for pods that bring their own supervision.
-Prints `ready HOST:PORT` when requests can be sent; SIGTERM drains and exits 0.
+Prints `ready HOST:PORT` when requests can be sent. SIGTERM drains and exits 0; before that line it ends at once, with
+143, because nothing runs that could be finished.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 
@@ -18,11 +20,11 @@ from tandem.errors import TandemError
 async def run(role: str, worker_id: str) -> None:
     settings = tandem_settings.load()
     service = await launch.start(role, settings, worker_id)
-    print(f"ready {service.address}", flush=True)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
+    print(f"ready {service.address}", flush=True)  # from here on a signal drains
     ended, told = asyncio.ensure_future(service.wait()), asyncio.ensure_future(asked.wait())
     await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
@@ -36,6 +38,9 @@ def main() -> int:
     if len(sys.argv) != 3:
         print(__doc__, file=sys.stderr)
         return 2
+    # The first process of a container gets no signal for which it has no handler. A model that is being loaded cannot
+    # be interrupted otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         asyncio.run(run(sys.argv[1], sys.argv[2]))
     except TandemError as error:

@@ -74,8 +74,9 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
-    async def start(self, host: str, port: int, services: Iterable[str]) -> str:
-        """Listen; returns the host:port for others. Raises SettingsError for a taken port, or one nobody could call."""
+    async def start(self, host: str, port: int, services: Iterable[str], *, field: str = "port") -> str:
+        """Listen; returns the host:port for others. Raises SettingsError for a taken port, by the name of its setting,
+        or one nobody could call."""
         if host in EVERYWHERE and self._advertise is None:
             raise SettingsError(
                 f"{host} is every address of this machine, and others need one to call",
@@ -93,7 +94,7 @@ class GrpcServer:
             )
         except RuntimeError as error:
             what = "is in use, or the certificate is none" if self._credentials else "is in use"
-            raise SettingsError(f"port {port} of {host} {what}; choose another", field="port") from error
+            raise SettingsError(f"port {port} of {host} {what}; choose another", field=field) from error
         await self.server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

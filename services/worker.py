@@ -79,7 +79,8 @@ class Worker:
         here = asyncio.get_running_loop()
         self.loop.on_broken = functools.partial(here.call_soon_threadsafe, self._on_broken)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve)
-        self.address = await self.grpc.start(self.settings.host, 0, [*services, "tandem.v1.WorkerService"])
+        names = [*services, "tandem.v1.WorkerService"]
+        self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
         self.state = State.READY
         await self._heartbeat.start()
         log.info("worker.ready", worker=self.worker_id, incarnation=self.incarnation, address=self.address)

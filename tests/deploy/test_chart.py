@@ -1,0 +1,517 @@
+"""Promises of the chart: what it renders is Kubernetes' own, says what was asked, and fits together."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python.errors import HelmError
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tandem import metrics
+from tandem import settings as tandem_settings
+from tandem.errors import SettingsError
+from tests.deploy import chart, crds
+from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
+
+FULL = {
+    "ray": {"enabled": True},
+    "routes": {"grpc": {"enabled": True, "gateway": "g"}, "http": {"enabled": True, "gateway": "g", "hostname": "h"}},
+}
+EXAMPLES = [path.stem for path in chart.EXAMPLES]
+NEWEST = "1.37"
+OLDEST = "1.30"  # kubeVersion of Chart.yaml
+
+
+@functools.cache
+def _valid(text: str, version: str) -> None:
+    document = json.loads(text)
+    if document["kind"] in crds.SCHEMAS:
+        jsonschema.validate(document, crds.SCHEMAS[document["kind"]])
+    else:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def valid(documents: list[Document], version: str = NEWEST) -> None:
+    """Raises for the first one that an API server would not take, field by field."""
+    for document in documents:
+        _valid(json.dumps(document, sort_keys=True), version)
+
+
+def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
+    """Every pod's metadata and spec, by the name of what makes it."""
+    for document in documents:
+        name = document["metadata"]["name"]
+        if document["kind"] == "Pod":
+            yield name, document
+        elif document["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield name, document["spec"]["template"]
+
+
+def containers(spec: Document) -> list[Document]:
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def named(documents: list[Document], kind: str, name: str) -> Document:
+    return next(one for one in documents if one["kind"] == kind and one["metadata"]["name"] == f"{NAME}-tandem{name}")
+
+
+def values_of(documents: list[Document], component: str) -> dict[str, str]:
+    """The environment of the component's container, as far as it stands there."""
+    spec = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+    return {one["name"]: one["value"] for one in spec["containers"][0]["env"] if "value" in one}
+
+
+# ---- what the API server would say
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_valid_strictly(name: str) -> None:
+    """Helm's linter has nothing to say, and every field is one that Kubernetes knows."""
+    report = helm_python.lint(chart.CHART, example(name), strict=True, with_subcharts=True, kube_version=f"v{OLDEST}.0")
+    assert not report["messages"]
+    assert not report["errors"]
+    valid(render(example(name)))
+
+
+def test_everything_switched_on_is_valid_on_the_oldest_kubernetes() -> None:
+    """As `kubeVersion` promises."""
+    valid(render({**example("rdma"), **FULL}), OLDEST)
+    assert f">={OLDEST}.0-0" in (chart.CHART / "Chart.yaml").read_text()
+
+
+def test_the_check_would_see_a_wrong_field() -> None:
+    """The control: a field that nobody knows, in one of Kubernetes' own and in a custom resource."""
+    for document in render(example("rdma")):
+        wrong = copy.deepcopy(document)
+        wrong["replicaz"] = 3
+        with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
+            valid([wrong])
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, "settings"),
+        ({"settings": {}}, "model"),
+        ({"settings": {"model": "m", "max_model_length": 8}}, "max_model_length"),
+        ({"settings": {"model": "m", "block_size": 0}}, "block_size"),
+        ({"settings": {"model": "m", "dtype": "float16"}}, "dtype"),
+        ({"settings": {"model": "m"}, "pools": {"prefill": {"gpus": 1}}}, "gpus"),
+        ({"settings": {"model": "m"}, "pools": {"prefill": {"settings": {"kv_dtype": "int8"}}}}, "kv_dtype"),
+        ({"settings": {"model": "m"}, "pools": {"encode": {}}}, "encode"),
+        ({"settings": {"model": "m"}, "pools": {"decode": {"replicas": 0}}}, "replicas"),
+        ({"settings": {"model": "m"}, "slo": {"ttft_s": 2.4}}, "ttft_s"),
+        ({"settings": {"model": "m"}, "ucx": {"TLS": "tcp"}}, "TLS"),
+        ({"settings": {"model": "m"}, "valkey": {"enabled": False}}, "redis.secret"),
+        ({"settings": {"model": "m"}, "pools": {"decode": {"autoscaling": {"kind": "keda"}}}}, "prometheus.url"),
+    ],
+)
+def test_wrong_values_stop_the_install_by_name(values: dict[str, Any], told: str) -> None:
+    """A name that there is not, a value out of its bound, something that is missing."""
+    with pytest.raises(HelmError) as caught:
+        render(values)
+    assert told in str(caught.value)
+
+
+# ---- values and settings
+
+
+def test_settings_have_the_names_and_bounds_of_the_code() -> None:
+    """All but those that the chart sets by itself; `python -m tests.deploy.chart` writes them again."""
+    schema = json.loads(chart.SCHEMA.read_text())["$defs"]
+    for name, properties in chart.definitions().items():
+        assert schema[name]["properties"] == properties
+    assert set(tandem_settings.Settings.model_fields) >= chart.OWN
+
+
+def test_every_object_of_the_schema_refuses_unknown_names() -> None:
+    """But maps whose keys are the user's."""
+
+    def walk(schema: Any, path: str) -> None:
+        if not isinstance(schema, dict):
+            return
+        if "properties" in schema and path != "/$defs/decode":
+            assert schema.get("additionalProperties") is False or "allOf" in path, path
+        for key, value in schema.items():
+            for number, one in enumerate(value if isinstance(value, list) else [value]):
+                walk(one, f"{path}/{key}/{number}" if isinstance(value, list) else f"{path}/{key}")
+
+    walk(json.loads(chart.SCHEMA.read_text()), "")
+
+
+def chosen(name: str) -> st.SearchStrategy[Any]:
+    """A value that the schema takes for a setting."""
+    schema = chart.settings_schema()[name]
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if schema["type"] == "boolean":
+        return st.booleans()
+    if schema["type"] == "integer":
+        return st.integers(schema["minimum"], min(schema.get("maximum", 10**9), 10**9))
+    if schema["type"] == "number":
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0.0))
+        return st.floats(low, min(schema["maximum"], low + 1e6), exclude_min="exclusiveMinimum" in schema).map(
+            lambda value: round(value, 6) or 1e-6
+        )
+    if name == "otlp_endpoint":
+        return st.sampled_from(["http://otel-collector.monitoring:4317", "https://traces:4317/"])
+    if name == "adapters":
+        return st.dictionaries(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,9}\Z"), st.just("/models/a"), max_size=2)
+    return st.sampled_from(["/models/llama", "org/name", 'a "quoted" $(NAME)', "{{ .Values }}"])
+
+
+# Those that settings.load compares with one another are left to their defaults here.
+COMPARED = {"max_num_batched_tokens", "max_num_seqs", "speculation", "draft_model", "heartbeat_s", "heartbeat_ttl_s"}
+SETTINGS = st.fixed_dictionaries(
+    {"model": st.sampled_from(["org/name", "/models/llama", "demo/model"])},
+    optional={name: chosen(name) for name in chart.definitions()["settings"] if name not in COMPARED | {"model"}},
+)
+SWITCH = st.booleans().map(lambda on: {"enabled": on})
+SECRET = st.sampled_from(["", "a-secret"]).map(lambda name: {"secret": name})
+POOL = st.fixed_dictionaries(
+    {},
+    optional={
+        "replicas": st.integers(1, 1024),
+        "settings": st.fixed_dictionaries(
+            {}, optional={name: chosen(name) for name in chart.OF_A_POOL if name not in COMPARED}
+        ),
+        "gpu": st.integers(0, 8).map(lambda count: {"count": count}),
+        "rdma": st.integers(0, 8).map(lambda count: {"count": count}),
+        "resources": st.sampled_from([{"requests": {"cpu": "4"}}, {"limits": {"memory": "64Gi"}}]),
+        "pdb": st.sampled_from([{"maxUnavailable": "25%"}, {"maxUnavailable": 2}]),
+        "autoscaling": st.builds(
+            lambda kind, most, target: {"kind": kind, "min": 1, "max": most, "target": target},
+            st.sampled_from(["none", "hpa", "keda"]),
+            st.integers(1, 100),
+            st.floats(0.1, 10).map(lambda value: round(value, 3)),
+        ),
+        "nodeSelector": st.just({"gpu": "h200"}),
+        "tolerations": st.just([{"key": "gpu", "operator": "Exists"}]),
+        "runtimeClassName": st.just("nvidia"),
+        "env": st.just([{"name": "NCCL_DEBUG", "value": "INFO"}]),
+    },
+)
+VALUES = st.fixed_dictionaries(
+    {"settings": SETTINGS, "pools": st.fixed_dictionaries({}, optional={"prefill": POOL, "decode": POOL})},
+    optional={
+        "ray": SWITCH,
+        "networkPolicy": SWITCH,
+        "valkey": st.sampled_from([{"storage": ""}, {"storage": "2Gi", "storageClass": "fast"}]),
+        "api_keys": SECRET,
+        "tls": st.sampled_from([{"secret": "t"}, {"secret": "t", "client_ca": True}]),
+        "cluster_tls": SECRET,
+        "test_key": SECRET,
+        "secret": st.sampled_from(["", "mine"]),
+        "model_cache": st.sampled_from(
+            [{"kind": "claim"}, {"kind": "claim", "claim": "c"}, {"kind": "hostPath", "hostPath": "/m"}]
+        ),
+        "ucx": st.just({"UCX_TLS": "tcp", "UCX_IB_GID_INDEX": "3"}),
+        "slo": st.sampled_from([{"availability": 0.99, "ttft_s": 1.0}, {"tpot_s": 0.0025}]),
+    },
+)
+PROMETHEUS = {"prometheus": {"url": "http://p", "podMonitor": True, "rules": True, "dashboards": True}}
+
+
+@given(values=VALUES)
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # shrinking would take minutes
+    suppress_health_check=list(HealthCheck),
+)
+def test_any_valid_values_give_valid_manifests_and_the_settings_that_were_asked(values: dict[str, Any]) -> None:
+    """The schema's yes is Kubernetes' yes, and what stands in values arrives in the process."""
+    documents = render({**values, **PROMETHEUS})
+    valid(documents)
+    fits_together(documents)
+    for component, own in (("router", {}), *((p, values["pools"].get(p, {})) for p in ("prefill", "decode"))):
+        env = values_of(documents, component)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            loaded = tandem_settings.load()
+        for name, value in {**values["settings"], **own.get("settings", {})}.items():
+            assert getattr(loaded, name) == value, (component, name)
+
+
+# ---- what fits together
+
+
+def fits_together(documents: list[Document]) -> None:
+    """What selects finds pods, what names a port, a volume or a Secret finds it, and nothing comes twice."""
+    names = [(one["kind"], one["metadata"]["name"]) for one in documents]
+    assert len(names) == len(set(names))
+    templates = [pod for _, pod in pods(documents)]
+    labels = [pod["metadata"]["labels"] for pod in templates]
+
+    def found(selector: dict[str, str]) -> list[Document]:
+        return [pod for pod in templates if selector.items() <= pod["metadata"]["labels"].items()]
+
+    for document in documents:
+        kind, spec = document["kind"], document.get("spec", {})
+        if kind in ("Deployment", "StatefulSet"):
+            assert len(found(spec["selector"]["matchLabels"])) == 1
+        elif kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
+            selector = spec.get("podSelector", spec["selector"] if kind == "Service" else spec.get("selector"))
+            selected = found(selector.get("matchLabels", selector))
+            assert len(selected) == 1, document["metadata"]["name"]
+            ports = {port["name"] for one in containers(selected[0]["spec"]) for port in one.get("ports", [])}
+            wanted = spec.get("ports", []) if kind == "Service" else []
+            for rule in spec.get("ingress", []):
+                wanted += rule.get("ports", [])
+                for peer in rule.get("from", []):
+                    assert "namespaceSelector" in peer or any(
+                        peer["podSelector"]["matchLabels"].items() <= one.items() for one in labels
+                    )
+            assert {port.get("targetPort", port["port"]) for port in wanted} <= ports
+        elif kind in ("HorizontalPodAutoscaler", "ScaledObject"):
+            target = ("Deployment", spec["scaleTargetRef"]["name"])
+            assert target in names
+            assert "replicas" not in named(documents, "Deployment", target[1].removeprefix(f"{NAME}-tandem"))["spec"]
+    own = {one["metadata"]["name"]: set(one["data"]) for one in documents if one["kind"] == "Secret"}
+    for name, pod in pods(documents):
+        spec = pod["spec"]
+        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"data"}
+        for one in containers(spec):
+            assert {mount["name"] for mount in one["volumeMounts"]} <= volumes, name
+            given_env = [entry["name"] for entry in one.get("env", [])]
+            assert len(given_env) == len(set(given_env)), name
+            for entry in one.get("env", []):
+                reference = entry.get("valueFrom", {}).get("secretKeyRef")
+                if reference and reference["name"] in own:
+                    assert reference["key"] in own[reference["name"]]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_fits_together(name: str) -> None:
+    """Selectors, ports, volumes, Secrets and scalers find what they name."""
+    fits_together(render(example(name)))
+
+
+def test_processes_whose_answers_differ_never_meet() -> None:
+    """While an upgrade replaces pods, both kinds run: another model or dtype has another name in the registry. What
+    does not change an answer changes no name, so that jobs and streams go on."""
+
+    def clusters(settings: dict[str, Any], **values: Any) -> set[str]:
+        documents = render({"settings": {"model": "a/b", **settings}, **values})
+        return {values_of(documents, component)["TANDEM_CLUSTER"] for component in ("router", "prefill", "decode")}
+
+    same = clusters({})
+    assert len(same) == 1
+    assert clusters({"slo_ttft_s": 1.0}, image={"tag": "2"}, pools={"decode": {"replicas": 3}}) == same
+    for other in ({"model": "a/c"}, {"dtype": "float32"}, {"weights": "int8"}, {"kv_dtype": "fp8"}):
+        assert not clusters(other) & same
+
+
+def test_both_pools_differ_in_nothing_but_their_name() -> None:
+    """One template: with the same values, renaming makes one out of the other."""
+    documents = render(example("laptop"))
+    prefill, decode = (json.dumps(named(documents, "Deployment", f"-{pool}")) for pool in ("prefill", "decode"))
+    swap = {"prefill": "decode", "TANDEM_PREFILL": "TANDEM_DECODE"}
+    swap |= {there: here for here, there in swap.items()}
+    renamed = re.sub("TANDEM_PREFILL|TANDEM_DECODE|prefill|decode", lambda match: swap[match[0]], prefill)
+    assert sorted(json.loads(renamed)["spec"]["template"]["spec"]["containers"][0]["env"], key=str) == sorted(
+        json.loads(decode)["spec"]["template"]["spec"]["containers"][0]["env"], key=str
+    )
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
+    """What runs may finish for drain_grace_s; before that a router still serves, until all know that it leaves."""
+    documents = render(example(name))
+    for component in ("router", "prefill", "decode"):
+        spec = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+        hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        grace = float(values_of(documents, component)["TANDEM_DRAIN_GRACE_S"])
+        assert spec["terminationGracePeriodSeconds"] >= hook + grace + 10
+        assert (component == "router") == (hook > 0)
+
+
+# ---- security
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_pods_are_restricted(name: str) -> None:
+    """As the Pod Security Standard "restricted" asks, and more; IPC_LOCK where there is RDMA, and only there."""
+    documents = render({**example(name), "ray": {"enabled": True}})
+    for pod, template in pods(documents):
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for one in containers(spec):
+            context = one["securityContext"]
+            assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
+            rdma = name == "rdma" and one["name"] == "worker"
+            assert context["capabilities"] == {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if rdma else {})}, pod
+            assert one["resources"]["limits"]["memory"]
+
+
+def test_no_secret_stands_in_a_pod() -> None:
+    """Tokens, passwords and URLs with them come from Secrets; the chart's own is long and new at each install."""
+    found = []
+    for install in range(2):
+        documents = render(example("laptop"), install=install)
+        data = named(documents, "Secret", "")["data"]
+        found.append({key: base64.b64decode(value).decode() for key, value in data.items()})
+        text = json.dumps([one for one in documents if one["kind"] != "Secret"])
+        assert not [secret for secret in found[-1].values() if secret in text]
+    assert all(len(value) >= 40 for one in found for value in one.values())
+    assert not set(found[0].values()) & set(found[1].values())
+
+
+def test_kubernetes_makes_up_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a release named tandem every pod would get TANDEM_ROUTER_PORT, for the Service, unless told not to."""
+    for name, template in pods(render({**example("laptop"), **FULL}, name="tandem")):
+        assert template["spec"]["enableServiceLinks"] is False, name
+    monkeypatch.setenv("TANDEM_ROUTER_PORT", "tcp://10.0.0.1:50051")  # the control
+    with pytest.raises(SettingsError, match="TANDEM_ROUTER_PORT"):
+        tandem_settings.load(model="m")
+
+
+def test_only_who_must_reaches_a_worker() -> None:
+    """A worker's port is the router's, its others are the pools' own; clients that are named are the only ones."""
+    documents = render(example("tenants"))
+    for pool in ("prefill", "decode"):
+        calls, blocks, scrape = named(documents, "NetworkPolicy", f"-{pool}")["spec"]["ingress"]
+        of = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in calls["from"]]
+        assert (of, calls["ports"]) == (["router"], [{"port": "grpc"}])
+        of = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in blocks["from"]]
+        assert (of, "ports" in blocks) == (["prefill", "decode"], False)
+        assert (scrape["ports"], len(scrape["from"])) == ([{"port": "metrics"}], 1)
+    clients, scrape = named(documents, "NetworkPolicy", "-router")["spec"]["ingress"]
+    assert len(clients["from"]) == 2  # those that are named, and the test
+    assert scrape["ports"] == [{"port": "metrics"}]
+
+
+def test_with_tls_no_probe_is_one_that_cannot_be_answered() -> None:
+    """kubelet's gRPC probes know neither TLS nor certificates, and it shows none over HTTPS."""
+    tls = {"tls": {"secret": "t"}, "cluster_tls": {"secret": "c"}}
+    documents = render({**example("laptop"), **tls})
+    kinds = {}
+    for component in ("router", "prefill", "decode"):
+        container = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0]
+        kinds[component] = {key for name, probe in container.items() if name.endswith("Probe") for key in probe}
+    assert not any("grpc" in kind for kind in kinds.values())
+    assert "httpGet" in kinds["router"]
+    documents = render({**example("laptop"), "tls": {"secret": "t", "client_ca": True}})
+    router = named(documents, "Deployment", "-router")["spec"]["template"]["spec"]["containers"][0]
+    assert "tcpSocket" in router["readinessProbe"]
+
+
+# ---- what it is for
+
+
+def test_devices_memory_and_ucx_arrive() -> None:
+    """GPUs, RDMA devices, shared memory in RAM, UCX's environment, the pod's own address."""
+    documents = render(example("rdma"))
+    for pool in ("prefill", "decode"):
+        spec = named(documents, "Deployment", f"-{pool}")["spec"]["template"]["spec"]
+        limits = spec["containers"][0]["resources"]["limits"]
+        assert (limits["nvidia.com/gpu"], limits["rdma/ib"]) == ("1", "1")
+        assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in spec["volumes"]
+        env = values_of(documents, pool)
+        assert env["UCX_NET_DEVICES"] == "mlx5_0:1"
+        assert env["TANDEM_ADVERTISE_HOST"] == "$(POD_IP)"
+        assert {one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in spec["topologySpreadConstraints"]} == {pool}  # fmt: skip  # noqa: E501
+
+
+def test_hub_models_are_fetched_once_and_then_nobody_asks_the_hub() -> None:
+    """A job for a shared volume; each pod runs the same command, which finds everything; workers are offline."""
+    documents = render(example("rdma"))
+    (job,) = [one for one in documents if one["kind"] == "Job"]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[:3] == ["hf", "download", "meta-llama/Llama-3.1-8B-Instruct"]
+    spec = named(documents, "Deployment", "-prefill")["spec"]["template"]["spec"]
+    assert spec["initContainers"][0]["command"] == command
+    assert values_of(documents, "prefill")["HF_HUB_OFFLINE"] == "1"
+    other = render({**example("rdma"), "settings": {"model": "org/other"}})
+    assert [one["metadata"]["name"] for one in other if one["kind"] == "Job"] != [job["metadata"]["name"]]
+    assert not [one for one in render(example("laptop")) if one["kind"] == "Job"]
+
+
+def test_pools_scale_on_their_own_signals() -> None:
+    """Prefill on seconds of backlog, decode on KV use, each for a pod; and a pool that is scaled has no fixed size."""
+    keda = {one["metadata"]["name"]: one["spec"] for one in render(example("rdma")) if one["kind"] == "ScaledObject"}
+    queries = {name.rpartition("-")[2]: spec["triggers"][0]["metadata"]["query"] for name, spec in keda.items()}
+    of = f'namespace="{NAMESPACE}",tandem="{NAME}-tandem"'
+    assert queries == {
+        "prefill": f'sum(tandem_prefill_backlog_seconds{{{of},pool="prefill"}})',
+        "decode": f'sum(tandem_kv_cache_usage_ratio{{{of},pool="decode"}})',
+    }
+    (hpa,) = [one["spec"] for one in render(example("tenants")) if one["kind"] == "HorizontalPodAutoscaler"]
+    metric = hpa["metrics"][0]["pods"]
+    assert (metric["metric"]["name"], metric["target"]["averageValue"]) == ("tandem_kv_cache_usage_ratio", "800m")
+
+
+def test_objectives_can_only_be_edges_of_the_code_s_buckets() -> None:
+    """Else a share of requests within the objective would be interpolated."""
+    slo = json.loads(chart.SCHEMA.read_text())["properties"]["slo"]["properties"]
+    assert slo["ttft_s"]["enum"] == list(metrics.FIRST)
+    assert slo["tpot_s"]["enum"] == list(metrics.TOKEN)
+
+
+def test_the_notes_say_what_comes_next() -> None:
+    """The commands for this release, and what is open."""
+    with helm_python.Chart.load(chart.CHART) as loaded:
+        notes = {
+            name: loaded.render(example(name), name=NAME, namespace=NAMESPACE)["tandem/templates/NOTES.txt"]
+            for name in EXAMPLES
+        }
+    assert f"helm -n {NAMESPACE} test {NAME}" in notes["laptop"]
+    assert f"deploy/{NAME}-tandem-router" in notes["laptop"]
+    assert "Set api_keys" in notes["laptop"]
+    assert "Set api_keys" not in notes["tenants"]
+
+
+def test_every_value_is_in_the_schema_and_every_property_in_the_values() -> None:
+    """So that values.yaml is the whole list, with its defaults."""
+    schema = json.loads(chart.SCHEMA.read_text())
+    defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    assert set(defaults) == set(schema["properties"]) - {"global"}
+    assert set(defaults["pools"]["prefill"]) == set(schema["$defs"]["pool"]["properties"])
+    assert set(defaults["router"]) == set(schema["properties"]["router"]["properties"])
+
+
+def test_the_burn_rates_are_those_of_the_objectives() -> None:
+    """Four windows for each objective; a shorter one with the same limit ends the alert when it is over."""
+    documents = render({**example("rdma"), "slo": {"availability": 0.99, "ttft_s": 1.0, "tpot_s": 0.05}})
+    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+    burns = [one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemErrorBudgetBurn"]
+    limits = [sorted(set(re.findall(r"\) > ([\d.]+)\)", one["expr"]))) for one in burns]
+    assert limits == [["0.144"], ["0.06"], ["0.03"], ["0.01"]]
+    windows = [re.findall(r'"ok\|failed"\}\[(\w+)\]', one["expr"]) for one in burns]
+    assert windows == [["1h", "5m"], ["6h", "30m"], ["1d", "2h"], ["3d", "6h"]]
+    assert [one["labels"]["severity"] for one in burns] == ["page", "page", "ticket", "ticket"]
+    ttft = next(one for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemTtftBudgetBurn")
+    assert 'le="1.0"' in ttft["expr"]
+    assert all(here["labels"]["window"] != there["labels"]["window"] for here, there in pairwise(burns))
+
+
+def test_the_chart_is_packaged_with_all_that_it_needs(tmp_path: Path) -> None:
+    """What `helm package` makes renders the same as the folder."""
+    archive = helm_python.package(chart.CHART, destination=tmp_path)
+    with helm_python.Chart.load(archive) as packed:
+        texts = packed.render({**example("one-node"), "secret": "s"}, name=NAME, namespace=NAMESPACE)
+    with helm_python.Chart.load(chart.CHART) as folder:
+        assert folder.render({**example("one-node"), "secret": "s"}, name=NAME, namespace=NAMESPACE) == texts

@@ -1,0 +1,186 @@
+"""The commands, the environment, the probes and the hooks of the laptop example, run as they stand in its manifests."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+import pytest
+
+from tandem.client import Client
+from tandem.errors import PreconditionFailed
+from tests.deploy.chart import NAME, ROOT, example, render
+from tests.deploy.kubelet import Pod
+from tests.deploy.test_chart import pods
+from tests.harness import Process
+
+PROMPT = list(range(100, 140))
+Start = Callable[[str, str], Pod]
+STUCK = """
+import sys, time
+from services import __main__ as entry, launch
+async def start(*_):
+    print("loading", flush=True)
+    time.sleep(60)  # as native code does that loads a model
+launch.start = start
+sys.argv = ["services", "prefill", "prefill-0"]
+sys.exit(entry.main())
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(component, suffix)` gives a started pod of the release."""
+    documents = render(example("laptop"))
+    templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
+    net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
+    names = {f"{NAME}-tandem-valkey": f"{net}.2", f"{NAME}-tandem-router": f"{net}.3"}
+    with ExitStack() as stack:
+        count = 10
+
+        def begin(component: str, suffix: str) -> Pod:
+            nonlocal count
+            count += 1
+            ip = names.get(f"{NAME}-tandem-{component}", f"{net}.{count}")
+            pod = Pod(documents, templates[component], f"{component}-{suffix}", ip, names, tmp_path)
+            stack.callback(pod.process.kill)
+            return pod
+
+        yield begin
+
+
+class Load:
+    """Requests, one after another, in some threads, until it is ended."""
+
+    def __init__(self, client: Client, expected: list[int]) -> None:
+        self.done, self.wrong = 0, list[object]()
+        self._client, self._expected = client, expected
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(2)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                tokens = self._client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=30).token_ids
+            except Exception as error:  # noqa: BLE001
+                self.wrong.append(error)
+                return
+            self.done += 1
+            if tokens != self._expected:
+                self.wrong.append(tokens)
+
+
+def states(client: Client) -> dict[str, str]:
+    return {worker.worker_id: worker.state for worker in client.workers().workers}
+
+
+def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Start) -> None:
+    """Pods find each other by the registry alone, a pool grows and shrinks under load, and every end is orderly."""
+    valkey = start("valkey", "0")
+    valkey.wait_ready()
+    router, decode = start("router", "a"), start("decode", "a")
+    first, second = start("prefill", "a"), start("prefill", "b")
+    assert not decode.answers("readinessProbe")  # the control: nobody can be ready yet
+    for pod in (router, first, decode):
+        pod.wait_ready()
+        assert pod.answers("livenessProbe")
+    with Client(f"{router.ip}:{router.port('grpc')}") as client:
+        expected = client.generate(PROMPT, max_tokens=16, ignore_eos=True, timeout=30).token_ids
+        with Load(client, expected) as load:
+            tester = start("test", "0")  # helm test
+            second.wait_ready()  # scaled up
+            assert states(client) == dict.fromkeys(["decode-a", "prefill-a", "prefill-b", "router-a"], "ready")
+            first.terminate()  # scaled down
+            assert first.ended() == 0
+            before = load.done
+            assert "prefill-a" not in states(client)
+            while load.done < before + 2 and not load.wrong:
+                client.workers()
+        assert not load.wrong
+        assert tester.process.popen.wait(30) == 0, tester.process.text()
+        for pod, metric in ((router, "tandem_requests_total"), (decode, 'tandem_worker_state{model="demo/model"')):
+            with urllib.request.urlopen(f"http://{pod.ip}:{pod.port('metrics')}/metrics", timeout=5) as answer:
+                assert metric in answer.read().decode()
+        with pytest.raises(PreconditionFailed, match="kubectl"):
+            client.scale(prefill=2)
+        tokens = 0
+        for piece in client.stream(PROMPT, max_tokens=200, ignore_eos=True, timeout=30):
+            if not tokens:
+                decode.terminate()  # with a stream that it may finish
+            tokens += len(piece.token_ids)
+        assert tokens == 200
+        assert decode.ended() == 0
+        left = threading.Event()
+        timer = threading.Timer(router.prestop(), left.set)
+        timer.start()
+        while not left.is_set():
+            client.workers()  # the hook: it still serves, for whoever has not heard yet
+        router.terminate()
+        second.terminate()
+    assert router.ended() == 0
+    assert second.ended() == 0
+    assert valkey.process.popen.poll() is None
+
+
+def test_a_pod_that_is_deleted_while_it_loads_ends_at_once() -> None:
+    """The first process of a container hears no signal for which it has no handler, and would keep its GPU for the
+    whole grace. 143 is this handler's word; without it the code would be -15 here, and nothing in a container."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    process = Process("stuck", [sys.executable, "-c", STUCK], {**env, "PYTHONPATH": str(ROOT), "TANDEM_MODEL": "m"})
+    try:
+        process.wait_for("loading")
+        process.signal(signal.SIGTERM)
+        assert process.popen.wait(5) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
+def parsed(command: list[str]) -> dict[str, object]:
+    """By the program itself, which refuses what it does not know."""
+    program, verb, *words = command
+    if program == "ray":
+        from ray.scripts.scripts import cli
+
+        found = cli.commands[verb]
+    else:
+        from huggingface_hub.cli.hf import app
+
+        found = app.get_command(None, verb).materialize()
+    return dict(found.make_context(verb, list(words)).params)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within Ray
+def test_other_programs_know_the_options_that_they_get() -> None:
+    """Ray and the hub's client, whose commands are not run here."""
+    documents = render({**example("rdma"), "ray": {"enabled": True}})
+    found = {}
+    for name, template in pods(documents):
+        for one in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]:
+            if one["command"][0] in ("ray", "hf"):
+                found[name, one["name"]] = parsed([*one["command"], *one.get("args", [])])
+    assert len(found) == 6  # Ray's head, a node and a download for each pool, and the job
+    for pool in ("prefill", "decode"):
+        node = found[f"{NAME}-tandem-{pool}", "ray"]
+        assert (node["resources"], node["block"]) == (f'{{"{pool}": 1}}', True)
+        assert node["address"] == f"{NAME}-tandem-ray:6379"
+        assert found[f"{NAME}-tandem-{pool}", "model-0"]["repo_id"] == "meta-llama/Llama-3.1-8B-Instruct"
+    with pytest.raises(click.exceptions.NoSuchOption):  # the control
+        parsed(["ray", "start", "--heat"])

@@ -1,0 +1,135 @@
+"""Promises of the images: nobody is root, nothing is left to chance, and the router's has no torch and needs none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dockerfile_parse import DockerfileParser
+
+from deploy.docker import locks
+from tests.deploy.chart import ROOT, example, render
+from tests.deploy.test_chart import containers, pods
+
+FOLDER = ROOT / "deploy/docker"
+IMAGES = ("router", "worker")
+USER = 10001
+TRACES = ("tandem.tracing", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")  # loaded only where they are on
+ONLY = """
+import importlib.abc, importlib.metadata, importlib.util, sys
+from packaging.utils import canonicalize_name
+allowed = {canonicalize_name(line.partition("==")[0]) for line in open(sys.argv[1]) if "==" in line}
+owners = importlib.metadata.packages_distributions()
+
+class Only(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        of = {canonicalize_name(one) for one in owners.get(name.partition(".")[0], ())}
+        if of and not of & (allowed | {"tandem-serving"}):
+            raise ModuleNotFoundError(f"no module named {name!r} in this image", name=name)
+
+sys.meta_path.insert(0, Only())
+for module in sys.argv[2:]:
+    __import__(module)
+"""
+
+
+def instructions(image: str) -> list[tuple[str, str]]:
+    with (FOLDER / f"{image}.Dockerfile").open("rb") as file:
+        return [(one["instruction"], one["value"]) for one in DockerfileParser(fileobj=file).structure]
+
+
+def problems(image: list[tuple[str, str]]) -> set[str]:
+    """What a reviewer would object to."""
+    found = set()
+    last = max(number for number, (name, _) in enumerate(image) if name == "FROM")
+    users = [value for name, value in image[last:] if name == "USER"]
+    if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
+        found.add("root")
+    bases = [value.partition(" ")[0] for name, value in image if name == "FROM"]
+    arguments = dict(value.partition("=")[::2] for name, value in image if name == "ARG")
+    if any(not re.search(r":(?!latest)[\w.-]+", arguments.get(base.strip("${}"), base)) for base in bases):
+        found.add("base")
+    for name, value in image:
+        if name == "ADD":
+            found.add("add")
+        if name in ("ENV", "ARG") and re.search(r"(?i)token|password|secret", value):
+            found.add("secret")
+        if name == "COPY" and value.split()[0] == ".":
+            found.add("copies everything")
+        if name == "RUN" and "pip install" in value and not re.search(r"-r |-e \.|==|grep '\^torch==", value):
+            found.add("pip")
+        clean = "--no-install-recommends" in value and "rm -rf /var/lib/apt/lists" in value
+        if name == "RUN" and "apt-get install" in value and not clean:
+            found.add("apt")
+        if name in ("CMD", "ENTRYPOINT") and not value.startswith("["):
+            found.add("shell")  # it would not pass on SIGTERM
+    return found
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_is_as_it_should_be(image: str) -> None:
+    """Not root, a base with a version, exact packages, a first process that hears signals."""
+    assert problems(instructions(image)) == set()
+    assert ("USER", f"{USER}:{USER}") in instructions(image)
+
+
+def test_the_rules_find_what_they_are_for() -> None:
+    """The control."""
+    wrong = [
+        *(("FROM", "python:latest"), ("ADD", "x y"), ("ENV", "HUB_TOKEN=1"), ("COPY", ". /app")),
+        *(("RUN", "pip install torch"), ("RUN", "apt-get install -y g++"), ("CMD", "tandem up")),
+    ]
+    assert problems(wrong) == {"root", "base", "add", "secret", "copies everything", "pip", "apt", "shell"}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
+    """Of this repository, and through .dockerignore."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for name, value in instructions(image):
+        if name != "COPY" or value.startswith("--from"):
+            continue
+        for source in value.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored or any(Path(source).match(line[1:]) for line in ignored if line[0] == "!")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_locks_are_part_of_the_lock(image: str) -> None:
+    """`python -m deploy.docker.locks` writes them again."""
+    assert (FOLDER / f"requirements-{image}.lock").read_text() == locks.lock(image)
+    assert "torch==" not in locks.lock(image)
+    assert ("ray==" in locks.lock(image)) == (image == "worker")
+
+
+def imports(*modules: str) -> subprocess.CompletedProcess[str]:
+    """In a Python that has only what the router's image has."""
+    lock = FOLDER / "requirements-router.lock"
+    command = [sys.executable, "-c", ONLY, str(lock), *modules]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_router_needs_no_more_than_its_image_has() -> None:
+    """The router, the command line, and what fetches models; the control is a worker, which needs torch."""
+    done = imports("services.__main__", "services.router.servicer", "tandem.cli", "huggingface_hub", *TRACES)
+    assert done.returncode == 0, done.stderr
+    assert "no module named 'torch'" in imports("services.prefill.servicer").stderr
+
+
+def test_images_and_chart_agree() -> None:
+    """The user, the folder of the operators, and programs that the images have."""
+    folder = "/app/engine/kernels/_build"
+    assert any(name == "RUN" and folder in value for name, value in instructions("worker"))
+    programs = set()
+    for _, template in pods(render({**example("laptop"), "ray": {"enabled": True}})):
+        assert template["spec"]["securityContext"]["runAsUser"] == USER
+        for one in containers(template["spec"]):
+            if "tandem-" in one["image"]:
+                programs.add((one["image"].partition(":")[0], one["command"][0]))
+            mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
+            assert folder in mounts or one["name"] not in ("operators",)
+    known = {"tandem-router": {"python", "tandem", "hf"}, "tandem-worker": {"python", "ray"}}
+    assert all(program in known[image] for image, program in programs)

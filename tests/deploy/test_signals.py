@@ -1,0 +1,168 @@
+"""What alerts, dashboards and scalers ask for, the code counts; and every alert has a page that says what to do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.core import Metric
+
+from tandem.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
+from tandem.settings import Settings
+from tests.deploy.chart import CHART, ROOT, Document, example, render
+
+RUNBOOKS = ROOT / "docs/runbooks"
+ADDED = {"namespace", "tandem", "pool", "worker", "model"}  # by Prometheus, by the PodMonitor, and on every sample
+ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
+SECTIONS = ("## What it means", "## Look", "## Do")
+
+
+@functools.cache
+def counted() -> dict[str, set[str]]:
+    """Names of samples, and their labels, as the processes give them."""
+    settings = Settings(model="m")
+    load = Load("ready", 0, 0, 1, 0, 0, 0, 1.0, 0)
+    found: dict[str, set[str]] = {}
+    for one in (RouterMetrics(settings, "r", lambda: 0), WorkerMetrics(settings, "decode", "d", lambda: load)):
+        labels = {collector: set(getattr(collector, "_labelnames", ())) for collector in made(one)}
+        for collector, names in labels.items():
+            for family in collector.collect():  # type: ignore[attr-defined]
+                for name in samples(family):
+                    of_samples = {label for sample in family.samples for label in sample.labels}
+                    found[name] = found.get(name, set()) | names | of_samples | ADDED
+                    if name.endswith("_bucket"):
+                        found[name].add("le")
+    return found
+
+
+def made(metrics: Metrics) -> list[object]:
+    return list(metrics._registry._collector_to_names)
+
+
+def samples(family: Metric) -> list[str]:
+    return [family.name + end for end in ENDS[family.type]]
+
+
+def asked(query: str) -> Iterator[tuple[str, set[str]]]:
+    """Metrics of a query with the labels that it names, a name that is grouped by counted for each. Raises for what
+    Prometheus would not parse."""
+    tree = promql_parser.parse(query.replace("$__rate_interval", "5m"))
+    found: list[tuple[str, set[str]]] = []
+    grouped: set[str] = set()
+
+    def visit(node: object) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append((node.name, {matcher.name for matcher in node.matchers.matchers}))
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier:
+            grouped.update(node.modifier.labels)
+
+    promql_parser.walk(tree, visit)
+    assert found, query
+    return ((name, labels | (grouped if len(found) == 1 else set())) for name, labels in found)
+
+
+def everything() -> list[Document]:
+    return render(example("rdma")) + render(example("tenants"))
+
+
+def rules() -> list[Document]:
+    documents = [one for one in everything() if one["kind"] == "PrometheusRule"]
+    return [rule for one in documents for group in one["spec"]["groups"] for rule in group["rules"]]
+
+
+def boards() -> list[Document]:
+    return [json.loads(text) for one in everything() if one["kind"] == "ConfigMap" for text in one["data"].values()]
+
+
+def queries() -> list[str]:
+    found = [rule["expr"] for rule in rules()]
+    found += [target["expr"] for board in boards() for panel in board["panels"] for target in panel["targets"]]
+    for one in everything():
+        if one["kind"] == "ScaledObject":
+            found += [trigger["metadata"]["query"] for trigger in one["spec"]["triggers"]]
+    return found
+
+
+def test_every_query_is_about_something_that_is_counted() -> None:
+    """Name by name and label by label, and all of them for this release alone."""
+    for query in queries():
+        for name, labels in asked(query):
+            assert name in counted(), query
+            assert labels <= counted()[name], query
+            assert {"namespace", "tandem"} <= labels, query
+    for one in everything():
+        if one["kind"] == "HorizontalPodAutoscaler":
+            assert {metric["pods"]["metric"]["name"] for metric in one["spec"]["metrics"]} <= set(counted())
+
+
+def test_dashboards_have_their_panels() -> None:
+    """Each with queries, in two columns, none over another; what no YAML is would have given an empty board."""
+    sources = {yaml.safe_load(path.read_text())["title"]: path for path in (CHART / "dashboards").iterdir()}
+    assert len(sources) == 2
+    assert {board["title"] for board in boards()} == set(sources)
+    for board in boards():
+        wanted = yaml.safe_load(sources[board["title"]].read_text())["panels"]
+        assert [panel["title"] for panel in board["panels"]] == [panel["title"] for panel in wanted]
+        assert all(panel["targets"] for panel in board["panels"])
+        places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+        assert len(places) == len(board["panels"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["tandem_request_total", "tandem_queue_depth_total", 'sum(rate(tandem_requests_total{status="ok"}[5m]))'],
+)
+def test_the_check_finds_a_name_that_nobody_counts(query: str) -> None:
+    """The control."""
+    assert any(name not in counted() or not labels <= counted()[name] for name, labels in asked(query))
+
+
+def test_what_stands_in_the_alerts_are_values_that_the_code_has() -> None:
+    """A result, a state or an outcome that is misspelt would never fire."""
+    said = {(label, value) for query in queries() for label, value in re.findall(r'(\w+)="([\w]+)"', query)}
+    values = {value for label, value in said if label in ("result", "state", "outcome", "pool")}
+    assert values == {"failed", "ready", "router", "prefill", "decode"}
+    source = (ROOT / "tandem/metrics.py").read_text()
+    assert all(f'"{value}"' in source for value in ("failed", "ready", "ok", "router"))
+
+
+def test_the_edge_of_an_objective_is_one_that_is_served() -> None:
+    """`le` is compared as text: 1 s is "1.0"."""
+    settings = Settings(model="m")
+    router = RouterMetrics(settings, "r", lambda: 0)
+    router._ttft.labels("local").observe(0.2)
+    text = router.text().decode()
+    for seconds in (1.0, 2.5, 0.05, 10.0):
+        documents = render({**example("rdma"), "slo": {"ttft_s": seconds}})
+        (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+        burns = [one["expr"] for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemTtftBudgetBurn"]
+        edges = {edge for expr in burns for edge in re.findall(r'le="([^"]+)"', expr)}
+        assert len(edges) == 1
+        assert f'le="{edges.pop()}"' in text
+
+
+def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
+    """With what it means, where to look and what to do."""
+    pages = {rule["annotations"]["runbook_url"] for rule in rules()}
+    assert pages == {f"docs/runbooks/{path.name}" for path in RUNBOOKS.glob("*.md") if path.name != "README.md"}
+    for rule in rules():
+        text = (ROOT / rule["annotations"]["runbook_url"]).read_text()
+        assert text.startswith(f"# {rule['alert']}\n")
+        assert all(section in text for section in SECTIONS), rule["alert"]
+        assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:
+    """Elsewhere it is meant so."""
+
+    def alerts(name: str) -> set[str]:
+        found = [one for one in render(example(name)) if one["kind"] == "PrometheusRule"]
+        return {rule["alert"] for rule in found[0]["spec"]["groups"][0]["rules"]}
+
+    assert "TandemKvOverTcp" in alerts("rdma")
+    assert "TandemKvOverTcp" not in alerts("one-node")
