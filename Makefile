@@ -27,15 +27,9 @@ $(KERNELS): $(STAMP) engine/kernels/build.py $(wildcard engine/kernels/*.h engin
 demo: setup
 	@$(BIN)/tandem demo
 
-# Those that look at no clock go two at a time; all others one after another.
-WITHOUT_CLOCKS := adapters choices families fuzz handoff keys kv_dtype mixed operators prefix prompt_logprobs sampling \
-	speculation structured tls token
-SIDE_BY_SIDE := tests/router tests/planner tests/engine $(WITHOUT_CLOCKS:%=tests/journey/test_%.py) \
-	$(patsubst %,tests/deploy/test_%.py,chart docker signals)
-
+# Two files at a time (tests/conftest.py).
 test: setup lint
-	@$(BIN)/python -m pytest -n 2 $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_BY_SIDE))
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The tests that need no second process: seconds, not minutes.
 fast: setup

@@ -10,13 +10,18 @@ import pytest
 SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
 # What no busy machine can be the reason for: other tokens, or books that do not balance.
 NEVER = ["token", r"assert \[", "ledger", "faults"]
+# Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.
+ALONE = {"cluster/test_external_ray.py", "cluster/test_up.py", "journey/test_up.py", "loadtest/test_bench.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once."""
+    """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once. With
+    `-n` the tests of a file, which share what they start, stay together."""
     for item in items:
         if item.path.parent.name in SECOND_CHANCE:
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=NEVER))
+        name = f"{item.path.parent.name}/{item.path.name}"
+        item.add_marker(pytest.mark.xdist_group("alone" if name in ALONE else name))
 
 
 @pytest.fixture(scope="session", autouse=True)
