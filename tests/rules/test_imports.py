@@ -66,6 +66,8 @@ ONLY_IN = {
     "uvicorn": ["services/router/http.py"],
     "prometheus_client": ["tandem/metrics.py"],
     "compressed_tensors": ["engine/foreign.py"],
+    "aiohttp": ["loadtest/targets.py"],
+    "matplotlib": ["loadtest/plots.py"],
 }
 
 
