@@ -105,6 +105,9 @@ class Http(Target):
         try:
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
             async with self._session.get(f"{self.address}/v1/models", timeout=timeout) as answer:
+                if answer.status == 404 and self._wanted:  # it does not say what it serves
+                    self.model = self._wanted
+                    return
                 if answer.status != 200:
                     raise await _error(answer)
                 models = (await answer.json())["data"]

@@ -106,7 +106,7 @@ async def test_a_late_generator_says_so_and_one_in_time_does_not() -> None:
     assert not report.to_dict()["valid"]
     assert "Invalid." in report.html()
     assert control.faults() == []
-    assert "Invalid." not in control.html()
+    assert control.to_dict()["valid"]
 
 
 async def test_the_search_adds_a_load_for_each_rate(tmp_path: Path) -> None:
@@ -203,13 +203,11 @@ async def test_what_is_no_openai_server_is_told_before_anything_is_sent() -> Non
 
 
 def side(name: str, slower: float = 1.0) -> Side:
-    outcomes = [
-        Outcome(at, 8, 3, sent=at, times=[at + 0.1 * slower, at + 0.2 * slower, at + 0.3 * slower], counts=[1, 1, 1])
-        for at in (0.1, 0.2, 0.3, 0.4)
-    ]
-    for one in outcomes:
-        one.state, one.ended = "done", one.times[-1]
-    return Side(name, "target", "<model>", [Load("at 4/s", 4.0, 0.0, 1.0, outcomes)])
+    outcomes = []
+    for at in (0.25, 0.5, 0.75):
+        times = [at + 0.125 * slower * number for number in (1, 2, 3)]
+        outcomes.append(Outcome(at, 8, 3, sent=at, times=times, counts=[1, 1, 1], ended=times[-1], state="done"))
+    return Side(name, "target", "<model>", [Load("at 3/s", 3.0, 0.0, 1.0, outcomes)])
 
 
 def test_a_report_says_what_it_said_when_it_is_read_again_and_needs_nobody_else(tmp_path: Path) -> None:
@@ -222,7 +220,7 @@ def test_a_report_says_what_it_said_when_it_is_read_again_and_needs_nobody_else(
     assert "&lt;model&gt;" in page
     assert page.count("<svg") >= 4
     assert not re.findall(r"""<script|(?:src|href)=["']?(?:https?:)?//|@import|url\((?!#)""", page)
-    ratio = next(row for row in reports.ratios(again) if row.what == "at 4/s: ttft p50")
+    ratio = next(row for row in reports.ratios(again) if row.what == "at 3/s: ttft p50")
     assert ratio.ratio.median == pytest.approx(2.0)
 
 
