@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ def _metrics(objective: Objective) -> list[tuple[Metric, float | None, str]]:
         ("ttft", objective.ttft, "Time to first token"),
         ("tpot", objective.tpot, "Time per output token"),
         ("itl", None, "Inter-token latency"),
+        ("e2e", None, "End to end"),
     ]
 
 
@@ -124,14 +126,14 @@ def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     read = "Of all requests; rejected, failed and unfinished ones did not keep it."
     found.append(Plot("Attainment against rate", read, _svg(figure)))
 
-    for metric, limit, title in _metrics(objective):
+    for metric, limit, title in _metrics(objective)[:3]:
         figure, axes = _figure(HALF)
         share, said = (0.99, "99th") if metric == "itl" else (0.9, "90th")
         for place, side in enumerate(sides):
             values = [(load.offered, load.values(metric)) for load in side.loads]
             _line(axes, place, side.name, [(rate, percentile(those, share)) for rate, those in values if those])
         if limit:
-            _limit(axes, limit, f"objective: {limit:g} s")
+            _limit(axes, limit, f"objective: {_time(limit)}")
         axes.set(xlabel="offered rate (requests/s)", ylabel=f"{metric.upper()} p{share * 100:.0f}", xlim=(0, None))
         _logarithmic(axes)
         _legend(axes)
@@ -150,7 +152,8 @@ def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
             continue
         if limit:
             axes.axvline(limit, color=LIMIT, linewidth=1.3)
-            axes.text(limit, 2, f" objective: {limit:g} s", color=LIMIT, va="bottom", ha="left", fontsize=9.5)
+            axes.text(limit, 3, f"objective: {_time(limit)} ", color=LIMIT, va="bottom", ha="right", fontsize=9.5)
+        _seconds(axes.xaxis)
         axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="at most so long (%)")
         _legend(axes)
         what = "gaps between messages" if metric == "itl" else "requests"
@@ -170,6 +173,8 @@ def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
         for good, label in ((True, "kept the objective"), (False, "missed it")):
             those = [one for one in load.outcomes if one.waited and one.kept(objective) is good]
             points = [one.at for one in those], [one.waited for one in those]
+            if not those:
+                continue
             axes.scatter(*points, s=16, color=kept[good], marker="o" if good else "x", linewidths=1.2, label=label)
         lost = [one.at for one in load.outcomes if not one.waited]
         if lost:
@@ -177,7 +182,7 @@ def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
         _limit(axes, objective.ttft, "")
         if load.warmup:
             axes.axvspan(0, load.warmup, color=SPAN, alpha=0.35, linewidth=0)
-            axes.text(load.warmup / 2, 0.98, "warm-up", transform=axes.get_xaxis_transform(), ha="center", va="top")
+            axes.text(load.warmup / 2, 0.03, "warm-up", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
         axes.set_title(f"{name}, {load.offered:.2f} requests/s", loc="left", fontsize=10.5)
         axes.set_ylabel("TTFT")
         _logarithmic(axes)
@@ -281,6 +286,8 @@ def _cumulative(axes: Axes, values: dict[str, list[float]]) -> bool:
     if not any(values.values()):
         return False
     axes.set_xscale("log")
+    # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
+    axes.set_xlim(left=min(percentile(those, 0.02) for those in values.values() if those) / 1.3)
     _seconds(axes.xaxis)
     axes.set_ylim(0, 101)
     return True
@@ -288,7 +295,7 @@ def _cumulative(axes: Axes, values: dict[str, list[float]]) -> bool:
 
 def _limit(axes: Axes, at: float, label: str) -> None:
     axes.axhline(at, color=LIMIT, linewidth=1.3)
-    axes.text(1.0, at, label, color=LIMIT, transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=9.5)
+    axes.text(0.01, at, label, color=LIMIT, transform=axes.get_yaxis_transform(), ha="left", va="bottom", fontsize=9.5)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -299,7 +306,10 @@ def _logarithmic(axes: Axes) -> None:
 
 def _seconds(axis: Any) -> None:
     if axis.get_scale() == "log":
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+        low, high = axis.get_view_interval()
+        decades = math.log10(high / low)
+        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.6 else (1.0, 2.0, 5.0)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
 
@@ -311,11 +321,11 @@ def _time(value: float) -> str:
 
 
 def _legend(axes: Axes, outside: bool = False) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        if outside:
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        else:
-            axes.legend(loc="best")
+    """None where there is only one thing to name."""
+    if outside:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(loc="best")
 
 
 def _svg(figure: Figure) -> str:
