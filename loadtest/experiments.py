@@ -70,7 +70,11 @@ def disaggregated(
                 tick(f"searching {side}, round {number + 1} of {sizes.rounds}")
                 with precedence() as said:
                     notes = [*asyncio.run(_search(server, sizes, objective, say, found[side])), said]
-    notes = [*notes, *_same(sides), f"{sizes.rounds} searches of each side in turn, each on a system newly started"]
+    notes = [
+        *notes,
+        *_same(sides),
+        f"{sizes.rounds} search{'es' * (sizes.rounds > 1)} of each side, in turn, each on a system newly started",
+    ]
     title = "Goodput: " + " against ".join(TITLES[side] for side in sides)
     return Report(title, objective, list(found.values()), notes, conditions())
 

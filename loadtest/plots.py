@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from loadtest.goodput import Load, Metric, Objective
 from loadtest.stats import percentile
@@ -41,6 +41,7 @@ STYLE: Any = {
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10},
     **{"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0},
 }
+MOST_TICKS = 6
 WIDE = (10.4, 3.4)  # inches
 HALF = (5.6, 3.5)
 
@@ -63,10 +64,10 @@ def draw(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     with matplotlib.rc_context(STYLE):
         found = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
         shown = comparable(sides)
+        if any(one.beside for side in sides for load in side.loads for one in load.outcomes):
+            return [*found, *_stalls(sides)]
         if not any(load.counted for load in shown.values()):
             return found
-        if any(one.beside for load in shown.values() for one in load.outcomes):
-            return [*found, *_stalls(sides)]
         return [*found, *_shares(shown, objective), _in_time(shown, objective)]
 
 
@@ -148,11 +149,20 @@ def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
     found = []
     for metric, limit, title in _metrics(objective):
         figure, axes = _figure(HALF)
-        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}):
+        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}, limit):
             continue
         if limit:
             axes.axvline(limit, color=LIMIT, linewidth=1.3)
-            axes.text(limit, 3, f"objective: {_time(limit)} ", color=LIMIT, va="bottom", ha="right", fontsize=9.5)
+            axes.text(
+                limit,
+                3,
+                f"objective: {_time(limit)} ",
+                color=LIMIT,
+                va="bottom",
+                ha="right",
+                fontsize=9.5,
+                in_layout=False,
+            )
         _seconds(axes.xaxis)
         axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="at most so long (%)")
         _legend(axes)
@@ -226,7 +236,7 @@ def _stalls(sides: Sequence[Side]) -> list[Plot]:
                     len(labels) + shift, value, 0.36, color=SIDES[place % 4], alpha=0.45 if shift < 0 else 1.0
                 )
                 axes.bar_label(bar, [_time(value)], fontsize=9, padding=2)
-            labels.append(f"{side.name}\n{'alone' if calm else load.name}")
+            labels.append(f"{side.name}\n{'alone' if calm else load.name}".replace(", ", ",\n"))
     axes.set_xticks(range(len(labels)), labels, fontsize=8.5)
     axes.set_ylabel("gap")
     axes.grid(axis="x", visible=False)
@@ -275,8 +285,8 @@ def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float
         axes.plot(xs, ys, label=name, linewidth=1.8, markersize=5.5, **look)
 
 
-def _cumulative(axes: Axes, values: dict[str, list[float]]) -> bool:
-    """Whether there was anything to draw."""
+def _cumulative(axes: Axes, values: dict[str, list[float]], limit: float | None = None) -> bool:
+    """Whether there was anything to draw. A limit is on the axis, too."""
     for place, (name, those) in enumerate(values.items()):
         if those:
             ordered = sorted(those)
@@ -287,7 +297,9 @@ def _cumulative(axes: Axes, values: dict[str, list[float]]) -> bool:
         return False
     axes.set_xscale("log")
     # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
-    axes.set_xlim(left=min(percentile(those, 0.02) for those in values.values() if those) / 1.3)
+    least = min(percentile(those, 0.02) for those in values.values() if those)
+    most = max(max(those) for those in values.values() if those)
+    axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, limit or 0.0) * 1.3)
     _seconds(axes.xaxis)
     axes.set_ylim(0, 101)
     return True
@@ -295,7 +307,8 @@ def _cumulative(axes: Axes, values: dict[str, list[float]]) -> bool:
 
 def _limit(axes: Axes, at: float, label: str) -> None:
     axes.axhline(at, color=LIMIT, linewidth=1.3)
-    axes.text(0.01, at, label, color=LIMIT, transform=axes.get_yaxis_transform(), ha="left", va="bottom", fontsize=9.5)
+    where: Any = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "bottom", "in_layout": False}
+    axes.text(0.01, at, label, color=LIMIT, fontsize=9.5, **where)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -306,12 +319,27 @@ def _logarithmic(axes: Axes) -> None:
 
 def _seconds(axis: Any) -> None:
     if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
-        decades = math.log10(high / low)
-        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.6 else (1.0, 2.0, 5.0)
-        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_major_locator(FixedLocator(ticks(*axis.get_view_interval())))
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """As many round values as have room on a logarithmic axis."""
+    found: list[float] = []
+    for leads in (
+        (1,),
+        (1, 3),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 5, 7),
+        (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
+    ):
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        more = [lead * 10.0**decade for decade in decades for lead in leads if low <= lead * 10.0**decade <= high]
+        if found and len(more) > MOST_TICKS:
+            break
+        found = more
+    return found[:: math.ceil(len(found) / MOST_TICKS)] if found else []
 
 
 def _time(value: float) -> str:

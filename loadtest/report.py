@@ -184,7 +184,7 @@ RATIOS = {
 
 def _values(load: Load, objective: Objective) -> dict[str, float]:
     found = {f"{name} {share}": at for name, shares in load.latencies().items() for share, at in shares.items()}
-    return found | {"goodput": load.goodput(objective), "tokens/s": load.throughput}
+    return found | {"goodput": load.goodput(objective) if load.rate else 0.0, "tokens/s": load.throughput}
 
 
 def failures(loads: Sequence[Load]) -> list[tuple[int, str]]:
@@ -237,9 +237,9 @@ def lines(loads: Sequence[Load], objective: Objective) -> list[str]:
     """The same for a terminal, a line for each load."""
     found = []
     for load in loads:
+        kept = f"{load.attainment(objective):.0%} kept the objective (goodput {load.goodput(objective):.2f}/s)"
         parts = [
-            f"{load.offered:.2f} requests/s offered",
-            f"{load.attainment(objective):.0%} kept the objective (goodput {load.goodput(objective):.2f}/s)",
+            *([f"{load.offered:.2f} requests/s offered", kept] if load.rate else []),
             f"{load.throughput:.0f} tokens/s",
             *(f"{name.upper()} {ms(at['p50'])}, p99 {ms(at['p99'])}" for name, at in load.latencies().items()),
             *(f"{state} {load.count(state)}" for state in get_args(State) if load.count(state)),

@@ -18,6 +18,7 @@ from loadtest.targets import Http
 from tandem.errors import Unavailable
 
 SHAPE, VOCAB = "SmolLM2-135M", 49152
+REST_S = 1.0  # in which a server drops what was cut off
 
 
 @dataclass(frozen=True)
@@ -155,5 +156,5 @@ async def observe(server: Server, plan: Plan, *, seconds: float, disturb: bool) 
             await asyncio.gather(*tasks, ticking, return_exceptions=True)
         load.lag = percentile(lags or [0.0], 0.99)
         load.cores = (process_time() - used) / (perf_counter() - began)
-    await asyncio.sleep(1.0)  # the server drops what was cut off
+    await asyncio.sleep(REST_S)
     return load
