@@ -83,6 +83,11 @@ def vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, manner: str = "whole") -
     return Peers(script, folder)
 
 
+def left(folder: Path) -> list[psutil.Process]:
+    """Processes of what was started from there."""
+    return [one for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or ())]
+
+
 def test_other_servers_are_measured_by_the_same_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes of vLLM, started by its script, A B B A; each has its searches, and no process is left."""
     ticks: list[str] = []
@@ -93,7 +98,7 @@ def test_other_servers_are_measured_by_the_same_client(tmp_path: Path, monkeypat
     ]
     assert [side.bests for side in report.sides] == [[20.0, 20.0], [20.0, 20.0]]
     assert all(one.state == "done" for side in report.sides for load in side.loads for one in load.counted)
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or ())]
+    assert left(tmp_path) == []
 
 
 def test_long_prompts_are_drawn_and_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +119,4 @@ def test_a_stream_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: pyte
     peers = vllm(tmp_path, monkeypatch, "broken")
     with pytest.raises(Unavailable, match="answered 500"):
         steady(peers, ("vllm-aggregated",), SIZES, OBJECTIVE, lambda _: None, lambda *_: None)
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert left(tmp_path) == []
