@@ -240,8 +240,8 @@ def _stalls(sides: Sequence[Side]) -> list[Plot]:
     axes.set_xticks(range(len(labels)), labels, fontsize=8.5)
     axes.set_ylabel("gap")
     axes.grid(axis="x", visible=False)
-    _logarithmic(axes)
-    axes.margins(y=0.18)
+    _seconds(axes.yaxis)
+    axes.margins(y=0.12)
     found.append(Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure)))
 
     figure, axes = _figure(HALF)
