@@ -180,7 +180,8 @@ def interval(kept: int, of: int) -> tuple[float, float]:
     z, share = 1.96, kept / of
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)
     half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # At 0 and 1 the bound is the share itself, which rounding would miss.
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def next_rate(tried: Sequence[tuple[float, bool]], start: float, precision: float, most: int) -> float | None:
