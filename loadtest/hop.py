@@ -17,7 +17,8 @@ import grpc
 
 from loadtest.local import Local, cpu_seconds
 from loadtest.stats import Row, Section, Spread, Tick, ratios
-from loadtest.web import free_port, stream
+from loadtest.targets import Http
+from loadtest.web import free_port
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROUTER, WORKER = "router-0", "decode-0"
@@ -96,11 +97,13 @@ class _Through(_Side):
 class _Web(_Side):
     """Through the router's HTTP API."""
 
-    def __init__(self, port: int, model: str, vocab: int, prompt: int) -> None:
-        self._port, self._model, self._vocab, self._prompt = port, model, vocab, prompt
+    def __init__(self, target: Http, vocab: int, prompt: int) -> None:
+        self._target, self._vocab, self._prompt = target, vocab, prompt
 
-    def events(self, max_tokens: int) -> AsyncIterator[int]:
-        return stream(self._port, self._model, self.prompt(), max_tokens)
+    async def events(self, max_tokens: int) -> AsyncIterator[int]:
+        async for message in self._target.stream(self.prompt(), max_tokens):
+            if message.tokens:
+                yield message.tokens
 
 
 class Straight(_Side):
@@ -128,14 +131,15 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, tick: Tick) -> Section:
     through = _Through(local.address(ROUTER), vocab, plan.prompt)
-    web = _Web(port, model, vocab, plan.prompt)
     straight = Straight(local.address(WORKER), vocab, plan.prompt)
     try:
         tick(f"{plan.requests} requests each way")
         rows = [await _per_request(through, straight, plan)]
-        for streams in plan.streams:
-            tick(f"{streams} streams of {plan.tokens} tokens, {plan.rounds} rounds each way")
-            rows += await _per_token({"through": through, "http": web, "straight": straight}, local, streams, plan)
+        async with Http(f"http://127.0.0.1:{port}", model) as target:
+            sides = {"through": through, "http": _Web(target, vocab, plan.prompt), "straight": straight}
+            for streams in plan.streams:
+                tick(f"{streams} streams of {plan.tokens} tokens, {plan.rounds} rounds each way")
+                rows += await _per_token(sides, local, streams, plan)
     finally:
         await through.channel.close()
         await straight.channel.close()

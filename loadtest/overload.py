@@ -17,103 +17,52 @@ import json
 import random
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 
 import psutil
 
 from engine.checkpoints import REAL, make_checkpoint
+from loadtest import workload
+from loadtest.generator import follow, offer
+from loadtest.goodput import Load, Objective, Outcome
 from loadtest.local import Local, precedence
+from loadtest.report import failures, lines
 from loadtest.stats import percentile
-from tandem.client import AsyncClient, Client
-from tandem.errors import Busy, TandemError
+from loadtest.targets import Grpc
+from tandem.client import Client
 
-PROMPT, NEW = 256, 32  # tokens
+PROMPT, NEW, VOCAB = 256, 32, 49152  # tokens
 BUSY = 16  # requests at a time that keep both workers busy
 RAMP = (0.5, 0.75, 1.0)
 FREED_S = 5.0  # after the last request, until nobody holds a block
 
 
-@dataclass
-class Load:
-    """What became of the requests of one rate."""
-
-    rate: float
-    seconds: float
-    ttft: list[float] = field(default_factory=list)  # of those that ended well
-    tpot: list[float] = field(default_factory=list)
-    refused: list[float] = field(default_factory=list)  # seconds until the refusal
-    untold: int = 0  # refused without a time to come back
-    failed: list[str] = field(default_factory=list)
-    unfinished: int = 0  # when the time was up
-    late: float = 0.0  # the longest time by which a request was sent too late
-
-    def goodput(self, ttft: float, tpot: float) -> float:
-        good = sum(a <= ttft and b <= tpot for a, b in zip(self.ttft, self.tpot, strict=True))
-        return good / self.seconds
+def prompt() -> list[int]:
+    """New each time: nothing is cached."""
+    return random.choices(range(workload.FIRST_ID, VOCAB), k=PROMPT)
 
 
-class Prompts:
-    """New ones each time: nothing is cached."""
-
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
-        self._random = random.Random(0)
-
-    def next(self) -> list[int]:
-        return [self._random.randrange(100, self._vocab) for _ in range(PROMPT)]
-
-
-async def ask(client: AsyncClient, prompt: list[int], load: Load) -> None:
-    sent, first = perf_counter(), 0.0
-    try:
-        async for piece in client.stream(prompt, max_tokens=NEW, ignore_eos=True):
-            if piece.token_ids and not first:
-                first = perf_counter()
-    except Busy as error:
-        load.refused.append(perf_counter() - sent)
-        load.untold += not error.retry_after
-    except TandemError as error:
-        load.failed.append(f"{error.reason}: {error.message}")
-    except asyncio.CancelledError:
-        load.unfinished += 1
-        raise
-    else:
-        load.ttft.append(first - sent)
-        load.tpot.append((perf_counter() - first) / (NEW - 1))
-
-
-async def capacity(client: AsyncClient, prompts: Prompts, seconds: float) -> float:
+async def capacity(target: Grpc, seconds: float) -> float:
     """Requests a second that end while `BUSY` are in progress."""
-    load = Load(0.0, seconds)
-    until = perf_counter() + seconds
+    began, done = perf_counter(), 0
 
     async def place() -> None:
-        while perf_counter() < until:
-            await ask(client, prompts.next(), load)
+        nonlocal done
+        while perf_counter() < began + seconds:
+            outcome = Outcome(perf_counter() - began, PROMPT, NEW)
+            await follow(target.stream(prompt(), NEW), outcome, began)
+            done += outcome.state == "done"
 
-    began = perf_counter()
     await asyncio.gather(*(place() for _ in range(BUSY)))
-    return len(load.ttft) / (perf_counter() - began)
+    return done / (perf_counter() - began)
 
 
-async def offered(client: AsyncClient, prompts: Prompts, rate: float, seconds: float, settle: float) -> Load:
-    """Requests for so many seconds, and `settle` more for the last ones to end."""
-    load, chance = Load(rate, seconds), random.Random(1)
-    tasks: list[asyncio.Task[None]] = []
-    at = perf_counter()
-    until = at + seconds
-    while (at := at + chance.expovariate(rate)) < until:
-        await asyncio.sleep(at - perf_counter())
-        load.late = max(load.late, perf_counter() - at)
-        tasks.append(asyncio.create_task(ask(client, prompts.next(), load)))
-    await asyncio.sleep(max(0.0, until - perf_counter()))
-    _, left = await asyncio.wait(tasks, timeout=settle)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    return load
+async def offered(target: Grpc, name: str, rate: float, seconds: float, objective: Objective) -> Load:
+    requests = workload.by_chance(rate, seconds, 1, [(PROMPT, NEW)])
+    load, settle = Load(name, rate, 0.0, seconds), objective.ttft + NEW * objective.tpot
+    return await offer(target, requests, load, settle=settle, prompt=lambda *_: prompt())
 
 
 @dataclass
@@ -125,42 +74,41 @@ class Side:
     memory: list[float]  # MiB of the router, after the ramp and after the overload
     held: int  # blocks, when all was over for `FREED_S`
 
-    def summary(self, ttft: float, tpot: float) -> str:
+    def summary(self, objective: Objective) -> str:
         *ramp, over = self.loads
-        peak = max(load.goodput(ttft, tpot) for load in ramp)
-        lines = [f"capacity {self.capacity:.2f} requests/s"]
+        peak = max(load.goodput(objective) for load in ramp)
+        found = [f"capacity {self.capacity:.2f} requests/s", *lines(self.loads, objective)]
         for load in self.loads:
-            told = f", refusals after {percentile(load.refused, 0.5) * 1e3:.0f} ms (p99" if load.refused else ""
-            told += f" {percentile(load.refused, 0.99) * 1e3:.0f} ms)" if load.refused else ""
-            p90 = f"{percentile(load.ttft, 0.9):.2f} s" if load.ttft else "-"
-            lines.append(
-                f"  {load.rate:5.2f} a second for {load.seconds:.0f} s: goodput {load.goodput(ttft, tpot):.2f},"
-                f" ended {len(load.ttft)}, refused {len(load.refused)}, failed {len(load.failed)}, unfinished"
-                f" {load.unfinished}, TTFT p90 {p90}{told}, sent late by {load.late * 1e3:.0f} ms at most"
-            )
-        lines.append(f"  goodput at the last rate / peak before: {over.goodput(ttft, tpot) / peak:.2f}")
-        lines.append(
-            f"  router {self.memory[0]:.0f} MiB, then {self.memory[1]:.0f}; blocks held in the end: {self.held}"
+            told = [one.ended - one.sent for one in load.counted if one.state == "rejected"]
+            if told:
+                times = f"{percentile(told, 0.5) * 1e3:.0f} ms (p99 {percentile(told, 0.99) * 1e3:.0f} ms)"
+                found.append(f"  {load.name}: refusals after {times}")
+        untold = sum(one.state == "rejected" and not one.retry_after for load in self.loads for one in load.counted)
+        return "\n".join(
+            [
+                *found,
+                f"  goodput at the last rate / peak before: {over.goodput(objective) / peak:.2f}",
+                f"  router {self.memory[0]:.0f} MiB, then {self.memory[1]:.0f}; blocks held in the end: {self.held}",
+                f"  refused without a time to come back: {untold}",
+                *(f"  {count} times: {why}" for count, why in failures(self.loads)),
+            ]
         )
-        lines.append(f"  refused without a time to come back: {sum(load.untold for load in self.loads)}")
-        lines += [f"  failed: {why}" for why in sorted({why for load in self.loads for why in load.failed})[:5]]
-        return "\n".join(lines)
 
 
-async def drive(target: str, memory: Callable[[], float], given: argparse.Namespace, vocab: int) -> Side:
-    prompts, settle = Prompts(vocab), given.ttft + NEW * given.tpot
-    async with AsyncClient(target) as client:
-        await capacity(client, prompts, 3.0)  # warms up
-        most = await capacity(client, prompts, given.ramp)
+async def drive(target: str, memory: Callable[[], float], given: argparse.Namespace) -> Side:
+    objective = Objective(given.ttft, given.tpot)
+    async with Grpc(target) as server:
+        await capacity(server, 3.0)  # warms up
+        most = await capacity(server, given.ramp)
         loads = []
         for factor in RAMP:
-            loads.append(await offered(client, prompts, factor * most, given.ramp, settle))
-        before = memory()
-        loads.append(await offered(client, prompts, given.factor * most, given.seconds, settle))
+            loads.append(await offered(server, f"{factor:g} of capacity", factor * most, given.ramp, objective))
+        before, name = memory(), f"{given.factor:g} of capacity"
+        loads.append(await offered(server, name, given.factor * most, given.seconds, objective))
         return Side(most, loads, [before, memory()], 0)
 
 
-def measure(model: Path, given: argparse.Namespace, vocab: int, objectives: bool) -> Side:
+def measure(model: Path, given: argparse.Namespace, objectives: bool) -> Side:
     settings: dict[str, object] = {"dtype": "bfloat16", "block_size": 16, "kv_blocks": 6000, "max_model_len": 1024}
     if objectives:
         settings |= {"slo_ttft_s": given.ttft, "slo_tpot_s": given.tpot}
@@ -171,9 +119,7 @@ def measure(model: Path, given: argparse.Namespace, vocab: int, objectives: bool
         local.wait_seen("router-0", 2, timeout_s=240.0)
         router = psutil.Process(local.pid("router-0"))
         with precedence():
-            found = asyncio.run(
-                drive(local.address("router-0"), lambda: router.memory_info().rss / 2**20, given, vocab)
-            )
+            found = asyncio.run(drive(local.address("router-0"), lambda: router.memory_info().rss / 2**20, given))
         with Client(local.address("router-0")) as client:
             until = perf_counter() + FREED_S
             while (held := sum(one.blocks_held for one in client.workers())) and perf_counter() < until:
@@ -193,15 +139,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict[str, Side] = {}
+    objective = Objective(given.ttft, given.tpot)
     with tempfile.TemporaryDirectory(prefix="tandem-overload-", dir=Path.home()) as folder:  # /tmp may be in memory
         model = make_checkpoint(Path(folder) / "model", given.shape)
-        vocab = json.loads((model / "config.json").read_text())["vocab_size"]
         for side, objectives in (("with objectives", True), ("without", False)):
-            found[side] = measure(model, given, vocab, objectives)
-            print(f"{side}: {found[side].summary(given.ttft, given.tpot)}\n", flush=True)
+            found[side] = measure(model, given, objectives)
+            print(f"{side}: {found[side].summary(objective)}\n", flush=True)
     if given.json:
-        plain = {side: {**vars(one), "loads": list(map(vars, one.loads))} for side, one in found.items()}
-        given.json.write_text(json.dumps(plain))
+        given.json.write_text(json.dumps({side: asdict(one) for side, one in found.items()}))
 
 
 if __name__ == "__main__":

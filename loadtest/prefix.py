@@ -19,133 +19,80 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 from engine.checkpoints import REAL, make_checkpoint
+from loadtest import traces, workload
+from loadtest.generator import offer, prompts
+from loadtest.goodput import Load
 from loadtest.local import Local, precedence
-from loadtest.stats import percentile
-from tandem.client import AsyncClient
+from loadtest.targets import Grpc
+from loadtest.workload import Request
+from tandem.errors import Unavailable
 
-FACTOR, BLOCK = 32, 16
+FACTOR = 32
+BLOCK = workload.BLOCK // FACTOR
+SALT = 1  # the same prompts for every side
+SETTLE_S = 120.0  # after the last one was sent
 SIDES = {"by prefix": True, "in turns": False}
 LONGEST = 2048  # tokens of prompt and answer
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request of the trace, scaled: when to send it, and what."""
-
-    at: float
-    tokens: list[int]
-    new: int
-    ids: list[int]
-
-
-@dataclass
-class Result:
-    """Of one side: for each request the prompt's tokens, those that were cached, and the time to first token."""
-
-    prompts: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    late: float = 0.0  # the longest time by which a request was sent too late
-
-    @property
-    def hits(self) -> float:
-        return sum(self.cached) / sum(self.prompts)
-
-
-def read(path: Path, conversations: int, rate: float, vocab: int, seed: int) -> list[Asked]:
+def read(path: Path, conversations: int, rate: float, seed: int) -> list[Request]:
     """So many conversations that fit into the context, in the order of their requests."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [json.loads(line) for line in lines]
-    turns: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        if len(row["hash_ids"]) > 1:
-            turns.setdefault(row["hash_ids"][1], []).append(row)
-    whole = [those for those in turns.values() if len(those) > 1 and all(map(_fits, those))]
+    turns: dict[int, list[Request]] = {}
+    for one in workload.scaled(traces.read(path), FACTOR):
+        if len(one.blocks) > 1:
+            turns.setdefault(one.blocks[1], []).append(one)
+    whole = [
+        those for those in turns.values() if len(those) > 1 and len(workload.fitting(those, LONGEST)[0]) == len(those)
+    ]
     chosen = random.Random(seed).sample(whole, conversations)
-    rows = sorted((row for those in chosen for row in those), key=lambda row: row["timestamp"])
-    times = _spread([row["timestamp"] / 1000 for row in rows])
-    shorter = (times[-1] - times[0]) * rate / len(rows)
-    asked = []
-    for at, row in zip(times, rows, strict=True):
-        length = max(1, row["input_length"] // FACTOR)
-        tokens = [token for one in row["hash_ids"] for token in _block(one, vocab)][:length]
-        asked.append(Asked((at - times[0]) / shorter, tokens, max(1, row["output_length"] // FACTOR), row["hash_ids"]))
-    return asked
+    found = workload.spread(sorted((one for those in chosen for one in those), key=lambda one: one.at))
+    found = [replace(one, at=one.at - found[0].at) for one in found]
+    return workload.faster(found, rate / workload.mean_rate(found))
 
 
-def _fits(row: dict[str, Any]) -> bool:
-    return bool(row["input_length"] / FACTOR + row["output_length"] / FACTOR + 2 <= LONGEST)
-
-
-def _spread(times: Sequence[float]) -> list[float]:
-    """Requests with the same time spread evenly until the next one."""
-    spread: list[float] = []
-    for at in sorted(set(times)):
-        same = times.count(at)
-        gap = min((other for other in times if other > at), default=at + 3.0) - at
-        spread += [at + gap * place / same for place in range(same)]
-    return spread
-
-
-def _block(number: int, vocab: int) -> list[int]:
-    source = random.Random(number)
-    return [source.randrange(100, vocab) for _ in range(BLOCK)]
-
-
-def infinite(asked: Sequence[Asked]) -> float:
+def infinite(asked: Sequence[Request]) -> float:
     """The share of prompt tokens in one cache that keeps every full block of every prompt before."""
     seen: set[int] = set()
     hits = total = 0
     for one in asked:
-        full = one.ids[: len(one.tokens) // BLOCK]
+        full = one.blocks[: one.input // BLOCK]
         blocks = next((place for place, number in enumerate(full) if number not in seen), len(full))
-        hits += min(blocks * BLOCK, len(one.tokens) - 1)
-        total += len(one.tokens)
+        hits += min(blocks * BLOCK, one.input - 1)
+        total += one.input
         seen.update(full)
     return hits / total
 
 
-async def send(target: str, asked: Sequence[Asked], say: str) -> Result:
-    result = Result()
-    done = 0
+async def send(target: str, asked: Sequence[Request], side: str) -> Load:
+    """Raises Unavailable when a request was not answered whole: hits of the others would mean nothing."""
+    load, said = Load(side, 0.0, 0.0, asked[-1].at + 1.0), 0.0
 
-    async def one(client: AsyncClient, request: Asked, began: float) -> None:
-        nonlocal done
-        await asyncio.sleep(began + request.at - perf_counter())
-        sent = perf_counter()
-        result.late = max(result.late, sent - began - request.at)
-        first = 0.0
-        async for piece in client.stream(request.tokens, max_tokens=request.new, ignore_eos=True, temperature=0.0):
-            if piece.token_ids and not first:
-                first = perf_counter()
-            if piece.receipt:
-                result.prompts.append(piece.receipt.prompt_tokens)
-                result.cached.append(piece.receipt.cached_tokens)
-                result.paths.append(piece.receipt.path)
-        result.ttft.append(first - sent)
-        done += 1
-        if done % 20 == 0:
-            print(f"  {perf_counter() - began:6.1f} s  {say}: {done} of {len(asked)}", flush=True)
+    def say(load: Load, now: float) -> None:
+        nonlocal said
+        if now > said + 15.0:
+            said = now
+            print(f"  {now:6.1f} s  {side}: {load.count('done')} of {len(asked)}", flush=True)
 
-    async with AsyncClient(target) as client:
-        began = perf_counter() + 0.5
-        await asyncio.gather(*(one(client, request, began) for request in asked))
-    return result
+    async with Grpc(target) as server:
+        await offer(server, asked, load, settle=SETTLE_S, prompt=prompts(SALT, FACTOR), say=say)
+    if wrong := [one for one in load.outcomes if one.state != "done"]:
+        raise Unavailable(f"{len(wrong)} of {len(asked)} requests were not answered: {wrong[0].why or wrong[0].state}")
+    return load
 
 
-def measure(model: Path, side: str, asked: Sequence[Asked], kv_blocks: int) -> Result:
+def hits(load: Load) -> float:
+    return sum(one.cached or 0 for one in load.outcomes) / sum(one.input for one in load.outcomes)
+
+
+def measure(model: Path, side: str, asked: Sequence[Request], kv_blocks: int) -> Load:
     settings = {"dtype": "bfloat16", "block_size": BLOCK, "kv_blocks": kv_blocks, "max_model_len": LONGEST}
     with Local(model=model, local_prefill="measured", place_by_prefix=SIDES[side], **settings) as local:
         local.launch("router", "router-0")
@@ -168,36 +115,33 @@ def main() -> None:
     parser.add_argument("--shape", default="SmolLM2-135M", choices=sorted(REAL))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found: dict[str, list[Result]] = {side: [] for side in SIDES}
+    found: dict[str, list[Load]] = {side: [] for side in SIDES}
+    asked = read(given.trace, given.conversations, given.rate, given.seed)
+    best = infinite(asked)
     with tempfile.TemporaryDirectory(prefix="tandem-prefix-", dir=Path.home()) as folder:  # /tmp may be in memory
         model = make_checkpoint(Path(folder) / "model", given.shape)
-        vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-        asked = read(given.trace, given.conversations, given.rate, vocab, given.seed)
-        best = infinite(asked)
         for number in range(given.rounds):
             for side in list(SIDES)[:: -1 if number % 2 else 1]:
                 found[side].append(measure(model, side, asked, given.kv_blocks))
-    tokens = sum(len(one.tokens) for one in asked)
+    tokens = sum(one.input for one in asked)
     print(
         f"\n{len(asked)} requests of {given.conversations} conversations, {tokens / len(asked):.0f} tokens each (mean),"
     )
     print(f"{given.rate:g} a second, {given.kv_blocks} blocks a worker; infinite: {best:.1%}")
-    for side, results in found.items():
-        for result in results:
-            local = result.paths.count("local") / len(result.paths)
+    for side, loads in found.items():
+        for load in loads:
+            local = sum(one.path == "local" for one in load.outcomes) / len(load.outcomes)
+            ttft = load.latencies()["ttft"]
             print(
-                f"  {side:10} hits {result.hits:6.1%} ({result.hits / best:.2f} of infinite)  TTFT p50"
-                f" {percentile(result.ttft, 0.5):.2f} s, p90 {percentile(result.ttft, 0.9):.2f} s  local"
-                f" {local:.0%}  sent late by {result.late * 1e3:.0f} ms at most"
+                f"  {side:10} hits {hits(load):6.1%} ({hits(load) / best:.2f} of infinite)  TTFT p50"
+                f" {ttft['p50']:.2f} s, p90 {ttft['p90']:.2f} s  local {local:.0%}  late by"
+                f" {load.late * 1e3:.0f} ms (p99)"
             )
-    pairs = list(zip(found["by prefix"], found["in turns"], strict=True))
-    for here, there in pairs:
-        print(
-            f"  by prefix / in turns: hits {here.hits / there.hits:.2f},"
-            f" TTFT p90 {percentile(here.ttft, 0.9) / percentile(there.ttft, 0.9):.2f}"
-        )
+    for here, there in zip(found["by prefix"], found["in turns"], strict=True):
+        ratio = here.latencies()["ttft"]["p90"] / there.latencies()["ttft"]["p90"]
+        print(f"  by prefix / in turns: hits {hits(here) / hits(there):.2f}, TTFT p90 {ratio:.2f}")
     if given.json:
-        details = {side: [vars(result) for result in results] for side, results in found.items()}
+        details = {side: [asdict(load) for load in loads] for side, loads in found.items()}
         given.json.write_text(json.dumps({"infinite": best, **details}))
 
 

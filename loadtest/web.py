@@ -1,5 +1,5 @@
-"""The OpenAI HTTP API with no library, so that the client's share of the cores stays small: one streaming completion,
-or one after another on a connection that stays open."""
+"""Streaming completions one after another on a connection that stays open, with no library, so that the client's share
+of the cores stays small (loadtest/targets.py reads them properly)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -23,34 +22,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-async def stream(port: int, model: str, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[int]:
-    """The number of tokens in each message that has some; greedy, never ended by an end-of-sequence token.
-
-    Raises Unavailable, with what the server said, when it answers with an error or ends early.
-    """
-    fields = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True, "return_token_ids": True}
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(completion({"model": model, "prompt": list(prompt), **fields}))
-        status = (await reader.readline()).decode().strip()
-        while (await reader.readline()).strip():
-            pass
-        if " 200" not in status:
-            raise Unavailable(f"port {port} answered {status}: {(await reader.read(2000)).decode(errors='replace')}")
-        async for line in _lines(reader):
-            if line == DONE:
-                return
-            if line.startswith(EVENT):
-                event = json.loads(line[6:])
-                if "choices" not in event:
-                    raise Unavailable(f"port {port} broke off: {line.decode(errors='replace')}")
-                if event["choices"] and (tokens := event["choices"][0].get("token_ids")):
-                    yield len(tokens)
-        raise Unavailable(f"port {port} ended the stream early")
-    finally:
-        writer.close()
 
 
 def completion(body: dict[str, object]) -> bytes:
@@ -122,13 +93,3 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._answer and not self._answer.done():
             self._answer.set_exception(Unavailable(f"the server hung up: {error}"))
-
-
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a chunked body; a proxy may cut its chunks anywhere."""
-    rest = b""
-    while size := int(await reader.readline() or b"0", 16):
-        *lines, rest = (rest + await reader.readexactly(size)).split(b"\n")
-        await reader.readline()
-        for line in lines:
-            yield line.strip()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from statistics import mean
 from time import perf_counter, process_time
 
-from loadtest import web
+from loadtest.generator import follow, tick_late
+from loadtest.goodput import Load, Outcome
 from loadtest.local import precedence
 from loadtest.peers.servers import Peers, Server, make, started
 from loadtest.stats import Row, Section, Spread, Tick, percentile, ratios
+from loadtest.targets import Http
+from tandem.errors import Unavailable
 
 SHAPE, VOCAB = "SmolLM2-135M", 49152
+REST_S = 1.0  # in which a server drops what was cut off
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,9 @@ class Plan:
         return len(self.sides) * (1 + 2 * self.rounds)
 
 
-@dataclass
-class Stream:
-    """When it was sent, and when its messages came, with how many tokens; seconds of perf_counter."""
-
-    sent: float
-    at: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Window:
-    """What readers of the streams saw between two moments. Seconds; tokens a second."""
+    """What readers of the streams saw in the counted seconds. Seconds; tokens a second."""
 
     itl_p99: float
     ttft_mean: float
@@ -60,17 +53,20 @@ class Window:
     client_cpu: float  # cores that this client used itself
 
     @classmethod
-    def of(cls, streams: Sequence[Stream], long: Sequence[Stream], start: float, end: float, cpu: float) -> Window:
-        """Intervals that end within it, first tokens of streams sent within it; one that has none counts as waiting
-        until the end. Raises ValueError when there are none."""
-        gaps = [b - a for one in streams for a, b in pairwise(one.at) if start <= b < end]
-        waits = [(one.at[0] if one.at else end) - one.sent for one in streams if start <= one.sent < end]
-        tokens = sum(n for one in streams for at, n in zip(one.at, one.tokens, strict=True) if start <= at < end)
-        longs = [(one.at[0] if one.at else end) - one.sent for one in long]
+    def of(cls, load: Load) -> Window:
+        """A stream or long prompt that has no token yet counts as waiting until the end. Raises ValueError when there
+        are none."""
+        waits = load.values("ttft")
+        longs = [one.waited for one in load.outcomes if one.beside and one.waited is not None]
         if not waits:
             raise ValueError("no stream began within the window; make it longer")
         return cls(
-            percentile(gaps, 0.99), mean(waits), max(waits), tokens / (end - start), mean(longs) if longs else 0.0, cpu
+            percentile(load.values("itl"), 0.99),
+            mean(waits),
+            max(waits),
+            load.throughput,
+            mean(longs) if longs else 0.0,
+            load.cores,
         )
 
 
@@ -89,13 +85,12 @@ def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
 def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
     calm: list[Window] = []
     disturbed: list[Window] = []
-    asyncio.run(_window(server, plan, seconds=min(5.0, plan.seconds), disturb=True, needs=False))  # warms up
+    asyncio.run(observe(server, plan, seconds=min(5.0, plan.seconds), disturb=True))  # warms up
     for number in range(plan.rounds):
         for windows in (calm, disturbed):
             tick(f"{server.name}: {'undisturbed' if windows is calm else 'disturbed'}, round {number + 1}")
-            window = asyncio.run(_window(server, plan, seconds=plan.seconds, disturb=windows is disturbed))
-            assert window is not None
-            windows.append(window)
+            load = asyncio.run(observe(server, plan, seconds=plan.seconds, disturb=windows is disturbed))
+            windows.append(Window.of(load))
     names = {"itl_p99": "ITL p99", "ttft_mean": "stream TTFT, mean", "ttft_worst": "stream TTFT, worst"}
     rows = []
     for name, title in {**names, "throughput": "stream tokens/s"}.items():
@@ -105,8 +100,7 @@ def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
         rows.append(Row(f"{server.name}: {title}", ratios(a, b), beside))
     cpu = max(one.client_cpu for one in calm + disturbed)
     notes = [
-        f"{plan.streams} streams of {plan.prompt} tokens in and {plan.output} out; a prompt of {plan.long} tokens every"
-        f" {plan.every:g} s; {plan.rounds} rounds of {plan.seconds:g} s each way",
+        f"{describe(plan)}; {plan.rounds} rounds of {plan.seconds:g} s each way",
         f"first token of the long prompts: {mean(one.long_ttft for one in disturbed):.2f} s (mean)",
         f"the client shares the server's two cores: it used {cpu:.2f} of one at most; {said}",
     ]
@@ -114,54 +108,53 @@ def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
     return Section(f"Interference: {server.name}", "disturbed / undisturbed", rows, notes, details)
 
 
-async def _window(server: Server, plan: Plan, *, seconds: float, disturb: bool, needs: bool = True) -> Window | None:
-    """Streams for `settle` + `seconds`; measured in the latter. None where no measurement `needs` to come of it."""
-    streams: list[Stream] = []
-    long: list[Stream] = []
+def describe(plan: Plan) -> str:
+    streams = f"{plan.streams} streams of {plan.prompt} tokens in and {plan.output} out"
+    return f"{streams}; a prompt of {plan.long} tokens every {plan.every:g} s"
 
-    async def follow(place: int) -> None:
-        # The first of a place is shorter, so that not all end at once.
-        output = max(2, plan.output * (place + 1) // plan.streams)
-        while True:
-            streams.append(Stream(perf_counter()))
-            await _read(streams[-1], server, plan.prompt, output)
-            output = plan.output
 
-    async def disturb_at(delay: float) -> None:
-        await asyncio.sleep(delay)
-        long.append(Stream(perf_counter()))
-        await _read(long[-1], server, plan.long, plan.long_output)
+async def observe(server: Server, plan: Plan, *, seconds: float, disturb: bool) -> Load:
+    """Streams for `settle` and `seconds`, and long prompts in the latter, which alone are counted. Raises Unavailable
+    when one of them fails."""
+    load = Load("with long prompts" if disturb else "undisturbed", 0.0, plan.settle, seconds)
+    lags: list[float] = []
+    async with Http(f"http://127.0.0.1:{server.port}", server.model) as target:
+        began, used = perf_counter(), process_time()
 
-    tasks = [asyncio.create_task(follow(place)) for place in range(plan.streams)]
-    asked: list[asyncio.Task[None]] = []
-    try:
-        await _watch(tasks, plan.settle)
-        start, cpu = perf_counter(), process_time()
+        async def ask(prompt: int, output: int, beside: bool) -> None:
+            messages = target.stream(random.choices(range(VOCAB), k=prompt), output)
+            outcome = Outcome(perf_counter() - began, prompt, output, beside)
+            load.outcomes.append(outcome)
+            await follow(messages, outcome, began)
+            if outcome.state != "done":
+                raise Unavailable(f"{server.name}: a request was {outcome.state}: {outcome.why}")
+
+        async def stay(place: int) -> None:
+            # The first of a place is shorter, so that not all end at once.
+            output = max(2, plan.output * (place + 1) // plan.streams)
+            while True:
+                await ask(plan.prompt, output, False)
+                output = plan.output
+
+        async def disturb_at(at: float) -> None:
+            await asyncio.sleep(began + at - perf_counter())
+            await ask(plan.long, plan.long_output, True)
+
+        tasks = [asyncio.create_task(stay(place)) for place in range(plan.streams)]
         if disturb:
-            delays = [place * plan.every for place in range(math.ceil(seconds / plan.every))]
-            asked = [asyncio.create_task(disturb_at(delay)) for delay in delays]
-        await _watch(tasks, seconds)
-        end, used = perf_counter(), process_time() - cpu
-        for task in asked:
-            if task.done():
-                task.result()
-    finally:
-        for task in [*tasks, *asked]:
-            task.cancel()
-        await asyncio.gather(*tasks, *asked, return_exceptions=True)
-    await asyncio.sleep(1.0)  # the server drops what was cut off
-    return Window.of(streams, long, start, end, used / (end - start)) if needs else None
-
-
-async def _read(stream: Stream, server: Server, prompt: int, output: int) -> None:
-    ids = random.choices(range(VOCAB), k=prompt)
-    async for tokens in web.stream(server.port, server.model, ids, output):
-        stream.at.append(perf_counter())
-        stream.tokens.append(tokens)
-
-
-async def _watch(tasks: list[asyncio.Task[None]], seconds: float) -> None:
-    """Sleeps, unless a task ends, which none should: then raises what ended it."""
-    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
+            times = [plan.settle + place * plan.every for place in range(math.ceil(seconds / plan.every))]
+            tasks += [asyncio.create_task(disturb_at(at)) for at in times]
+        ticking = asyncio.create_task(tick_late(lags, lambda: None))
+        try:
+            await asyncio.wait(tasks, timeout=load.until, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in (*tasks, ticking):
+                task.cancel()
+            await asyncio.gather(*tasks, ticking, return_exceptions=True)
+        load.lag = percentile(lags or [0.0], 0.99)
+        load.cores = (process_time() - used) / (perf_counter() - began)
+    await asyncio.sleep(REST_S)
+    return load

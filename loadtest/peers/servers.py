@@ -30,7 +30,7 @@ VLLM_PORTS = {"pd": (8100, 8101, 8102, 5600, 5601), "aggregated": (8100,)}  # th
 VLLM_KV_GIB = 2
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
-SIDES = ("tandem-pd", "tandem-aggregated", "vllm-pd", "vllm-aggregated")
+SIDES = ("tandem-pd", "tandem-aggregated", "tandem-replicas", "vllm-pd", "vllm-aggregated")
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,20 @@ class Server(ABC):
 
 
 class Tandem(Server):
-    """`tandem up`. pd: prefill on the first core and decode on the second; aggregated: one worker, two threads.
+    """`tandem up`. pd: prefill on the first core and decode on the second; aggregated: one worker, two threads;
+    replicas: two aggregated workers, a core each.
 
     Idle, it uses little CPU and is never frozen: its heartbeats would stop, and its workers would be taken for dead.
     """
 
     def __init__(self, mode: str, model: Path, **settings: object) -> None:
         super().__init__(f"tandem-{mode}", model)
-        shape = {"pd": {"prefill": 1, "threads": 1}, "aggregated": {"prefill": 0, "threads": 2}}[mode]
-        wanted = {"port": 0, "http_port": 0, "decode": 1, "dtype": "bfloat16", "max_model_len": MAX_LEN}
+        shape = {
+            "pd": {"prefill": 1, "decode": 1, "threads": 1},
+            "aggregated": {"prefill": 0, "decode": 1, "threads": 2},
+            "replicas": {"prefill": 0, "decode": 2, "threads": 1},
+        }[mode]
+        wanted = {"port": 0, "http_port": 0, "dtype": "bfloat16", "max_model_len": MAX_LEN}
         self._settings: dict[str, object] = {"model": model, **wanted, **shape, "drain_grace_s": 0, **settings}
         self._process: Process | None = None
         self.target = ""
@@ -145,13 +150,12 @@ class Tandem(Server):
 
 
 def pin(workers: dict[str, int]) -> None:
-    """Prefill workers to the first core that we may use, decode workers to the second, with all their threads."""
+    """Every worker to a core of its own, with all its threads: prefill workers first, counted round."""
     cores = sorted(os.sched_getaffinity(0))
-    for name, pid in workers.items():
-        role = name.partition("-")[0]
-        if role != "router":
-            for thread in psutil.Process(pid).threads():
-                os.sched_setaffinity(thread.id, {cores[("prefill", "decode").index(role) % len(cores)]})
+    ours = sorted((name for name in workers if not name.startswith("router")), reverse=True)  # prefill before decode
+    for place, name in enumerate(ours):
+        for thread in psutil.Process(workers[name]).threads():
+            os.sched_setaffinity(thread.id, {cores[place % len(cores)]})
 
 
 class Vllm(Server):

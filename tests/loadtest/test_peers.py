@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.checkpoints import make_checkpoint
-from loadtest import web
+from loadtest.goodput import Load, Outcome
 from loadtest.peers import engines, serve, servers, soak
 from loadtest.peers.__main__ import parse, planned
-from loadtest.peers.interference import Stream, Window
+from loadtest.peers.interference import Window
 from loadtest.peers.servers import Peers, Vllm, of_session, write_tokenizer
 from tandem.errors import SettingsError, Unavailable
 
@@ -130,12 +129,14 @@ def test_a_run_in_which_requests_failed_is_no_result() -> None:
 
 def test_a_stream_that_still_waits_counts_with_the_time_that_it_has_waited() -> None:
     """Leaving it out would make the worst server look best; what happens outside of the window does not count."""
-    early = Stream(sent=1.0, at=[2.0, 9.0, 11.0, 12.0], tokens=[1, 1, 1, 5])
-    waiting = Stream(sent=13.0)
-    window = Window.of([early, waiting], [], 10.0, 20.0, 0.1)
+    early = Outcome(1.0, 8, 8, sent=1.0, times=[2.0, 9.0, 11.0, 12.0], counts=[1, 1, 1, 5], ended=20.0)
+    waiting = Outcome(13.0, 8, 8, sent=13.0, ended=20.0)
+    long = Outcome(12.0, 8, 8, beside=True, sent=12.0, times=[15.0, 19.0], counts=[1, 1], ended=19.0)
+    window = Window.of(Load("", 0.0, 10.0, 10.0, [early, waiting, long]))
     assert window.ttft_worst == window.ttft_mean == 7.0
     assert window.itl_p99 == 2.0  # not the 7 s before the window
     assert window.throughput == 0.6
+    assert window.long_ttft == 3.0
 
 
 def test_the_best_peer_is_named_and_the_floor_is_a_share() -> None:
@@ -155,51 +156,7 @@ def test_growth_is_seen_and_noise_is_not() -> None:
     assert soak.draw([10.0, 14.0, 18.0]) == "▁▄█"
 
 
-# ---- the client
-
-
-async def answer_with(*parts: bytes) -> list[int]:
-    """What the client makes of a server that sends these bytes in so many pieces."""
-
-    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(serve_one, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        return [tokens async for tokens in web.stream(port, "m", [1, 2], 4)]
-
-
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENT = b'data: {"choices": [{"token_ids": [7, 8]}]}\n\n'
-
-
-def chunk(content: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(content), content)
-
-
-async def test_a_proxy_may_cut_the_chunks_anywhere() -> None:
-    """Messages are counted the same however they were packed on the way."""
-    body = EVENT + b'data: {"choices": []}\n\n' + EVENT + b"data: [DONE]\n\n"
-    for cut in (1, 20, len(EVENT), len(body) - 3):
-        assert await answer_with(HEAD, chunk(body[:cut]), chunk(body[cut:]), b"0\r\n\r\n") == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ((b"HTTP/1.1 429 Too Many Requests\r\n\r\nno room",), "429 .* no room"),
-        ((HEAD, chunk(EVENT), chunk(b'data: {"error": {"message": "lost"}}\n\n'), b"0\r\n\r\n"), "broke off.*lost"),
-        ((HEAD, chunk(EVENT), b"0\r\n\r\n"), "early"),
-    ],
-)
-async def test_a_stream_that_fails_is_never_a_short_answer(parts: tuple[bytes, ...], why: str) -> None:
-    """An error, one in the middle included, or an end without the last word raises, with what the server said."""
-    with pytest.raises(Unavailable, match=why):
-        await answer_with(*parts)
+# ---- checkpoints
 
 
 def test_every_token_of_the_checkpoint_is_one_word(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ ONLY_IN = {
     "opentelemetry": ["tandem/tracing.py"],
     "prometheus_client": ["tandem/metrics.py"],
     "compressed_tensors": ["engine/foreign.py"],
+    "aiohttp": ["loadtest/targets.py"],
+    "matplotlib": ["loadtest/plots.py"],
 }
 
 

@@ -1,0 +1,113 @@
+"""One load after another: what a command line asks for becomes requests, requests become a Load, and loads a Side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtest import traces, workload
+from loadtest.generator import Say, offer, patience, prompts
+from loadtest.goodput import Load, Objective, highest, next_rate
+from loadtest.report import Side
+from loadtest.targets import Target
+from loadtest.workload import Request
+from tandem.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rate` and `speed` may both be absent for a trace: then it comes as it was recorded."""
+
+    trace: Path | None = None
+    rate: float | None = None
+    speed: float | None = None
+    scale: int = 1
+    by_chance: bool = False
+    """A trace's lengths in its order, at times of a Poisson process."""
+    bursts: bool = False
+    """A trace's requests of the same moment together, as recorded; otherwise spread until the next moment."""
+    input: int = 256
+    output: int = 32
+    seconds: float = 60.0
+    warmup: float = 5.0
+    seed: int = 1
+    vocab: int = 256
+    context: int | None = None
+    """Tokens of the longest request; by default what the server says of itself."""
+
+    def requests(self, rate: float | None, context: int | None) -> tuple[list[Request], float, list[str]]:
+        """Those of one load, the rate that they have, and what the report must say of them. Raises SettingsError."""
+        until, context = self.warmup + self.seconds, self.context or context
+        if self.trace is None:
+            if rate is None:
+                raise SettingsError("without a trace there must be a rate", field="rate")
+            one, dropped = workload.fitting([Request(0.0, self.input, self.output)], context)
+            if dropped:
+                raise SettingsError(f"{self.input} tokens in and {self.output} out are over {context}", field="context")
+            said = [f"Poisson arrivals, {self.input} tokens in, {self.output} out"]
+            return workload.by_chance(rate, until, self.seed, [(one[0].input, one[0].output)]), rate, said
+        whole = workload.scaled(traces.read(self.trace), self.scale)
+        found, dropped = workload.fitting(whole, context)
+        said = [f"{self.trace.name}: lengths divided by {self.scale}"]
+        if dropped:
+            said.append(f"{dropped} of its {len(whole)} requests do not fit into {context} tokens and were left out")
+        if self.by_chance:
+            if rate is None:
+                raise SettingsError("arrivals by chance need a rate", field="rate")
+            said.append("lengths of the trace in its order, Poisson arrivals")
+            return workload.by_chance(rate, until, self.seed, [(one.input, one.output) for one in found]), rate, said
+        if not self.bursts and (even := workload.spread(found)) != found:
+            said.append("requests of the same moment were spread evenly until the next moment")
+            found = even
+        recorded = workload.mean_rate(found)
+        speed = rate / recorded if rate else self.speed or 1.0
+        said.append(f"arrivals as recorded ({recorded:.3g} a second), {speed:.3g} times as fast")
+        found = workload.faster(found, speed)
+        if found[-1].at < until:
+            raise SettingsError(
+                f"at this rate the trace lasts {found[-1].at:.1f} s, and warm-up and load {until:g} s", field="seconds"
+            )
+        return [one for one in found if one.at < until], recorded * speed, said
+
+
+async def measure(
+    target: Target, plan: Plan, rate: float | None, objective: Objective, say: Say, name: str = ""
+) -> tuple[Load, list[str]]:
+    """One load, and what the report must say of it. Its prompts are new each time: nobody has them in a cache."""
+    requests, rate, said = plan.requests(rate, target.context)
+    load = Load(name or f"at {rate:.3g}/s", rate, plan.warmup, plan.seconds)
+    prompt = prompts(int.from_bytes(os.urandom(6)), plan.scale, plan.vocab)
+    await offer(target, requests, load, settle=patience(requests, objective), prompt=prompt, say=say)
+    return load, said
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where it begins, how close it comes, and how many rates it tries at most."""
+
+    start: float = 1.0
+    precision: float = 0.1
+    tries: int = 12
+
+
+async def search(
+    target: Target,
+    plan: Plan,
+    how: Search,
+    objective: Objective,
+    say: Say,
+    side: Side,
+    done: Callable[[Load], None] = lambda load: None,
+) -> list[str]:
+    """Adds a load for each rate that it tries to `side`, and the highest rate that was kept (0: none was)."""
+    tried: list[tuple[float, bool]] = []
+    said: list[str] = []
+    while (rate := next_rate(tried, how.start, how.precision, how.tries)) is not None:
+        load, said = await measure(target, plan, rate, objective, say)
+        tried.append((rate, load.attainment(objective) >= objective.attainment))
+        side.loads.append(load)
+        done(load)
+    side.bests.append(highest(tried) or 0.0)
+    return [*said, f"search from {how.start:g} requests/s to within {how.precision:.0%}, {how.tries} rates at most"]
