@@ -106,6 +106,10 @@ class Receipt(_Dict):
     """From sending to the first token's arrival, measured by this client; None when no token came."""
     estimate: Estimate | None = None
     """None where a worker had not said how fast it is."""
+    ended_at: float = 0.0
+    """Unix seconds on the router's clock."""
+    trace_id: str = ""
+    """Of its trace, where one was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +342,8 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
         adapter=receipt.adapter,
         client_ttft=client_ttft,
         estimate=_estimate(receipt.estimate) if receipt.HasField("estimate") else None,
+        ended_at=receipt.ended_at,
+        trace_id=receipt.trace_id,
     )
 
 

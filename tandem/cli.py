@@ -1,4 +1,4 @@
-"""The command line: `tandem up`, `generate`, `chat`, `workers`, `scale`, `drain`, `audit`, `doctor`, `demo`.
+"""The command line: `tandem up`, `generate`, `chat`, `workers`, `scale`, `drain`, `audit`, `doctor`, `slow`, `demo`.
 
 Facts go to stdout, with `--json` as one JSON value and nothing else; progress and errors go to stderr. The exit code
 is 0 only on success, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C. Commands import what they need when
@@ -569,6 +569,36 @@ def explain(
             return
         for item in sorted(found, key=lambda item: item.choice):
             _print(show.explained(item))
+
+
+@app.command()
+def slow(
+    last: Annotated[str, typer.Option(metavar="TIME", help="As in 90s, 10m or 2h.")] = "1h",
+    limit: Annotated[int, typer.Option(metavar="N", help="So many at most.", min=1)] = 10,
+    target: Target = LOCAL,
+    as_json: AsJson = False,
+) -> None:
+    """List those of the last thousand requests that lost most time, what they lost it to, and what to do about it."""
+    within = _parse_time(last)
+    with _reported(target):
+        from tandem import blame, show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            found = blame.slowest(client.receipts(within=within), limit)
+        if as_json:
+            _print_json([one.to_dict() for one in found])
+            return
+        if not found:
+            raise NotFound(f"no request has ended at this router in the last {last}", field="last")
+        _print(show.slowest(found))
+
+
+def _parse_time(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not match or not float(match[1]):
+        raise typer.BadParameter(f"{text!r} is no time, as in 90s, 10m or 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 @app.command()

@@ -384,10 +384,11 @@ class _Watching:
         return min(0.1 * float(2**self._failures), WATCH_PAUSE_S)
 
 
-def _receipts(request_id: str, limit: int) -> _Question[list[Receipt]]:
+def _receipts(request_id: str, limit: int, within: float) -> _Question[list[Receipt]]:
     request = admin_pb2.ListReceiptsRequest()
     _set(request, "request_id", request_id, "Unicode text")
     _set(request, "limit", limit, "an integer of 32 bits, 0 or more")
+    _set(request, "within_seconds", within, "a number of seconds")
     return _Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, answers.receipts)
 
 
@@ -606,9 +607,10 @@ class AsyncClient:
         """The block ledger of every worker."""
         return await self._ask(_audit())
 
-    async def receipts(self, request_id: str = "", limit: int = 0) -> list[Receipt]:
-        """Of the last thousand requests at this router, the newest first; of one only, or so many at most."""
-        return await self._ask(_receipts(request_id, limit))
+    async def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
+        """Of the last thousand requests at this router, the newest first; of one only, or so many at most, or of those
+        that ended `within` so many seconds."""
+        return await self._ask(_receipts(request_id, limit, within))
 
     async def diagnose(self) -> Diagnosis:
         """Every prefill-decode pair probed, the registry and the versions."""
@@ -778,9 +780,10 @@ class Client:
         """The block ledger of every worker."""
         return self._ask(_audit())
 
-    def receipts(self, request_id: str = "", limit: int = 0) -> list[Receipt]:
-        """Of the last thousand requests at this router, the newest first; of one only, or so many at most."""
-        return self._ask(_receipts(request_id, limit))
+    def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
+        """Of the last thousand requests at this router, the newest first; of one only, or so many at most, or of those
+        that ended `within` so many seconds."""
+        return self._ask(_receipts(request_id, limit, within))
 
     def diagnose(self) -> Diagnosis:
         """Every prefill-decode pair probed, the registry and the versions."""

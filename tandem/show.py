@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.answers import Audit, Calibrated, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
+from tandem.blame import Verdict
 
 BAR_CELLS = 36
 NARROW, WIDE = 80, 140  # columns of a pipe or a small terminal; of one that holds everything
@@ -193,6 +194,28 @@ def explained(item: Receipt) -> RenderableType:
             )
         )
     return Group(*parts)
+
+
+def slowest(items: Sequence[Verdict]) -> RenderableType:
+    """A line for each request, and what to do about it below."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in ("request", "lost to"):
+        table.add_column(name)
+    for name in ("lost", "of it", "first token", "a token"):
+        table.add_column(name, justify="right")
+    table.add_column("what to do")
+    for item in items:
+        told = item.receipt
+        table.add_row(
+            Text(printable(told.request_id)),
+            item.cause,
+            seconds(item.lost),
+            share(item.parts[item.cause], item.lost),
+            seconds(told.ttft),
+            seconds(told.tpot),
+            Text(printable(item.advice)),
+        )
+    return table
 
 
 def calibration(items: Sequence[Calibrated]) -> RenderableType:

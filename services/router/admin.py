@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from collections.abc import Sequence
+from time import time
 
 import grpc
 import structlog
@@ -66,6 +67,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             receipt
             for receipt in reversed(self._receipts)
             if not request.request_id or receipt.request_id == request.request_id
+            if not request.within_seconds or receipt.ended_at > time() - request.within_seconds
         ]
         return admin_pb2.ListReceiptsResponse(receipts=found[: request.limit or None])
 

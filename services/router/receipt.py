@@ -9,7 +9,7 @@ spent itself. So the sum is the router's own time to first token, by constructio
 
 from __future__ import annotations
 
-from time import monotonic
+from time import monotonic, time
 
 from services.router.admit import Job
 from services.router.policy import Estimate, Placement
@@ -139,6 +139,8 @@ class Account:
             choices=job.choices,
             adapter=job.adapter,
             estimate=_estimate(self._expected),
+            ended_at=time(),
+            trace_id=self.span.trace_id if self.span else "",
         )
 
     def way(self) -> tuple[float, int, float] | None:

@@ -262,10 +262,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 before = job.generated
                 account.placed(placement, waited=monotonic() - waiting_since)
                 try:
-                    async with aclosing(self._attempt(job, placement, account, deadline)) as stretches:
-                        async for stretch in stretches:
-                            self._charge(job, len(stretch.token_ids))
-                            yield stretch
+                    with _attempt_span(account, placement) as span:
+                        async with aclosing(self._attempt(job, placement, account, deadline, span)) as stretches:
+                            async for stretch in stretches:
+                                self._charge(job, len(stretch.token_ids))
+                                yield stretch
                 except Busy:
                     self._placer.said_no(placement.decode)
                     account.refused()
@@ -282,7 +283,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     self._quarantine.served(identity(job))
 
     async def _attempt(
-        self, job: Job, placement: Placement, account: Account, deadline: float
+        self, job: Job, placement: Placement, account: Account, deadline: float, span: Span
     ) -> AsyncGenerator[decode_pb2.Tokens, None]:
         """One decode worker's stream. Adds to the journal what it yields."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(placement.decode.address))
@@ -290,7 +291,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         worker, adapter, lost = placement.decode.worker_id, b"", "DECODE_UNREACHABLE"
         try:
             feed = await self.feeds.of(placement.decode)
-            with _attempt_span(account, placement) as span, feed.lane() as lane, calling(worker):
+            with feed.lane() as lane, calling(worker):
                 request = _decode_request(job, placement, account.attempts, lane)
                 call = stub.Decode(request, timeout=max(0.001, deadline - monotonic()), metadata=span.headers)
                 async with aclosing(_events(call, lane)) as events:
@@ -454,7 +455,7 @@ def _decode_request(job: Job, placement: Placement, attempt: int, lane: Lane) ->
 def _attempt_span(account: Account, placement: Placement) -> Span:
     if not account.span:
         return account.span
-    about: dict[str, Any] = {"tandem.attempt": account.attempts, "tandem.decode_worker": placement.decode.worker_id}
+    about: dict[str, Any] = {"tandem.attempt": account.attempts + 1, "tandem.decode_worker": placement.decode.worker_id}
     if placement.prefill:
         about["tandem.prefill_worker"] = placement.prefill.worker_id
     return account.span.begin("attempt", about)

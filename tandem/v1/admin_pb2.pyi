@@ -9,12 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ListReceiptsRequest(_message.Message):
-    __slots__ = ("request_id", "limit")
+    __slots__ = ("request_id", "limit", "within_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     limit: int
-    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    within_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ..., within_seconds: _Optional[float] = ...) -> None: ...
 
 class ListReceiptsResponse(_message.Message):
     __slots__ = ("receipts",)

@@ -179,7 +179,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter", "estimate")
+    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter", "estimate", "ended_at", "trace_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,8 @@ class Receipt(_message.Message):
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     path: _common_pb2.Path
@@ -226,7 +228,9 @@ class Receipt(_message.Message):
     choices: int
     adapter: str
     estimate: Estimate
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ...) -> None: ...
+    ended_at: float
+    trace_id: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., ended_at: _Optional[float] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class Estimate(_message.Message):
     __slots__ = ("wait_seconds", "compute_seconds", "here_seconds", "there_seconds")

@@ -135,6 +135,7 @@ async def test_one_request_is_one_trace_through_four_processes(
                     assert said.status_code == 200
     traces = receiver.traces()
     [ours] = [spans for spans in traces.values() if {span.service for span in spans} == FOUR]
+    assert {span.trace for span in ours} == {answer.receipt.trace_id}
     by_name = {span.name: span for span in ours}
     known = {span.id for span in ours}
     assert [span.name for span in ours if span.parent not in known] == ["generate"], "one root, the client's"

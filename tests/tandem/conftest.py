@@ -100,6 +100,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         self.script: Script = whole
         self.requests: list[Any] = []
         self.cancelled = asyncio.Event()
+        self.receipts: list[generation_pb2.Receipt] = []
         self.workers = [worker("prefill-0", "prefill"), worker("decode-0", "decode")]
         self.audit = admin_pb2.AuditResponse(ledgers=[ledger("prefill-0"), ledger("decode-0")])
         pair = admin_pb2.Pair(
@@ -144,6 +145,10 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
 
     async def Audit(self, request: Any, context: Any) -> admin_pb2.AuditResponse:
         return self.audit
+
+    async def ListReceipts(self, request: Any, context: Any) -> admin_pb2.ListReceiptsResponse:
+        self.requests.append(request)
+        return admin_pb2.ListReceiptsResponse(receipts=self.receipts)
 
     async def Diagnose(self, request: Any, context: Any) -> admin_pb2.DiagnoseResponse:
         return self.diagnosis

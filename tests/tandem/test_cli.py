@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tandem import errors
 from tandem.cli import app, sentence
+from tandem.v1 import generation_pb2
 
 MAIN = "import tandem.cli; tandem.cli.main()"
 
@@ -234,6 +235,25 @@ def test_sentences_say_what_to_do() -> None:
 
 
 # ---- operators
+
+
+async def test_slow_names_what_to_blame(fake: Any) -> None:
+    """The worst first, with what to do; only requests of the time that was asked for."""
+    for name, seconds in (("r-1", 0.1), ("r-2", 3.0)):
+        phases = [generation_pb2.Phase(name="queue", seconds=seconds)]
+        fake.receipts.append(generation_pb2.Receipt(request_id=name, ttft_seconds=seconds, phases=phases))
+    result = await run("slow", "--last", "10m", "--target", fake.target)
+    assert fake.requests[-1].within_seconds == 600
+    first, second = [line for line in result.out.splitlines() if "r-" in line]
+    assert "r-2" in first
+    assert "queueing" in first
+    assert "scale the pool" in first
+    assert "r-1" in second
+    result = await run("slow", "--limit", "1", "--json", "--target", fake.target)
+    assert [(one["request_id"], one["cause"]) for one in json.loads(result.out)] == [("r-2", "queueing")]
+    fake.receipts.clear()
+    assert (await run("slow", "--target", fake.target)).code == 1
+    assert (await run("slow", "--last", "soon", "--target", fake.target)).code == 2
 
 
 @pytest.mark.parametrize(
