@@ -14,6 +14,7 @@ NEVER = ["token", r"assert \[", "ledger", "faults"]
 ALONE = {"cluster/test_external_ray.py", "cluster/test_up.py", "journey/test_up.py", "loadtest/test_bench.py"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once. With
     `-n` the tests of a file, which share what they start, stay together."""
