@@ -16,6 +16,8 @@ from cluster.reconcile import Supervisor
 from cluster.registry import Registry, State, WorkerRecord
 from cluster.scaling import Eyes, Scaling
 from cluster.up import Cluster
+from services.__main__ import run
+from tandem.errors import SettingsError
 from tandem.settings import Settings
 from tandem.tasks import end
 from tests.cluster.test_reconcile import SOON_S, FakeHost
@@ -116,6 +118,14 @@ def test_a_draining_workers_requests_need_a_place_elsewhere() -> None:
     other = replace(DECODE, worker_id="decode-1", state=State.DRAINING, running=4, blocks_held=30)
     pool = Eyes(None).look([ROUTER, DECODE, other], 0.0).pool("decode")
     assert (pool.workers, pool.running, pool.held, pool.places, pool.blocks) == (1, 4, 30, 10, 100)
+
+
+async def test_processes_that_nobody_supervises_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pod an HPA may size the pool: never both."""
+    for name, value in {"MODEL": "m", "AUTOSCALE": "dry-run", "DECODE_MAX": "2"}.items():
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+    with pytest.raises(SettingsError, match="HPA"):
+        await run("decode", "decode-0")
 
 
 @pytest.mark.usefixtures("workers_find_the_fake")
