@@ -132,9 +132,9 @@ async def test_processes_that_nobody_supervises_refuse_it(monkeypatch: pytest.Mo
 def test_a_real_cluster_grows_under_load_and_shrinks_after_it() -> None:
     """Requests that hold both places of a decode worker bring a second one; all are answered, also those that began
     before the pool grew and end after it has shrunk."""
-    given = settings(autoscale="on", decode_max=2, autoscale_hold_s=1.0, max_num_seqs=2)
+    given = settings(prefill=0, autoscale="on", decode_max=2, autoscale_hold_s=1.0, max_num_seqs=2)
     with Cluster(given, launcher=LAUNCHER, start_timeout_s=START_S) as cluster, ExitStack() as stack:
-        assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
+        assert set(cluster.workers) == {"router-0", "decode-0"}
         first = cluster.workers["decode-0"].started
         assert first
         host, _, port = first.address.rpartition(":")

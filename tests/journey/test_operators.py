@@ -59,8 +59,8 @@ async def wanted(admin: AdminServicer) -> dict[str, int]:
 
 
 async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
-    """Where the autoscaler does, a command is refused and changes nothing; in a dry run it works. What it found is told,
-    and that it is silent or off."""
+    """Where the autoscaler does, a command is refused and changes nothing; in a dry run it works. What it found is
+    told, and that it is silent or off."""
     await registry.want({"router": 1, "decode": 1, "prefill": 0})
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
