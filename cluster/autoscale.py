@@ -2,7 +2,8 @@
 themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it and carries out what it says.
 
     prefill   what comes keeps the pool busy at most BUSY of its time
-              what waits is computed within half of the objective of the first token (else within WAIT_S)
+              what waits, and did not only for a moment, is computed within half of the objective of the first token
+              (else within WAIT_S)
     decode    requests in progress and KV fill the pool at most to FULL; a place counts only if a step with so many
               streams keeps the objective of the next token
     who waits at a router counts for the decode pool where that is full, else for the prefill pool
@@ -23,7 +24,8 @@ POOLS = ("prefill", "decode")
 BUSY = 0.7  # of their time that prefill workers may compute: at more, prompts wait longer than they take
 FULL = 0.8  # of places and blocks: what comes while a worker starts has room
 WAIT_S = 1.5  # that a prompt may wait where there is no objective
-RATE_S = 10.0  # over which the rate of arrivals is taken; of a shorter burst, what waits tells
+RATE_S = 30.0  # over which the rate of arrivals is taken
+BURST_S = 5.0  # what waits no longer than that is gone before another worker has loaded
 GAP_S = 10.0  # without a look for longer, the past is unknown
 
 
@@ -132,12 +134,12 @@ class Autoscaler:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._looks: deque[tuple[float, float]] = deque()  # when, and what arrived since the one before
+        self._looks: deque[Look] = deque()  # of the last RATE_S
         self._needs: dict[str, deque[tuple[float, Need | None]]] = {role: deque() for role in rules.limits}
 
     def judge(self, look: Look, sizes: Mapping[str, int]) -> list[Verdict]:
         """On each pool of which a size is wanted. Looks must come in the order of their times."""
-        if self._looks and look.at - self._looks[-1][0] > GAP_S:  # nobody knows what was needed meanwhile
+        if self._looks and look.at - self._looks[-1].at > GAP_S:  # nobody knows what was needed meanwhile
             self._looks.clear()
             for past in self._needs.values():
                 past.clear()
@@ -150,17 +152,16 @@ class Autoscaler:
 
     def needs(self, look: Look) -> dict[str, Need | None]:
         """Of this look, and of how much arrived in those before it."""
-        return {
-            "prefill": need_prefill(look, self._arriving(look), self._rules),
-            "decode": need_decode(look, self._rules),
-        }
-
-    def _arriving(self, look: Look) -> float:
-        self._looks.append((look.at, look.arrived))
-        while len(self._looks) > 2 and self._looks[1][0] <= look.at - RATE_S:
+        self._looks.append(look)
+        while len(self._looks) > 2 and self._looks[1].at <= look.at - RATE_S:
             self._looks.popleft()
-        seconds = max(RATE_S, look.at - self._looks[0][0])
-        return sum(arrived for _, arrived in list(self._looks)[1:]) / seconds
+        arriving = sum(one.arrived for one in list(self._looks)[1:]) / max(RATE_S, look.at - self._looks[0].at)
+        prefill = need_prefill(look, arriving, self._rules)
+        for one in self._looks:
+            before = need_prefill(one, arriving, self._rules) if one.at >= look.at - BURST_S else None
+            if prefill and before and before.workers < prefill.workers:
+                prefill = before
+        return {"prefill": prefill, "decode": need_decode(look, self._rules)}
 
     def _verdict(self, role: str, now: float, size: int) -> Verdict:
         kept, (least, most), hold_s = self._needs[role], self._rules.limits[role], self._rules.hold_s
