@@ -38,6 +38,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.lifeline import die_with_parent
 from cluster.reconcile import Event, Life, Started, Supervisor
 from cluster.registry import Registry
+from cluster.scaling import Scaling
 from cluster.supervisor import ROLES, role_of
 from tandem.errors import InternalError, PreconditionFailed, SettingsError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
@@ -116,10 +117,12 @@ class SupervisorActor:
         """`owner` names the OwnerActor of the `tandem up` that this cluster must not outlive."""
         assert settings.redis is not None
         die_with_parent()
+        self._settings = settings
         self._grace_s = settings.drain_grace_s
         self._owner = owner
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
         self._loop = Supervisor(RayHost(settings, launcher), self._registry, settings.drain_grace_s)
+        self._scaling: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -127,6 +130,9 @@ class SupervisorActor:
         if self._run is None:
             self._run = asyncio.create_task(self._loop.run())
             self._end = asyncio.create_task(self._end_with_owner())
+            if self._settings.autoscale != "off":
+                scaling = Scaling(self._settings, self._registry)
+                self._scaling = asyncio.create_task(scaling.run(), name="autoscaler")
         await asyncio.shield(self._run)
 
     async def _end_with_owner(self) -> None:
@@ -142,6 +148,7 @@ class SupervisorActor:
         return await self._loop.events(after)
 
     async def stop(self, grace_s: float) -> None:
+        await end(self._scaling)
         await self._loop.stop(grace_s)
         await self._registry.close()
 

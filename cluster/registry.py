@@ -3,6 +3,7 @@ and Valkey.
 
     tandem:<cluster>:worker:<id>   JSON of one WorkerRecord, expires after heartbeat_ttl_s without a beat
     tandem:<cluster>:wanted        hash role -> number of workers
+    tandem:<cluster>:autoscale     JSON of what the autoscaler found last (cluster/scaling.py), expires after 10 s
     tandem:<cluster>:changed       pub/sub channel: "workers" or "wanted": a change that others should hear of now
 
 Nothing here is the truth about a request: losing it all costs placement quality, never a running stream.
@@ -28,6 +29,7 @@ from tandem.tasks import end
 log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 RECONNECT_S = 0.5
+SCALING_KEPT_S = 10.0
 
 
 class State(StrEnum):
@@ -64,6 +66,8 @@ class WorkerRecord:
     step_s: float = 0.0  # seconds of a step of one stream; 0: not known
     stream_s: float = 0.0  # that each further stream adds
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
+    backlog: int = 0  # prompt tokens still to be computed; of a router, of those who wait for a place
+    arrived: int = 0  # of a router: prompt tokens to be computed that have come in its life, refused ones included
     metrics_address: str = ""  # host:port of /metrics; empty: it has none
     beat: float = 0.0  # unix seconds on the worker's clock
 
@@ -144,6 +148,18 @@ class Registry:
         with answering():
             values = await self._redis.hgetall(f"{self._prefix}:wanted")
         return {str(role): int(size) for role, size in values.items()}
+
+    # ---- what the autoscaler found
+
+    async def tell_scaling(self, text: str) -> None:
+        with answering():
+            await self._redis.set(f"{self._prefix}:autoscale", text, px=int(SCALING_KEPT_S * 1000))
+
+    async def scaling(self) -> str | None:
+        """None: it has said nothing lately."""
+        with answering():
+            found = await self._redis.get(f"{self._prefix}:autoscale")
+        return None if found is None else str(found)
 
     # ---- changes
 

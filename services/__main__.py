@@ -14,11 +14,17 @@ import sys
 
 from services import launch
 from tandem import settings as tandem_settings
-from tandem.errors import TandemError
+from tandem.errors import SettingsError, TandemError
 
 
 async def run(role: str, worker_id: str) -> None:
     settings = tandem_settings.load()
+    if settings.autoscale != "off":
+        raise SettingsError(
+            "autoscale belongs to `tandem up`: who starts processes one by one sizes the pools, such as an HPA",
+            field="autoscale",
+            bound="off where nobody supervises",
+        )
     service = await launch.start(role, settings, worker_id)
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()

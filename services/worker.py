@@ -175,6 +175,7 @@ class Worker:
             step_s=self.engine.pace.step_s,
             stream_s=self.engine.pace.stream_s,
             prompt_rate=self.engine.pace.prompt_rate,
+            backlog=scheduler.backlog,
             metrics_address=self._metrics_served.address if self._metrics_served else "",
         )
 

@@ -440,6 +440,27 @@ class Pools(_Dict):
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict(_Dict):
+    """What the autoscaler found of one pool."""
+
+    role: str
+    size: int
+    """Wanted until then."""
+    wanted: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling(_Dict):
+    """What the autoscaler found when it looked last."""
+
+    mode: str
+    """on, or dry-run: then nothing is done."""
+    age: float
+    pools: list[Verdict]
+
+
+@dataclass(frozen=True, slots=True)
 class Drained(_Dict):
     """What became of the requests of a drained worker."""
 
@@ -522,6 +543,11 @@ class Diagnosis(_Dict):
 
 def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
     return Pools([_worker(worker) for worker in answer.workers], dict(answer.wanted))
+
+
+def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
+    pools = [Verdict(one.role, one.size, one.wanted, one.why) for one in answer.pools]
+    return Autoscaling(answer.mode, answer.age_seconds, pools)
 
 
 def audit(answer: admin_pb2.AuditResponse) -> Audit:

@@ -1,4 +1,5 @@
-"""The command line: `tandem up`, `generate`, `chat`, `workers`, `scale`, `drain`, `audit`, `doctor`, `slow`, `demo`.
+"""The command line: `tandem up`, `generate`, `chat`, `workers`, `scale`, `autoscale`, `drain`, `audit`, `doctor`,
+`slow`, `demo`.
 
 Facts go to stdout, with `--json` as one JSON value and nothing else; progress and errors go to stderr. The exit code
 is 0 only on success, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C. Commands import what they need when
@@ -87,6 +88,11 @@ def up(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
+    autoscale: Annotated[
+        str | None, typer.Option(help="off, dry-run or on, up to the two maxima that follow. [default: off]")
+    ] = None,
+    prefill_max: Annotated[int | None, typer.Option(help="Most prefill workers; --prefill is the least.")] = None,
+    decode_max: Annotated[int | None, typer.Option(help="Most decode workers; --decode is the least.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster. [default: one of its own]")] = None,
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
@@ -493,6 +499,18 @@ def _parse_size(text: str) -> tuple[str, int]:
     if role not in ("prefill", "decode") or not number.isdecimal():
         raise typer.BadParameter(f"{text!r} is not prefill=N or decode=N")
     return role, int(number)
+
+
+@app.command()
+def autoscale(target: Target = LOCAL, as_json: AsJson = False) -> None:
+    """Show how many workers the autoscaler wants, and why."""
+    with _reported(target):
+        from tandem import show
+        from tandem.client import Client
+
+        with Client(target) as client:
+            answer = client.autoscaling()
+        _print_json(answer.to_dict()) if as_json else _print(show.autoscaling(answer))
 
 
 @app.command()

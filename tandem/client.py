@@ -1,7 +1,7 @@
 """The client: text or token ids in, a completion or a stream of pieces out, over gRPC.
 
     Client.generate ── collects ──▶ Client.stream ── build_request ──▶ Generate ── StreamReader ──▶ pieces
-    Client.workers, scale, drain, audit, diagnose, model_info ── one _Question each ──▶ a value of tandem.answers
+    Client.workers, scale, autoscaling, drain, audit, ... ── one _Question each ──▶ a value of tandem.answers
 
 Client blocks and AsyncClient awaits; they differ in that alone. What is asked and how the answer is read is written
 once, outside of both. Every error is a class of tandem.errors. The server checks the values of a request; here only
@@ -27,7 +27,7 @@ import grpc
 import grpc.aio
 
 from tandem import answers, tracing
-from tandem.answers import Audit, Completion, Diagnosis, Drained, Job, ModelInfo, Piece, Pools, Receipt
+from tandem.answers import Audit, Autoscaling, Completion, Diagnosis, Drained, Job, ModelInfo, Piece, Pools, Receipt
 from tandem.errors import InvalidRequest, TooLarge, Unavailable
 from tandem.status import from_rpc
 from tandem.v1 import admin_pb2, common_pb2, generation_pb2, jobs_pb2
@@ -53,6 +53,7 @@ _SERVICE_CONFIG = {
                 {"service": GENERATION},
                 {"service": JOBS},
                 {"service": ADMIN, "method": "ListWorkers"},
+                {"service": ADMIN, "method": "GetScaling"},
                 {"service": ADMIN, "method": "Audit"},
                 {"service": ADMIN, "method": "Diagnose"},
             ],
@@ -310,6 +311,12 @@ def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]
         except (TypeError, ValueError) as error:
             raise _unencodable(role, size, "an integer of 32 bits, 0 or more") from error
     return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
+
+
+def _autoscaling() -> _Question[Autoscaling]:
+    return _Question(
+        f"/{ADMIN}/GetScaling", admin_pb2.GetScalingRequest(), admin_pb2.GetScalingResponse, answers.autoscaling
+    )
 
 
 def _drain(worker_id: str, grace: float) -> _Question[Drained]:
@@ -599,6 +606,10 @@ class AsyncClient:
         """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
         return await self._ask(_scale(prefill, decode))
 
+    async def autoscaling(self) -> Autoscaling:
+        """What the autoscaler found when it looked last. Raises PreconditionFailed where it is off."""
+        return await self._ask(_autoscaling())
+
     async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
         """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
         return await self._ask(_drain(worker_id, grace))
@@ -771,6 +782,10 @@ class Client:
     def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
         """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
         return self._ask(_scale(prefill, decode))
+
+    def autoscaling(self) -> Autoscaling:
+        """What the autoscaler found when it looked last. Raises PreconditionFailed where it is off."""
+        return self._ask(_autoscaling())
 
     def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
         """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""

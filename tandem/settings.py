@@ -30,6 +30,16 @@ class Settings(BaseSettings):
     """Wanted prefill workers. 0: decode workers prefill for themselves, and the receipt says so."""
     decode: Annotated[int, Field(ge=1, le=1024)] = 1
     """Wanted decode workers."""
+    autoscale: Literal["off", "dry-run", "on"] = "off"
+    """on: the supervisor sizes the pools itself, by what arrives, what waits and the objectives, from `prefill` and
+    `decode` up to the two that follow, and nobody else does. dry-run: it only says what it would do, which
+    `tandem autoscale` shows."""
+    prefill_max: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Most prefill workers, with autoscale; `prefill` is the least. Absent: always as many as `prefill`."""
+    decode_max: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Most decode workers, with autoscale; `decode` is the least. Absent: always as many as `decode`."""
+    autoscale_hold_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    """A pool shrinks when fewer workers were enough for so long."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
@@ -174,7 +184,15 @@ class Settings(BaseSettings):
     @property
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
-        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.prefill else STRETCH_ALONE)
+        beside = self.prefill or (self.autoscale == "on" and self.prefill_max)
+        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if beside else STRETCH_ALONE)
+
+    @property
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """The least and the most workers of each pool that the autoscaler may want."""
+        of_prefill = self.prefill if self.prefill_max is None else self.prefill_max
+        of_decode = self.decode if self.decode_max is None else self.decode_max
+        return {"prefill": (self.prefill, of_prefill), "decode": (self.decode, of_decode)}
 
 
 def load(**given: Any) -> Settings:
@@ -222,6 +240,7 @@ def load(**given: Any) -> Settings:
             field="adapters",
             bound="names that differ from the model's",
         )
+    _check_autoscale(settings)
     _all_or_none(settings, "tls_cert", "tls_key")
     _all_or_none(settings, "cluster_cert", "cluster_key", "cluster_ca")
     if settings.tls_client_ca is not None and settings.tls_cert is None:
@@ -233,6 +252,20 @@ def load(**given: Any) -> Settings:
             bound=f">= {2 * settings.heartbeat_s}",
         )
     return settings
+
+
+def _check_autoscale(settings: Settings) -> None:
+    for role, (least, most) in settings.limits.items():
+        if most < least:
+            raise SettingsError(
+                f"{role}_max is {most}, and {role} is {least}", field=f"{role}_max", bound=f"at least {role}"
+            )
+    if (settings.autoscale == "off") != all(least == most for least, most in settings.limits.values()):
+        raise SettingsError(
+            f"autoscale is {settings.autoscale}: prefill_max or decode_max says how far a pool may grow, and only then",
+            field="autoscale",
+            bound="on or dry-run exactly when prefill_max is over prefill, or decode_max over decode",
+        )
 
 
 def _all_or_none(settings: Settings, *names: str) -> None:

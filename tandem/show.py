@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tandem.answers import Audit, Calibrated, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
+from tandem.answers import Audit, Autoscaling, Calibrated, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
 from tandem.blame import Verdict
 
 BAR_CELLS = 36
@@ -326,6 +326,19 @@ def pools(answer: Pools) -> RenderableType:
 
 def wanted(sizes: dict[str, int]) -> str:
     return " ".join(f"{role}={sizes[role]}" for role in sorted(sizes, reverse=True)) or "nothing"
+
+
+def autoscaling(answer: Autoscaling) -> RenderableType:
+    said = "autoscale is on" if answer.mode == "on" else "dry-run: nothing is done"
+    lines: list[RenderableType] = [Text(f"{said}, looked {seconds(answer.age)} ago")]
+    for pool in answer.pools:
+        step = (
+            f"{pool.role} stays {pool.size}"
+            if pool.wanted == pool.size
+            else f"{pool.role} {pool.size} -> {pool.wanted}"
+        )
+        lines.append(Text(f"{step}: {printable(pool.why)}"))
+    return Group(*lines)
 
 
 def audit(answer: Audit) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 from collections.abc import Sequence
 from time import time
 
@@ -85,8 +86,31 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 " started, on Kubernetes by kubectl scale",
                 reason="NOT_SUPERVISED",
             )
+        if self._settings.autoscale == "on":
+            raise PreconditionFailed(
+                "the autoscaler sizes the pools here; `tandem autoscale` shows what it finds. Start the cluster with"
+                " another prefill, decode, prefill_max or decode_max, or without autoscale",
+                reason="AUTOSCALED",
+            )
         await self._registry.want(dict(request.wanted))
         return admin_pb2.ScalePoolsResponse(wanted=await self._wanted_sizes())
+
+    async def GetScaling(
+        self, request: admin_pb2.GetScalingRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetScalingResponse:
+        if self._settings.autoscale == "off":
+            raise PreconditionFailed(
+                "autoscale is off here; with dry-run it would say what it would do", reason="NOT_AUTOSCALED"
+            )
+        text = await self._registry.scaling()
+        if text is None:
+            raise Unavailable("the autoscaler has said nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0)
+        found = json.loads(text)
+        return admin_pb2.GetScalingResponse(
+            mode=found["mode"],
+            age_seconds=max(0.0, time() - found["at"]),
+            pools=[admin_pb2.ScalingVerdict(**verdict) for verdict in found["pools"]],
+        )
 
     async def _wanted_sizes(self) -> dict[str, int]:
         """As the registry has them; what it has just lost, or does not answer, as it was last known."""

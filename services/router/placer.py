@@ -64,6 +64,7 @@ class Placer:
         self._queue_timeout_s = queue_timeout_s
         self._since: dict[str, _Since] = {}
         self._placements = 0
+        self.arrived = 0  # prompt tokens to be computed that have come, refused ones included
         self._queue: Queue[_Waiting] = Queue()
         self._places: deque[float] = deque(maxlen=LATEST)  # when somebody was placed while others waited
         self._dispatched = -1  # the version of the view at which everybody who waits was tried last
@@ -114,6 +115,10 @@ class Placer:
     def waiting(self) -> int:
         """How many wait for a place."""
         return len(self._queue)
+
+    def waiting_tokens(self) -> int:
+        """Of their prompts."""
+        return sum(one.tokens for one in self._queue)
 
     def generated(self, tenant: str, tokens: int) -> None:
         """A tenant was sent so many tokens: who had fewer comes before it."""
@@ -166,6 +171,7 @@ class Placer:
         """Seconds until its turn, and of computing it: by the workers' rates, or by how places came free lately."""
         before = self._queue.before(one)
         decodes, prefills = (self._candidates(role, one.cached) for role in ("decode", "prefill"))
+        self.arrived += min((worker.fresh(one.tokens) for worker in prefills or decodes), default=one.tokens)
         wait_s, own_s = expected_wait(decodes, prefills, one.tokens, sum(other.tokens for other in before), self._rules)
         if len(self._places) >= FEW and before:
             every = (monotonic() - self._places[0]) / len(self._places)

@@ -365,6 +365,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self.feeds.keep_only({(record.worker_id, record.incarnation) for record in workers})
         self._placer.ways.keep_only({record.worker_id for record in workers})
 
+    def loaded(self, record: WorkerRecord) -> WorkerRecord:
+        """The router's record with what it has to do."""
+        return replace(
+            record,
+            running=self.running,
+            waiting=self._placer.waiting(),
+            backlog=self._placer.waiting_tokens(),
+            arrived=self._placer.arrived,
+        )
+
     def facts(self) -> ModelFacts:
         """What the decode workers say; the last known answer while none lives. Raises NoWorker before the first."""
         records = self._view.of_role("decode")
@@ -537,9 +547,7 @@ class Router:
             address="",
             model=settings.model,
         )
-        self._heartbeat = Heartbeat(
-            self.registry, lambda: replace(self._record, running=generation.running), settings.heartbeat_s
-        )
+        self._heartbeat = Heartbeat(self.registry, lambda: generation.loaded(self._record), settings.heartbeat_s)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: asyncio.Task[None] | None = None
         self._indexing: asyncio.Task[None] | None = None

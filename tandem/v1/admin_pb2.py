@@ -26,7 +26,7 @@ from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x1atandem/v1/generation.proto\"P\n\x13ListReceiptsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x16\n\x0ewithin_seconds\x18\x03 \x01(\x01\"<\n\x14ListReceiptsResponse\x12$\n\x08receipts\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Receipt\"\xc1\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\t \x01(\r\x12\x13\n\x0b\x62locks_held\x18\n \x01(\r\x12\x1d\n\x15heartbeat_age_seconds\x18\x0b \x01(\x01\x12\x0f\n\x07weights\x18\x0c \x01(\t\x12\x14\n\x0cweight_bytes\x18\r \x01(\x04\x12\x10\n\x08kv_dtype\x18\x14 \x01(\t\x12\x16\n\x0ekv_token_bytes\x18\x15 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x1e \x01(\t\"\x14\n\x12ListWorkersRequest\"\xa4\x01\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12:\n\x06wanted\x18\x02 \x03(\x0b\x32*.tandem.v1.ListWorkersResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"|\n\x11ScalePoolsRequest\x12\x38\n\x06wanted\x18\x01 \x03(\x0b\x32(.tandem.v1.ScalePoolsRequest.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\">\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\"4\n\x13\x44rainWorkerResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r\"\x0e\n\x0c\x41uditRequest\"\xa7\x01\n\rAuditResponse\x12\"\n\x07ledgers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Ledger\x12>\n\x0bunreachable\x18\x02 \x03(\x0b\x32).tandem.v1.AuditResponse.UnreachableEntry\x1a\x32\n\x10UnreachableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x11\n\x0f\x44iagnoseRequest\"\xf3\x01\n\x10\x44iagnoseResponse\x12\x1e\n\x05pairs\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Pair\x12\x1a\n\x12registry_reachable\x18\x02 \x01(\x08\x12#\n\x1bregistry_round_trip_seconds\x18\x03 \x01(\x01\x12;\n\x08versions\x18\x04 \x03(\x0b\x32).tandem.v1.DiagnoseResponse.VersionsEntry\x12\x10\n\x08problems\x18\x05 \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9a\x01\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x12\n\ncompatible\x18\x03 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x04 \x03(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\t2\xc7\x03\n\x0c\x41\x64minService\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12:\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x18.tandem.v1.AuditResponse\x12\x43\n\x08\x44iagnose\x12\x1a.tandem.v1.DiagnoseRequest\x1a\x1b.tandem.v1.DiagnoseResponse\x12O\n\x0cListReceipts\x12\x1e.tandem.v1.ListReceiptsRequest\x1a\x1f.tandem.v1.ListReceiptsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/admin.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x1atandem/v1/generation.proto\"P\n\x13ListReceiptsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x16\n\x0ewithin_seconds\x18\x03 \x01(\x01\"<\n\x14ListReceiptsResponse\x12$\n\x08receipts\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Receipt\"\xc1\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\t \x01(\r\x12\x13\n\x0b\x62locks_held\x18\n \x01(\r\x12\x1d\n\x15heartbeat_age_seconds\x18\x0b \x01(\x01\x12\x0f\n\x07weights\x18\x0c \x01(\t\x12\x14\n\x0cweight_bytes\x18\r \x01(\x04\x12\x10\n\x08kv_dtype\x18\x14 \x01(\t\x12\x16\n\x0ekv_token_bytes\x18\x15 \x01(\x01\x12\x17\n\x0fmetrics_address\x18\x1e \x01(\t\"\x14\n\x12ListWorkersRequest\"\xa4\x01\n\x13ListWorkersResponse\x12\"\n\x07workers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Worker\x12:\n\x06wanted\x18\x02 \x03(\x0b\x32*.tandem.v1.ListWorkersResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"|\n\x11ScalePoolsRequest\x12\x38\n\x06wanted\x18\x01 \x03(\x0b\x32(.tandem.v1.ScalePoolsRequest.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"~\n\x12ScalePoolsResponse\x12\x39\n\x06wanted\x18\x01 \x03(\x0b\x32).tandem.v1.ScalePoolsResponse.WantedEntry\x1a-\n\x0bWantedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x13\n\x11GetScalingRequest\"a\n\x12GetScalingResponse\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x02 \x01(\x01\x12(\n\x05pools\x18\x03 \x03(\x0b\x32\x19.tandem.v1.ScalingVerdict\"I\n\x0eScalingVerdict\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x0e\n\x06wanted\x18\x03 \x01(\r\x12\x0b\n\x03why\x18\x04 \x01(\t\">\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x15\n\rgrace_seconds\x18\x02 \x01(\x01\"4\n\x13\x44rainWorkerResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r\"\x0e\n\x0c\x41uditRequest\"\xa7\x01\n\rAuditResponse\x12\"\n\x07ledgers\x18\x01 \x03(\x0b\x32\x11.tandem.v1.Ledger\x12>\n\x0bunreachable\x18\x02 \x03(\x0b\x32).tandem.v1.AuditResponse.UnreachableEntry\x1a\x32\n\x10UnreachableEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x11\n\x0f\x44iagnoseRequest\"\xf3\x01\n\x10\x44iagnoseResponse\x12\x1e\n\x05pairs\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Pair\x12\x1a\n\x12registry_reachable\x18\x02 \x01(\x08\x12#\n\x1bregistry_round_trip_seconds\x18\x03 \x01(\x01\x12;\n\x08versions\x18\x04 \x03(\x0b\x32).tandem.v1.DiagnoseResponse.VersionsEntry\x12\x10\n\x08problems\x18\x05 \x03(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9a\x01\n\x04Pair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x12\n\ncompatible\x18\x03 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x04 \x03(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x06 \x01(\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\t2\x92\x04\n\x0c\x41\x64minService\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponse\x12I\n\nScalePools\x12\x1c.tandem.v1.ScalePoolsRequest\x1a\x1d.tandem.v1.ScalePoolsResponse\x12I\n\nGetScaling\x12\x1c.tandem.v1.GetScalingRequest\x1a\x1d.tandem.v1.GetScalingResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12:\n\x05\x41udit\x12\x17.tandem.v1.AuditRequest\x1a\x18.tandem.v1.AuditResponse\x12\x43\n\x08\x44iagnose\x12\x1a.tandem.v1.DiagnoseRequest\x1a\x1b.tandem.v1.DiagnoseResponse\x12O\n\x0cListReceipts\x12\x1e.tandem.v1.ListReceiptsRequest\x1a\x1f.tandem.v1.ListReceiptsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -63,24 +63,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEPOOLSRESPONSE']._serialized_end=997
   _globals['_SCALEPOOLSRESPONSE_WANTEDENTRY']._serialized_start=698
   _globals['_SCALEPOOLSRESPONSE_WANTEDENTRY']._serialized_end=743
-  _globals['_DRAINWORKERREQUEST']._serialized_start=999
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1061
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1063
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1115
-  _globals['_AUDITREQUEST']._serialized_start=1117
-  _globals['_AUDITREQUEST']._serialized_end=1131
-  _globals['_AUDITRESPONSE']._serialized_start=1134
-  _globals['_AUDITRESPONSE']._serialized_end=1301
-  _globals['_AUDITRESPONSE_UNREACHABLEENTRY']._serialized_start=1251
-  _globals['_AUDITRESPONSE_UNREACHABLEENTRY']._serialized_end=1301
-  _globals['_DIAGNOSEREQUEST']._serialized_start=1303
-  _globals['_DIAGNOSEREQUEST']._serialized_end=1320
-  _globals['_DIAGNOSERESPONSE']._serialized_start=1323
-  _globals['_DIAGNOSERESPONSE']._serialized_end=1566
-  _globals['_DIAGNOSERESPONSE_VERSIONSENTRY']._serialized_start=1519
-  _globals['_DIAGNOSERESPONSE_VERSIONSENTRY']._serialized_end=1566
-  _globals['_PAIR']._serialized_start=1569
-  _globals['_PAIR']._serialized_end=1723
-  _globals['_ADMINSERVICE']._serialized_start=1726
-  _globals['_ADMINSERVICE']._serialized_end=2181
+  _globals['_GETSCALINGREQUEST']._serialized_start=999
+  _globals['_GETSCALINGREQUEST']._serialized_end=1018
+  _globals['_GETSCALINGRESPONSE']._serialized_start=1020
+  _globals['_GETSCALINGRESPONSE']._serialized_end=1117
+  _globals['_SCALINGVERDICT']._serialized_start=1119
+  _globals['_SCALINGVERDICT']._serialized_end=1192
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1194
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1256
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1258
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1310
+  _globals['_AUDITREQUEST']._serialized_start=1312
+  _globals['_AUDITREQUEST']._serialized_end=1326
+  _globals['_AUDITRESPONSE']._serialized_start=1329
+  _globals['_AUDITRESPONSE']._serialized_end=1496
+  _globals['_AUDITRESPONSE_UNREACHABLEENTRY']._serialized_start=1446
+  _globals['_AUDITRESPONSE_UNREACHABLEENTRY']._serialized_end=1496
+  _globals['_DIAGNOSEREQUEST']._serialized_start=1498
+  _globals['_DIAGNOSEREQUEST']._serialized_end=1515
+  _globals['_DIAGNOSERESPONSE']._serialized_start=1518
+  _globals['_DIAGNOSERESPONSE']._serialized_end=1761
+  _globals['_DIAGNOSERESPONSE_VERSIONSENTRY']._serialized_start=1714
+  _globals['_DIAGNOSERESPONSE_VERSIONSENTRY']._serialized_end=1761
+  _globals['_PAIR']._serialized_start=1764
+  _globals['_PAIR']._serialized_end=1918
+  _globals['_ADMINSERVICE']._serialized_start=1921
+  _globals['_ADMINSERVICE']._serialized_end=2451
 # @@protoc_insertion_point(module_scope)

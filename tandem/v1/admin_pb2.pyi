@@ -105,6 +105,32 @@ class ScalePoolsResponse(_message.Message):
     wanted: _containers.ScalarMap[str, int]
     def __init__(self, wanted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class GetScalingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetScalingResponse(_message.Message):
+    __slots__ = ("mode", "age_seconds", "pools")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    age_seconds: float
+    pools: _containers.RepeatedCompositeFieldContainer[ScalingVerdict]
+    def __init__(self, mode: _Optional[str] = ..., age_seconds: _Optional[float] = ..., pools: _Optional[_Iterable[_Union[ScalingVerdict, _Mapping]]] = ...) -> None: ...
+
+class ScalingVerdict(_message.Message):
+    __slots__ = ("role", "size", "wanted", "why")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    size: int
+    wanted: int
+    why: str
+    def __init__(self, role: _Optional[str] = ..., size: _Optional[int] = ..., wanted: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "grace_seconds")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

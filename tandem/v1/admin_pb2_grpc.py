@@ -44,6 +44,11 @@ class AdminServiceStub:
                 request_serializer=tandem_dot_v1_dot_admin__pb2.ScalePoolsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_admin__pb2.ScalePoolsResponse.FromString,
                 _registered_method=True)
+        self.GetScaling = channel.unary_unary(
+                '/tandem.v1.AdminService/GetScaling',
+                request_serializer=tandem_dot_v1_dot_admin__pb2.GetScalingRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_admin__pb2.GetScalingResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/tandem.v1.AdminService/DrainWorker',
                 request_serializer=tandem_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
@@ -77,6 +82,13 @@ class AdminServiceServicer:
 
     def ScalePools(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScaling(self, request, context):
+        """What the autoscaler found when it looked last.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -120,6 +132,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ScalePools,
                     request_deserializer=tandem_dot_v1_dot_admin__pb2.ScalePoolsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_admin__pb2.ScalePoolsResponse.SerializeToString,
+            ),
+            'GetScaling': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScaling,
+                    request_deserializer=tandem_dot_v1_dot_admin__pb2.GetScalingRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_admin__pb2.GetScalingResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -196,6 +213,33 @@ class AdminService:
             '/tandem.v1.AdminService/ScalePools',
             tandem_dot_v1_dot_admin__pb2.ScalePoolsRequest.SerializeToString,
             tandem_dot_v1_dot_admin__pb2.ScalePoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScaling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.AdminService/GetScaling',
+            tandem_dot_v1_dot_admin__pb2.GetScalingRequest.SerializeToString,
+            tandem_dot_v1_dot_admin__pb2.GetScalingResponse.FromString,
             options,
             channel_credentials,
             insecure,

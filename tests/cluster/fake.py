@@ -26,6 +26,7 @@ class FakeService:
         self._settings = settings
         self._worker_id = worker_id
         self._state = State.READY
+        self._running = 0
         self._ended = asyncio.Event()
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
         self._heartbeat = Heartbeat(self._registry, self._describe, settings.heartbeat_s)
@@ -49,9 +50,14 @@ class FakeService:
         self._ended.set()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One line `drain` ends the service, as an operator's drain would."""
-        if await reader.readline() == b"drain\n":
+        """A request is a connection; its line ends it. `drain` ends the service, as an operator's drain would."""
+        self._running += 1
+        line = await reader.readline()
+        self._running -= 1
+        if line == b"drain\n":
             await self.stop(0)
+        if line == b"answer\n":
+            writer.write(b"answered\n")
         writer.close()
 
     def _describe(self) -> WorkerRecord:
@@ -62,6 +68,10 @@ class FakeService:
             pid=os.getpid(),
             incarnation=self.incarnation,
             address=self.address,
+            running=self._running,
+            max_running=self._settings.max_num_seqs,
+            blocks_total=1000,
+            prompt_rate=1000.0,
         )
 
 

@@ -111,6 +111,7 @@ def test_the_check_would_see_a_wrong_field() -> None:
         ({"settings": {"model": "m", "max_model_length": 8}}, "max_model_length"),
         ({"settings": {"model": "m", "block_size": 0}}, "block_size"),
         ({"settings": {"model": "m", "dtype": "float16"}}, "dtype"),
+        ({"settings": {"model": "m", "autoscale": "on"}}, "autoscale"),
         ({"settings": {"model": "m"}, "pools": {"prefill": {"gpus": 1}}}, "gpus"),
         ({"settings": {"model": "m"}, "pools": {"prefill": {"settings": {"kv_dtype": "int8"}}}}, "kv_dtype"),
         ({"settings": {"model": "m"}, "pools": {"encode": {}}}, "encode"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from services.router.admin import AdminServicer
 from services.server import Channels
 from services.view import ClusterView
 from tandem.answers import calibration
+from tandem.errors import PreconditionFailed, Unavailable
 from tandem.settings import Settings
 from tandem.v1 import admin_pb2
 from tests import oracle
@@ -53,6 +56,33 @@ async def problems(admin: AdminServicer) -> list[str]:
 
 async def wanted(admin: AdminServicer) -> dict[str, int]:
     return dict((await admin.ListWorkers(admin_pb2.ListWorkersRequest(), CONTEXT)).wanted)
+
+
+async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
+    """Where the autoscaler does, a command is refused and changes nothing; in a dry run it works. What it found is
+    told, and that it is silent or off."""
+    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
+    for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
+        given = Settings(model="m", autoscale=mode, decode_max=2)  # type: ignore[arg-type]
+        admin = AdminServicer(given, registry, ClusterView(registry, 1.0), Channels())
+        with pytest.raises(Unavailable, match="nothing lately"):
+            await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
+        if reason:
+            with pytest.raises(PreconditionFailed) as refused:
+                await admin.ScalePools(three, CONTEXT)
+            assert refused.value.reason == reason
+        else:
+            await admin.ScalePools(three, CONTEXT)
+        assert (await registry.wanted())["decode"] == (1 if reason else 3)
+    verdict = {"role": "decode", "size": 1, "wanted": 2, "why": "9 requests"}
+    await registry.tell_scaling(json.dumps({"mode": "dry-run", "at": time() - 2.0, "pools": [verdict]}))
+    found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
+    assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
+    assert 2.0 <= found.age_seconds < 10.0
+    off = AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), Channels())
+    with pytest.raises(PreconditionFailed, match="off"):
+        await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 
 
 async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, registry: Registry) -> None:

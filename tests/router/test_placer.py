@@ -224,6 +224,24 @@ async def test_who_cannot_have_its_first_token_in_time_is_refused_at_once(about:
                 pass
 
 
+async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
+    """An autoscaler sees what is wanted, not what is served: a request that is refused counts, what is cached and what
+    has begun does not. What waits is told as well."""
+    placer = Placer(slow(), 60.0, Rules("never"))
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(placer.placed(1000, 1010, 60.0))
+        await refusal(placer, 1000, ttft_s=2.5)
+        assert (placer.arrived, placer.waiting_tokens()) == (3000, 0)
+        await refusal(placer, 1000, ttft_s=1.1, cached=lambda record: 600)
+        assert placer.arrived == 3400
+        waits = asyncio.create_task(stack.enter_async_context(placer.placed(1000, 1010, 60.0, begun=True)))
+        await asyncio.sleep(0)
+        assert (placer.arrived, placer.waiting_tokens()) == (3400, 1000)
+        waits.cancel()
+        await asyncio.wait({waits})
+
+
 async def test_control_without_an_objective_it_waits() -> None:
     """And so does one whose client has had tokens already, whatever the objective."""
     for rules, begun in ((Rules("never"), False), (Rules("never", ttft=2.5), True)):

@@ -137,6 +137,13 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         self.requests.append(request)
         return admin_pb2.ScalePoolsResponse(wanted={"prefill": 1, "decode": 1, **request.wanted})
 
+    async def GetScaling(self, request: Any, context: Any) -> admin_pb2.GetScalingResponse:
+        pools = [
+            admin_pb2.ScalingVerdict(role="prefill", size=1, wanted=1, why="0 prompt tokens/s arrive"),
+            admin_pb2.ScalingVerdict(role="decode", size=1, wanted=2, why="9 requests"),
+        ]
+        return admin_pb2.GetScalingResponse(mode="dry-run", age_seconds=0.25, pools=pools)
+
     async def DrainWorker(self, request: Any, context: Any) -> admin_pb2.DrainWorkerResponse:
         self.requests.append(request)
         if request.worker_id not in {worker.worker_id for worker in self.workers}:

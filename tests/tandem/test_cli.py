@@ -258,7 +258,7 @@ async def test_slow_names_what_to_blame(fake: Any) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["workers"], ["scale", "prefill=2"], ["drain", "decode-0"], ["audit"], ["doctor"]],
+    [["workers"], ["scale", "prefill=2"], ["autoscale"], ["drain", "decode-0"], ["audit"], ["doctor"]],
     ids=lambda args: args[0],
 )
 async def test_json_alone_on_stdout(fake: Any, args: list[str]) -> None:
@@ -274,6 +274,16 @@ async def test_workers_table(fake: Any) -> None:
     row = next(line for line in result.out.splitlines() if "decode-0" in line)
     assert " ".join(row.split()) == "decode-0 decode ready 7 i-1 127.0.0.1:1 1 0 25% (2/8) int8 250 ms"
     assert "wanted: prefill=1 decode=1" in result.out
+
+
+async def test_autoscale(fake: Any) -> None:
+    """Whether anything is done, how old it is, and for each pool the step and its reasons."""
+    result = await run("autoscale", "--target", fake.target)
+    assert result.out == (
+        "dry-run: nothing is done, looked 250 ms ago\n"
+        "prefill stays 1: 0 prompt tokens/s arrive\n"
+        "decode 1 -> 2: 9 requests\n"
+    )
 
 
 async def test_scale(fake: Any) -> None:

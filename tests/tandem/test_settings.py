@@ -38,6 +38,30 @@ def test_speculation_that_can_be_is_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
+        ({"autoscale": "on"}, "autoscale"),
+        ({"autoscale": "dry-run", "prefill_max": 1, "decode_max": 1}, "autoscale"),
+        ({"decode_max": 2}, "autoscale"),
+        ({"autoscale": "on", "decode": 3, "decode_max": 2}, "decode_max"),
+        ({"autoscale": "on", "decode": 0, "decode_max": 2}, "decode"),
+        ({"autoscale": "on", "decode_max": 2, "autoscale_hold_s": 0}, "autoscale_hold_s"),
+    ],
+)
+def test_an_autoscaler_that_cannot_be_is_refused(given: dict[str, Any], field: str) -> None:
+    """Without anything to scale, with limits that nobody follows or that cross, with no decode worker."""
+    with pytest.raises(SettingsError) as caught:
+        settings.load(model="m", **given)
+    assert caught.value.field == field
+
+
+def test_an_autoscaler_has_the_sizes_as_its_least() -> None:
+    """A pool without a maximum keeps its size."""
+    given = settings.load(model="m", autoscale="on", prefill=2, decode_max=3)
+    assert given.limits == {"prefill": (2, 2), "decode": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
         ({"adapters": {"m": "folder"}}, "adapters"),
         ({"adapters": {"": "folder"}}, "adapters..[key]"),
         ({"adapters": {"a\nb": "folder"}}, "adapters.a\nb.[key]"),
