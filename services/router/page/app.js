@@ -155,7 +155,7 @@ function now(data, span) {
     ["tokens", `${number(data.tokens / data.window)} /s`, "of answers that ended", of(2)],
     ["KV moved", rate(sums(3) / data.window), `${bytes(sums(3))} in ${span}`, of(3)],
     ["since the start", `${number(ends.ok ?? 0)} ok`,
-      `${number(ends.refused ?? 0)} refused, ${number(ends.failed ?? 0)} failed, ${number(ends.cancelled ?? 0)} left`, null],
+      `${number(ends.refused ?? 0)} refused, ${number(ends.failed ?? 0)} failed, ${number(ends.cancelled ?? 0)} cancelled`, null],
   ]) {
     if (!tiles.has(name)) {
       const parts = { value: h("strong"), beside: h("span", { class: "quiet" }), line: h("div") };

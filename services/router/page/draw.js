@@ -93,7 +93,7 @@ export function spark(values, label) {
 
 // Prefill workers on the left, decode workers on the right; a line for each pair that handed over.
 export function flow(place, prefills, decodes, links, window) {
-  const width = widthOf(place), wide = Math.min(112, width * 0.27), tall = 40, gap = 14;
+  const width = widthOf(place), wide = Math.min(112, width * 0.27), tall = 40, gap = 26;
   const rows = Math.max(prefills.length, decodes.length, 1);
   const height = Math.max(170, rows * (tall + gap) + gap);
   const spot = (list, at) => (height - list.length * (tall + gap) + gap) / 2 + at * (tall + gap);
@@ -115,8 +115,7 @@ export function flow(place, prefills, decodes, links, window) {
     lines.push(s("path", { class: "pipe", d: path, "stroke-width": thick }));
     lines.push(s("path", { class: "moving", d: path, "stroke-width": Math.max(1.5, thick - 2) }));
     if (order < 6) {
-      const fan = shown.length > 1 && prefills.length > 1 && decodes.length > 1 ? (from % 2 ? 0.3 : 0.7) : 0.5;
-      const [x, y] = bezier(fan, wide, y1, right, y2);
+      const [x, y] = bezier(Math.abs(y1 - y2) < 4 ? 0.56 : 0.26, wide, y1, right, y2); // crossing ones near their source
       const speed = link.seconds ? rate(link.bytes / link.seconds) : bytes(link.bytes);
       words.push(s("text", { class: "speed", x, y: y - 4, "text-anchor": "middle" }, speed));
     }
