@@ -31,7 +31,7 @@ from services.router.admin import AdminServicer
 from services.router.keys import Keys
 from services.router.receipt import Kept
 from tandem import answers
-from tandem.errors import Busy, InvalidRequest, PermissionDenied
+from tandem.errors import Busy, InvalidRequest, PermissionDenied, TandemError
 from tandem.v1 import admin_pb2, generation_pb2
 
 TICK_S = 1.0  # from one snapshot to the next
@@ -218,6 +218,14 @@ class Dashboard:
         if HEADER not in request.headers:
             raise PermissionDenied(f"only the dashboard's own page may ask this; it sends the header {HEADER}")
 
+    def _may_stay(self, request: Request) -> bool:
+        """A key that was taken out sees no more."""
+        try:
+            self._check(request)
+        except TandemError:
+            return False
+        return True
+
     def _page(self, file: Path) -> Callable[[Request], Awaitable[Response]]:
         body, kind = file.read_bytes(), _KINDS[file.suffix]
 
@@ -229,9 +237,8 @@ class Dashboard:
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         told: Kept | None = None
         for number in range(int(LIFE_S / TICK_S)):
-            if number and await self._closed_within(TICK_S):
+            if number and (await self._closed_within(TICK_S) or not self._may_stay(request)):
                 return
-            self._check(request)  # a key that was taken out sees no more
             await self._make()
             yield self._state
             if number == 0 or told is not self._newest:
