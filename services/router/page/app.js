@@ -32,7 +32,7 @@ async function follow() {
     let timer = setTimeout(() => gone.abort(), SILENT_MS);
     try {
       const response = await ask("dashboard/events", { signal: gone.signal });
-      if (response.status === 401 || response.status === 403) return askForKey(await refusal(response));
+      if (response.status === 401 || response.status === 403) return askForKey(response.status, await refusal(response));
       if (!response.ok) throw new Error(await refusal(response));
       for await (const [name, data] of events(response.body)) {
         clearTimeout(timer);
@@ -65,9 +65,11 @@ async function* events(body) {
   }
 }
 
-function askForKey(why) {
-  const here = /without api_keys/.test(why);
-  tell(at("why"), key || here ? why : "");
+function askForKey(status, why) {
+  const useless = status === 403 && !key; // no key helps: the cluster has none, and we are not at its machine
+  tell(at("ask-title"), useless ? "Not open from here" : "This cluster asks for a key");
+  tell(at("why"), key || useless ? why : "");
+  at("enter").hidden = useless;
   key = "";
   sessionStorage.removeItem("tandem-key");
   at("main").hidden = at("forget").hidden = true;
@@ -122,13 +124,13 @@ function warn(data) {
 function draw() {
   const data = state, pool = (role) => data.workers.filter((one) => one.role === role);
   const window = Math.round(data.window), span = window >= 60 ? "the last minute" : `the last ${window} s`;
-  for (const place of document.querySelectorAll(".window")) tell(place, `KV over ${span}`);
+  for (const place of document.querySelectorAll(".window")) tell(place, `rate while KV moved, ${span}`);
   now(data, span);
   flow(at("flow"), pool("prefill"), pool("decode"), data.links, data.window);
   const judged = data.goal.ttft !== null || data.goal.tpot !== null;
   figures(at("goodput-figures"), judged
     ? [["met", share(data.met, data.ended)], ["good", `${number(data.met / data.window)} /s`],
-      ["missed", number(data.ended - data.met)]]
+      ["missed", number(data.ended - data.met)], ["of", count(data.ended, "answer")]]
     : [["ended", `${number(data.ended / data.window)} /s`], ["objective", "none set"]]);
   bars(at("goodput"), data.seconds.map(([ended, met]) => [ended, met]), judged,
     judged ? `${data.met} of ${data.ended} answers met the objectives in ${span}` : `${data.ended} answers in ${span}`);
@@ -230,8 +232,7 @@ function fillRow(row, worker) {
   tell(row.beat, worker.heartbeat_age < 1.5 ? worker.address : `last heard of ${seconds(worker.heartbeat_age)} ago`);
   if (!row.bar) return;
   row.bar.value = worker.blocks_total ? worker.blocks_held / worker.blocks_total : 0;
-  row.bar.title = `${worker.blocks_held} of ${worker.blocks_total} blocks`;
-  tell(row.kv, `KV ${share(worker.blocks_held, worker.blocks_total)} of ${number(worker.blocks_total)} blocks`);
+  tell(row.kv, `KV ${number(worker.blocks_held)} of ${number(worker.blocks_total)} blocks`);
   row.drain.disabled = worker.state !== "ready";
 }
 
@@ -275,7 +276,7 @@ async function scale(role, by) {
 }
 
 async function drain(id) {
-  const meaning = "It takes nothing new, finishes what it has for up to 30 s and restarts. What is not done by then goes on elsewhere.";
+  const meaning = "It takes nothing new, may finish what it has for 30 s, and ends; what then still runs goes on elsewhere. Its supervisor starts it again.";
   if (await sure(`Drain ${id}?`, meaning, "Drain")) {
     say(`${id} drains`);
     await act(`dashboard/workers/${encodeURIComponent(id)}/drain?grace=30`, (answer) =>

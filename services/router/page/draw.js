@@ -123,8 +123,8 @@ export function flow(place, prefills, decodes, links, window) {
   const alone = new Map(links.filter((link) => !link.prefill).map((link) => [link.decode, link.requests]));
   const moved = links.reduce((sum, link) => sum + link.bytes, 0);
   const label = `${shown.length} pairs of workers handed over, ${rate(moved / window)} of KV`;
-  const none = prefills.length ? null
-    : s("text", { x: 4, y: height / 2 }, "no prefill worker: decode workers prefill");
+  const none = !prefills.length ? s("text", { x: 4, y: height / 2 }, "no prefill worker: decode workers prefill")
+    : !shown.length ? s("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no KV has moved lately") : null;
   sheet(place, height, label, ...lines, none,
     ...prefills.map((worker, at) => box(worker, 1, spot(prefills, at), "prefill")),
     ...decodes.map((worker, at) => box(worker, right, spot(decodes, at), "decode")), ...words,

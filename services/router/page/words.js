@@ -20,6 +20,7 @@ export function bytes(count) {
 }
 
 export function rate(perSecond) {
+  if (!perSecond) return "0 B/s";
   if (perSecond >= 1e8) return `${digits(perSecond / 1e9)} GB/s`;
   if (perSecond >= 1e5) return `${digits(perSecond / 1e6)} MB/s`;
   return `${digits(perSecond / 1e3)} kB/s`;
