@@ -284,3 +284,7 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
         await browser.until("document.querySelector('#warning').textContent === '1 of 2 prefill workers are ready'")
         said = await browser.call("POST", "/se/log", {"type": "browser"})
         assert [one["message"] for one in said if "401" not in one["message"]] == []
+        # Control: had the page made anything from markup, the browser would have stopped it, and said so.
+        markup = "try { document.body.innerHTML = '<b>x</b>'; return 'taken'; } catch (error) { return error.name; }"
+        assert await browser.run(markup) == "TypeError"
+        assert await browser.call("POST", "/se/log", {"type": "browser"})

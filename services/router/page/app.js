@@ -68,7 +68,7 @@ async function* events(body) {
 function askForKey(status, why) {
   const useless = status === 403 && !key; // no key helps: the cluster has none, and we are not at its machine
   tell(at("ask-title"), useless ? "Not open from here" : "This cluster asks for a key");
-  tell(at("why"), key || useless ? why : "");
+  tell(at("why"), key && status === 401 ? "It does not know the one that you gave." : key || useless ? why : "");
   at("enter").hidden = useless;
   key = "";
   sessionStorage.removeItem("tandem-key");
