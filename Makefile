@@ -29,7 +29,7 @@ demo: setup
 
 # Two files at a time (tests/conftest.py).
 test: setup lint
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2
 
 # The tests that need no second process: seconds, not minutes.
 fast: setup

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Tests with processes, clocks and a machine that others use as well.
 SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
 # What no busy machine can be the reason for: other tokens, or books that do not balance.
 NEVER = ["token", r"assert \[", "ledger", "faults"]
 # Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.
-ALONE = {"cluster/test_external_ray.py", "cluster/test_up.py", "journey/test_up.py", "loadtest/test_bench.py"}
+ALONE = {
+    "tests/cluster/test_external_ray.py",
+    "tests/cluster/test_scaling.py",
+    "tests/cluster/test_up.py",
+    "tests/journey/test_up.py",
+    "tests/loadtest/test_bench.py",
+}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once. With
-    `-n` the tests of a file, which share what they start, stay together."""
+    """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once."""
     for item in items:
         if item.path.parent.name in SECOND_CHANCE:
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=NEVER))
-        name = f"{item.path.parent.name}/{item.path.name}"
-        item.add_marker(pytest.mark.xdist_group("alone" if name in ALONE else name))
+
+
+class Files(LoadFileScheduling):
+    """With `-n`: the tests of a file, which share what they start, on one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "alone" if file in ALONE else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
