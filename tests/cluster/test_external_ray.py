@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,14 +35,20 @@ except TandemError as error:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def head() -> Iterator[dict[str, str]]:
     """A Ray head as an administrator would start it; the environment in which it is found."""
-    directory = tmp_path_factory.mktemp("ray")
+    with tempfile.TemporaryDirectory(
+        prefix="tdm-", ignore_cleanup_errors=True
+    ) as directory:  # short: of sockets
+        yield from _head(directory)
+
+
+def _head(directory: str) -> Iterator[dict[str, str]]:
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_TMPDIR": str(directory),
+        "RAY_TMPDIR": directory,
     }
     code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
     with socket.create_server(("", 0)) as free:
@@ -53,9 +60,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     assert ray.stdout
-    for line in ray.stdout:
-        if "Ray runtime started" in line:
-            break
+    assert any("Ray runtime started" in line for line in ray.stdout), "the head did not start"
     family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
     yield env | {"RAY_ADDRESS": f"{socket.gethostbyname(socket.gethostname())}:{port}", "HEAD": str(ray.pid)}
     for process in family:
