@@ -37,9 +37,7 @@ except TandemError as error:
 @pytest.fixture(scope="module")
 def head() -> Iterator[dict[str, str]]:
     """A Ray head as an administrator would start it; the environment in which it is found."""
-    with tempfile.TemporaryDirectory(
-        prefix="tdm-", ignore_cleanup_errors=True
-    ) as directory:  # short: of sockets
+    with tempfile.TemporaryDirectory(prefix="tdm-", ignore_cleanup_errors=True) as directory:  # short: of sockets
         yield from _head(directory)
 
 
