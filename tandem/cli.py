@@ -57,7 +57,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character ends no stream
-    app(prog_name="tandem")
+    try:
+        app(prog_name="tandem")
+    except RuntimeError as error:
+        # Ctrl-C in the middle of threading.Condition.wait surfaces as "cannot release un-acquired lock".
+        if isinstance(error.__context__, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        raise
 
 
 # ---- the cluster's life

@@ -9,7 +9,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 # Tests with processes, clocks and a machine that others use as well.
-SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
+SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest", "tandem"}
 # What no busy machine can be the reason for: other tokens, or books that do not balance.
 NEVER = ["token", r"assert \[", "ledger", "faults"]
 # Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.

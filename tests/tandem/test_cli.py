@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tandem import errors
+from tandem import cli, errors
 from tandem.cli import app, sentence
 from tandem.v1 import generation_pb2
 
@@ -106,6 +107,28 @@ async def test_ctrl_c_cancels_the_stream(fake: Any, events: Any, json_flag: list
     await asyncio.wait_for(fake.cancelled.wait(), 5)
     assert (process.returncode, err) == (130, b"")
     assert out == b"" or not json_flag
+
+
+def test_ctrl_c_while_a_lock_is_waited_for_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CPython makes of it then is no bug to be shown; any other RuntimeError is."""
+
+    def interrupted(**_: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+
+    def broken(**_: Any) -> None:
+        threading.Lock().release()
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(RuntimeError):
+        cli.main()
 
 
 async def test_generate_reads_stdin(fake: Any) -> None:
@@ -416,6 +439,7 @@ def test_up_refuses_impossible_settings() -> None:
 
 DEMO = """
 import sys
+import threading
 from types import ModuleType
 
 class Cluster:
