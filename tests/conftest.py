@@ -9,7 +9,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 # Tests with processes, clocks and a machine that others use as well.
-SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest", "tandem"}
+SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
 # What no busy machine can be the reason for: other tokens, or books that do not balance.
 NEVER = ["token", r"assert \[", "ledger", "faults"]
 # Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.
@@ -23,7 +23,8 @@ ALONE = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One that fails is tried once more, and counted as "rerun" in the summary; a wrong answer fails at once."""
+    """One that fails is tried once more, and counted as "rerun" in the summary; one whose failure names such a thing
+    fails at once."""
     for item in items:
         if item.path.parent.name in SECOND_CHANCE:
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=NEVER))
