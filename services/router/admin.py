@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from cluster.registry import Registry, WorkerRecord
-from services.router.receipt import Kept
+from services.router.receipt import Answered
 from services.server import Channels
 from services.view import ClusterView
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
@@ -43,7 +43,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         registry: Registry,
         view: ClusterView,
         channels: Channels,
-        receipts: Sequence[Kept] = (),
+        receipts: Sequence[Answered] = (),
     ) -> None:
         """`receipts` of the requests that ended lately, the newest last; they grow meanwhile."""
         self._receipts = receipts

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.router.admin import AdminServicer
 from services.router.keys import Keys
-from services.router.receipt import Kept
+from services.router.receipt import Answered
 from tandem import answers
 from tandem.errors import Busy, InvalidRequest, PermissionDenied, TandemError
 from tandem.v1 import admin_pb2, generation_pb2
@@ -74,7 +74,7 @@ class Goal(NamedTuple):
         return not (slow_first or slow_token)
 
 
-def snapshot(kept: Sequence[Kept], now: float, since: float, goal: Goal) -> dict[str, Any]:
+def snapshot(kept: Sequence[Answered], now: float, since: float, goal: Goal) -> dict[str, Any]:
     """Of the answers that ended within the window before `now`. `kept` has all that ended after `since`, the newest
     last."""
     window = min(float(WINDOW_S), max(1.0, now - since))
@@ -156,7 +156,7 @@ class Dashboard:
     """The routes. `kept` grows meanwhile; `seen` is asked once for each snapshot."""
 
     def __init__(
-        self, goal: Goal, kept: Sequence[Kept], seen: Callable[[], Seen], admin: AdminServicer, keys: Keys | None
+        self, goal: Goal, kept: Sequence[Answered], seen: Callable[[], Seen], admin: AdminServicer, keys: Keys | None
     ) -> None:
         self._goal = goal
         self._kept = kept
@@ -169,7 +169,7 @@ class Dashboard:
         self._making = asyncio.Lock()
         self._made = 0.0
         self._state = self._receipts = b""
-        self._newest: Kept | None = None  # of those in `_receipts`
+        self._newest: Answered | None = None  # of those in `_receipts`
         self.opened = 0
 
     def routes(self) -> list[Route]:
@@ -234,7 +234,7 @@ class Dashboard:
         return page
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
-        told: Kept | None = None
+        told: Answered | None = None
         for number in range(int(LIFE_S / TICK_S)):
             if number and (await self._closed_within(TICK_S) or not self._may_stay(request)):
                 return
@@ -304,6 +304,3 @@ def _number(request: Request, name: str, least: float, most: float) -> float:
     if not least <= value <= most or (isinstance(least, int) and value != int(value)):
         raise InvalidRequest(f"{name} is {text!r:.80}", field=name, bound=f"{least:g} to {most:g}")
     return value
-
-
-__all__ = ["HEADER", "HEADERS", "PAGES", "Dashboard", "Goal", "Seen", "snapshot"]

@@ -21,7 +21,7 @@ from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 MEASURED_HERE = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
 
 
-class Kept(NamedTuple):
+class Answered(NamedTuple):
     """A receipt that a router keeps for a while, and when its request ended, on the router's clock."""
 
     ended: float

@@ -37,7 +37,7 @@ from services.router.policy import Placement, Rules
 from services.router.prefixes import Prefixes
 from services.router.quarantine import MOST_LOST, Quarantine, identity
 from services.router.reader import Reader
-from services.router.receipt import Account, Kept
+from services.router.receipt import Account, Answered
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -106,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
         self.waiting = self._placer.waiting
-        self.receipts: deque[Kept] = deque(maxlen=RECEIPTS)  # of those that ended lately
+        self.receipts: deque[Answered] = deque(maxlen=RECEIPTS)  # of those that ended lately
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -217,7 +217,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     break  # leaving ends the stream below, and with it everything that is held for it
         tail = text.finish()
         receipt = account.receipt(job, self._settings.model)
-        self.receipts.append(Kept(monotonic(), receipt))
+        self.receipts.append(Answered(monotonic(), receipt))
         self.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(),

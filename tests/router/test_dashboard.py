@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from services.router.dashboard import PAGES, POINTS, WINDOW_S, Goal, is_loopback, snapshot
-from services.router.receipt import Kept
+from services.router.receipt import Answered
 from tandem.v1 import common_pb2, generation_pb2
 
 NOBODY = Goal(None, None)
 
 
-def kept(ended: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, prefill: str = "prefill-0") -> Kept:
+def kept(ended: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, prefill: str = "prefill-0") -> Answered:
     moved = common_pb2.TransferReport(transport="nixl:ucx:cma", bytes=1000, seconds=0.5) if prefill else None
-    return Kept(
+    return Answered(
         ended,
         generation_pb2.Receipt(
             ttft_seconds=ttft,
