@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,65 +20,57 @@ from tandem.tasks import end
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
+Take = Callable[[decode_pb2.DecodeResponse], bool]  # what a worker says; True: the stream is over
 FAREWELL_S = 5.0  # for the end of a stream to come, after its call has ended well
 
 
 class Lane:
-    """What one attempt's stream said after its first token and nobody has read. Bounded by its max_tokens."""
+    """One attempt's share of a feed. What comes before somebody reads is bounded by its max_tokens."""
 
     def __init__(self, feed_id: str, number: int, worker_id: str) -> None:
         self.feed_id = feed_id
         self.number = number
         self._worker_id = worker_id
-        self._events: deque[decode_pb2.DecodeResponse] = deque()
-        self._wake = asyncio.Event()
-        self._error: TandemError | None = None
-        self._hung_up = False
+        self._early: list[decode_pb2.DecodeResponse] = []
+        self._take: Take | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, event: decode_pb2.DecodeResponse) -> None:
-        self._events.append(event)
-        self._wake.set()
+        if self._take is None:
+            self._early.append(event)
+        elif not self._ended.done():
+            try:
+                if self._take(event):
+                    self._ended.set_result(None)
+            except Exception as error:  # belongs to this stream's attempt; the feed goes on
+                self.fail(error)
 
-    def fail(self, error: TandemError) -> None:
+    def fail(self, error: Exception) -> None:
         """After what was put."""
-        self._error = error
-        self._wake.set()
+        if not self._ended.done():
+            self._ended.set_exception(error)
+            self._ended.exception()  # seen: who reads gets it, and nobody has to
 
-    async def events(self, call: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        """All that comes, tokens of several steps as one event when the reader is behind. `call` is the Decode call,
-        whose first token has been read; what breaks it, or the feed, is raised."""
-        call.add_done_callback(lambda _: self._hang_up())
-        while True:
-            while self._events:
-                yield self._next()
-            if self._error:
-                raise self._error
-            self._wake.clear()
-            if not self._hung_up:
-                await self._wake.wait()
-                continue
+    async def read(self, take: Take, call: Any) -> None:
+        """Has everything taken as it comes, until `take` says that the stream is over. `call` is the Decode call, whose
+        first token has been read; what breaks it, the feed, or `take`, is raised."""
+        for event in self._early:
+            if take(event):
+                return
+        self._take = take
+        moved = asyncio.Event()
+        call.add_done_callback(lambda _: moved.set())
+        self._ended.add_done_callback(lambda _: moved.set())
+        await moved.wait()
+        if not self._ended.done():
             async for _ in call:  # its status: raises unless it ended well
                 pass
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._wake.wait()
+                    await self._ended
             except TimeoutError as error:
                 raise WorkerLost(f"{self._worker_id} ended the stream and did not say how") from error
-
-    def _hang_up(self) -> None:
-        self._hung_up = True
-        self._wake.set()
-
-    def _next(self) -> decode_pb2.DecodeResponse:
-        event = self._events.popleft()
-        if not event.HasField("tokens"):
-            return event
-        tokens = event.tokens
-        position = tokens.position
-        while self._events and self._events[0].tokens.position == position + len(tokens.token_ids):
-            tokens.MergeFrom(self._events.popleft().tokens)  # lists grow, the rest is as in the later one
-            tokens.position = position
-        return event
+        self._ended.result()
 
 
 class Feed:

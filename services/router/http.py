@@ -245,13 +245,14 @@ class Streaming(Generating):
     _started = False
 
     async def _send(self, events: Events, send: Send) -> None:
-        async with aclosing(self._answer.stream(events)) as messages:
-            async for message in messages:
-                if not self._started:
-                    self._started = True
-                    headers = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": self._request_id}
-                    await send(_head(200, {**headers, "cache-control": "no-cache"}))
-                await send({"type": "http.response.body", "body": message, "more_body": True})
+        async for index, event in events:
+            if not (message := self._answer.stream(index, event)):
+                continue
+            if not self._started:
+                self._started = True
+                headers = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": self._request_id}
+                await send(_head(200, {**headers, "cache-control": "no-cache"}))
+            await send({"type": "http.response.body", "body": message, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _fail(self, error: TandemError, send: Send) -> None:

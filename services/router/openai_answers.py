@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.openai import Chat, Completions, Sampled, StreamOptions, to_json, to_sse
+from services.router.openai import Chat, Completions, Sampled, StreamOptions, encode, to_json
 from services.router.text import Text
 from services.router.tools import CallReader
 from tandem import answers
@@ -15,7 +15,7 @@ from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
 LEAST = -9999.0  # log probability: JSON has no infinity
-DONE = b"data: [DONE]\n\n"
+DONE = "data: [DONE]\n\n"
 
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
@@ -66,35 +66,33 @@ class Answer:
         options = body.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage or options.continuous_usage_stats)
         self._usage_always = bool(options.continuous_usage_stats)
+        self._left = len(requests) * self._each  # choices that have not ended
         self._head = {
             "id": f"{self.prefix}-{request_id}",
             "object": self.chunk_object if body.stream else self.whole_object,
             "created": int(time.time()),
             "model": model,
         }
+        self._opening = encode(self._head)[:-1] + ","  # of each message of a stream, to be encoded only once
 
     def named(self, error: TandemError) -> TandemError:
         """The error in the words of the request."""
         return self._body.named(error)
 
-    async def stream(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one string of bytes for each write. Nothing before the first token."""
-        left = len(self._requests) * self._each
-        async for index, event in events:
-            piece = self._piece(index, event)
-            if piece is None:
-                continue
-            message: dict[str, Any] = {**self._head, "choices": [self.chunk(piece)]}
-            if self._usage_always:
-                message["usage"] = self._usage()
-            data = to_sse(message)
-            if piece.finish:
-                left -= 1
-                if left == 0:
-                    if self._usage_at_end:
-                        data += to_sse({**self._head, "choices": [], "usage": self._usage()})
-                    data += DONE
-            yield data
+    def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """The server-sent events that tell it; none before the first token."""
+        piece = self._piece(index, event)
+        if piece is None:
+            return b""
+        about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
+        data = f'data: {self._opening}"choices":[{encode(self.chunk(piece))}]{about}}}\n\n'
+        if piece.finish:
+            self._left -= 1
+            if self._left == 0:
+                if self._usage_at_end:
+                    data += f'data: {self._opening}"choices":[],"usage":{encode(self._usage())}}}\n\n'
+                data += DONE
+        return data.encode()
 
     async def whole(self, events: Events) -> bytes:
         """One JSON object."""

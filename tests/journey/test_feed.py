@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 import services.decode.feeds
+import services.router.completion
 import services.router.feeds
-import services.router.servicer
 from services.server import Channels
 from tandem.errors import InternalError, InvalidRequest, Unavailable
 from tandem.status import from_rpc
@@ -81,7 +81,7 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
     """The same loss with the check off: another answer, with status OK."""
     prompt = oracle.prompts(tiny, [30])[0]
     dropping(monkeypatch, lambda event: event.tokens.position > 32)
-    monkeypatch.setattr(services.router.servicer, "_check_position", lambda *_: None)
+    monkeypatch.setattr(services.router.completion, "_check_position", lambda *_: None)
     async with inside() as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert done.token_ids != oracle.greedy(tiny, prompt, NEW)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
 from typing import Any
 
 import pytest
 
 from services.router.feeds import Lane
-from tandem.errors import WorkerLost
+from tandem.errors import InternalError, WorkerLost
 from tandem.v1 import common_pb2, decode_pb2
 
 
@@ -30,52 +30,77 @@ class Call:
 
 
 def said(position: int, *ids: int) -> decode_pb2.DecodeResponse:
-    scores = common_pb2.Logprobs(chosen=[-1.0 * token for token in ids])
-    return decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(position=position, token_ids=ids, logprobs=scores))
+    return decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(position=position, token_ids=ids))
 
 
 def a_lane() -> Lane:
     return Lane("feed", 1, "decode-0")
 
 
-async def test_a_reader_that_is_behind_gets_several_steps_at_once() -> None:
-    """With where the first of them stands, their log probabilities, and what was said last."""
-    lane = a_lane()
-    for position in range(10, 14):
-        event = said(position, position)
-        event.tokens.preemptions = position
-        lane.put(event)
-    lane.put(decode_pb2.DecodeResponse(ended=decode_pb2.Ended(reason=common_pb2.FINISH_REASON_LENGTH)))
-    async with aclosing(lane.events(Call())) as events:
-        tokens = (await anext(events)).tokens
-        assert (tokens.position, list(tokens.token_ids), tokens.preemptions) == (10, [10, 11, 12, 13], 13)
-        assert list(tokens.logprobs.chosen) == [-10.0, -11.0, -12.0, -13.0]
-        assert (await anext(events)).ended.reason == common_pb2.FINISH_REASON_LENGTH
+ENDED = decode_pb2.DecodeResponse(ended=decode_pb2.Ended(reason=common_pb2.FINISH_REASON_LENGTH))
 
 
-async def test_what_does_not_follow_is_not_joined() -> None:
-    """A gap stays a gap, for the router to find."""
-    lane = a_lane()
+class Reader:
+    """Keeps what it is given; over at the end, or at `stop`."""
+
+    def __init__(self, stop: int = -1) -> None:
+        self.positions: list[int] = []
+        self._stop = stop
+
+    def __call__(self, event: decode_pb2.DecodeResponse) -> bool:
+        if event.HasField("ended"):
+            return True
+        self.positions.append(event.tokens.position)
+        return event.tokens.position == self._stop
+
+
+async def test_what_came_early_is_taken_first_and_nothing_after_the_end() -> None:
+    """Before anybody reads, while somebody does, and when nothing is wanted any more."""
+    lane, reader = a_lane(), Reader(stop=13)
     lane.put(said(10, 1))
-    lane.put(said(12, 3))
-    async with aclosing(lane.events(Call())) as events:
-        assert list((await anext(events)).tokens.token_ids) == [1]
-        assert (await anext(events)).tokens.position == 12
+    lane.put(said(11, 1))
+    reading = asyncio.create_task(lane.read(reader, Call()))
+    await asyncio.sleep(0)
+    lane.put(said(12, 1))
+    assert reader.positions == [10, 11, 12]
+    lane.put(said(13, 1))
+    lane.put(said(14, 1))
+    await reading
+    assert reader.positions == [10, 11, 12, 13]
 
 
 async def test_an_error_comes_after_what_was_said_before() -> None:
-    """Of the feed, and of the call."""
-    lane = a_lane()
+    """Of the feed, and of the call; and none after the end."""
+    lane, reader = a_lane(), Reader()
     lane.put(said(10, 1))
     lane.fail(WorkerLost("the feed broke"))
-    async with aclosing(lane.events(Call())) as events:
-        assert (await anext(events)).tokens.position == 10
-        with pytest.raises(WorkerLost, match="the feed broke"):
-            await anext(events)
-    lane, call = a_lane(), Call(WorkerLost("the call broke"))
+    with pytest.raises(WorkerLost, match="the feed broke"):
+        await lane.read(reader, Call())
+    assert reader.positions == [10]
+    lane, reader, call = a_lane(), Reader(), Call(WorkerLost("the call broke"))
     lane.put(said(10, 1))
-    async with aclosing(lane.events(call)) as events:
-        assert (await anext(events)).tokens.position == 10
-        call.done(call)
-        with pytest.raises(WorkerLost, match="the call broke"):
-            await anext(events)
+    reading = asyncio.create_task(lane.read(reader, call))
+    await asyncio.sleep(0)
+    call.done(call)
+    with pytest.raises(WorkerLost, match="the call broke"):
+        await reading
+    assert reader.positions == [10]
+    lane = a_lane()
+    lane.put(ENDED)
+    lane.fail(WorkerLost("the feed broke"))
+    await lane.read(reader, Call())
+
+
+async def test_what_the_reader_finds_wrong_ends_its_stream_alone() -> None:
+    """The feed, which puts, hears nothing of it."""
+
+    def wrong(event: decode_pb2.DecodeResponse) -> bool:
+        raise InternalError("a gap")
+
+    lane = a_lane()
+    reading = asyncio.create_task(lane.read(wrong, Call()))
+    await asyncio.sleep(0)
+    lane.put(said(10, 1))
+    lane.put(said(11, 1))
+    with pytest.raises(InternalError, match="a gap"):
+        await reading
