@@ -28,6 +28,7 @@ from tandem.errors import InternalError, PreconditionFailed, TandemError
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
+Take = Callable[[list["Timed"]], bool]  # what happened; True: nothing else is wanted
 
 
 class Timed:
@@ -46,9 +47,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ready: deque[Timed] = deque()
-        self._wake = asyncio.Event()
-        self._error: TandemError | None = None
+        self._ready: list[Timed] = []
+        self._take: Take | None = None
+        self._wake = asyncio.Event()  # something is ready, it has failed, or nothing else is wanted
+        self._error: Exception | None = None
 
     async def next(self) -> list[Timed]:
         """Everything that happened since the last call; waits if that is nothing. Raises if the engine broke."""
@@ -57,17 +59,39 @@ class Watch:
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        items = list(self._ready)
-        self._ready.clear()
+        items, self._ready = self._ready, []
         return items
 
-    def _push(self, items: list[Timed]) -> None:
-        self._ready.extend(items)
-        self._wake.set()
+    async def follow(self, take: Take) -> None:
+        """Has `take` called with what happens from here on, until it says that nothing else is wanted. It runs where
+        steps come in, so who follows is not woken for each. Raises what it raises, or if the engine broke."""
+        if self._ready and take(await self.next()):
+            return
+        if self._error is None:
+            self._wake.clear()
+            self._take = take
+            try:
+                await self._wake.wait()
+            finally:
+                self._take = None
+        if self._error:
+            raise self._error
 
-    def _fail(self, error: TandemError) -> None:
-        self._error = error
-        self._wake.set()
+    def _push(self, items: list[Timed]) -> None:
+        if self._take is None:
+            self._ready.extend(items)
+            self._wake.set()
+        elif not self._wake.is_set():
+            try:
+                if self._take(items):
+                    self._wake.set()
+            except Exception as error:  # belongs to who follows
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._take is None or not self._wake.is_set():  # not when nothing else was wanted
+            self._error = error
+            self._wake.set()
 
 
 class EngineLoop:

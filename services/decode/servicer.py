@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from engine import hashing
-from engine.loop import Watch
+from engine.loop import Timed, Watch
 from engine.sequence import Finish, InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
@@ -60,6 +60,7 @@ from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 AHEAD_TOKENS = 64
 PROBE_BYTES = 64 * 2**20
 TRANSFER = "kv.transfer"  # the span
+Tell = Callable[[decode_pb2.DecodeResponse], None]
 
 
 @dataclass
@@ -93,12 +94,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         feed = self._feeds.get(request.feed_id) if request.feed_id else None
         begun = False
+
+        def tell(event: decode_pb2.DecodeResponse) -> None:
+            assert feed is not None
+            event.lane = request.lane
+            feed.put(event)
+
         with self._worker.tracing.serve("decode", context.invocation_metadata) as span:
-            async with aclosing(self._decode(request, context.time_remaining(), span)) as events:
+            async with aclosing(
+                self._decode(request, context.time_remaining(), span, tell if feed else None)
+            ) as events:
                 async for event in events:
                     if feed is not None and begun:
-                        event.lane = request.lane
-                        feed.put(event)
+                        tell(event)
                     else:
                         if span and event.tokens.HasField("first"):
                             _tell_phases(span, event.tokens.first)
@@ -106,9 +114,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         begun = event.HasField("tokens")
 
     async def _decode(
-        self, request: decode_pb2.DecodeRequest, remaining: float | None, span: Span
+        self, request: decode_pb2.DecodeRequest, remaining: float | None, span: Span, tell: Tell | None
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        """One request from its reservation to its end."""
+        """One request from its reservation to its end. Tokens after the first go to `tell` if there is one."""
         started = monotonic()
         vocab_size = self._worker.engine.model.vocab_size
         sampling = sampling_from(request.sampling, vocab_size)
@@ -137,7 +145,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     handover.watch = await self._worker.loop.join(sequence, None)
                 if handover.watch is not None:
                     began, before = monotonic(), len(sequence.tokens)
-                    async with aclosing(self._generate(sequence, handover, started)) as tokens:
+                    async with aclosing(self._generate(sequence, handover, started, tell)) as tokens:
                         async for event in tokens:
                             yield event
                     about = {"tandem.tokens": len(sequence.tokens) - before, "tandem.preemptions": sequence.preemptions}
@@ -233,53 +241,66 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 await pull.abort()  # nothing may be written into our blocks after they are given back
 
     async def _generate(
-        self, sequence: Sequence, handover: _Handover, started: float
+        self, sequence: Sequence, handover: _Handover, started: float, tell: Tell | None
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        """Stream what the engine samples; the tokens of several steps in one message when the reader is behind."""
-        assert handover.watch is not None
-        first_step: float | None = None
+        """What the engine samples; the tokens of several steps in one message when the reader is behind."""
+        watch = handover.watch
+        assert watch is not None
+        if handover.report is None:  # prefilled here: the first token is still to come
+            first, handover.finish = await self._first_here(sequence, watch, handover.joined, started)
+            if first:
+                yield first
         report = handover.report
-        is_first = report is None  # prefilled here: the first token is still to come
-        while handover.finish is None:
-            news = await handover.watch.next()
-            if first_step is None:
-                first_step = news[0].started
-            sampled = [item.progress for item in news if item.progress.token is not None]
+
+        def said(news: list[Timed]) -> decode_pb2.DecodeResponse | None:
+            nonlocal report
+            message = _tokens(sequence, news)
             handover.finish = news[-1].progress.finish
-            if not sampled:
-                continue
-            # Where the first of them stands: `len(sequence.tokens)` may be ahead, the engine does not wait for readers.
-            position = sampled[0].done
-            message = decode_pb2.Tokens(
-                position=position,
-                token_ids=[progress.token for progress in sampled if progress.token is not None],
-                logprobs=logprobs_to(progress.logprob for progress in sampled),
-                transfer=report,
-                preemptions=sequence.preemptions,
-            )
-            report = None
-            if is_first:
-                is_first = False
-                self._worker.metrics.prompt(sequence.cached)
-                at = next(item.ended for item in news if item.progress.token is not None)
-                timing = common_pb2.PrefillTiming(
-                    queue_seconds=first_step - handover.joined,
-                    compute_seconds=at - first_step,
+            if message and report:
+                message.tokens.transfer.CopyFrom(report)
+                report = None
+            return message
+
+        def take(news: list[Timed]) -> bool:
+            assert tell is not None
+            if message := said(news):
+                tell(message)
+            return handover.finish is not None
+
+        if handover.finish is None and tell:
+            await watch.follow(take)
+        while handover.finish is None:
+            if message := said(await watch.next()):
+                yield message
+
+    async def _first_here(
+        self, sequence: Sequence, watch: Watch, joined: float, started: float
+    ) -> tuple[decode_pb2.DecodeResponse | None, Finish | None]:
+        """Up to the first token of a prompt that is computed here, or to an end without one."""
+        news = await watch.next()
+        while (message := _tokens(sequence, news)) is None:
+            if news[-1].progress.finish is not None:
+                return None, news[-1].progress.finish
+            news += await watch.next()
+        self._worker.metrics.prompt(sequence.cached)
+        ended = next(item.ended for item in news if item.progress.token is not None)
+        message.tokens.first.CopyFrom(
+            decode_pb2.FirstTokenTiming(
+                total_seconds=monotonic() - started,
+                admit_seconds=joined - started,
+                prefill=common_pb2.PrefillTiming(
+                    queue_seconds=news[0].started - joined,
+                    compute_seconds=ended - news[0].started,
                     cached_tokens=sequence.cached,
-                    computed_tokens=position - sequence.cached,
-                )
-                message.first.CopyFrom(
-                    decode_pb2.FirstTokenTiming(
-                        total_seconds=monotonic() - started,
-                        admit_seconds=handover.joined - started,
-                        prefill=timing,
-                        path=common_pb2.PATH_LOCAL,
-                    )
-                )
-                if sequence.sampling.prompt_logprobs is not None:
-                    scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
-                    message.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
-            yield decode_pb2.DecodeResponse(tokens=message)
+                    computed_tokens=message.tokens.position - sequence.cached,
+                ),
+                path=common_pb2.PATH_LOCAL,
+            )
+        )
+        if sequence.sampling.prompt_logprobs is not None:
+            scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
+            message.tokens.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
+        return message, news[-1].progress.finish
 
     def _prefill_request(
         self, request: decode_pb2.DecodeRequest, sequence: Sequence, peer: Peer
@@ -364,6 +385,21 @@ def _sequence(
         salt=request.cache_salt,
         adapter=adapter,
     )
+
+
+def _tokens(sequence: Sequence, news: list[Timed]) -> decode_pb2.DecodeResponse | None:
+    """Those that were sampled, if any was."""
+    sampled = [item.progress for item in news if item.progress.token is not None]
+    if not sampled:
+        return None
+    tokens = decode_pb2.Tokens(
+        # Where the first of them stands: `len(sequence.tokens)` may be ahead, the engine does not wait for readers.
+        position=sampled[0].done,
+        token_ids=[progress.token for progress in sampled if progress.token is not None],
+        logprobs=logprobs_to(progress.logprob for progress in sampled),
+        preemptions=sequence.preemptions,
+    )
+    return decode_pb2.DecodeResponse(tokens=tokens)
 
 
 def _check_opened(opened: prefill_pb2.Opened, sequence: Sequence, source: str) -> None:

@@ -70,7 +70,7 @@ async def test_control_without_the_quarantine_it_takes_all_attempts(
 ) -> None:
     """Each time that it is sent."""
     monkeypatch.setattr(quarantine, "MOST_LOST", 1000)
-    monkeypatch.setattr("services.router.servicer.MOST_LOST", 1000)
+    monkeypatch.setattr("services.router.completion.MOST_LOST", 1000)
     poison = oracle.prompts(tiny, [30])[0]
     crashed = deadly(monkeypatch, poison)
     async with inside(decode=2) as cluster:

@@ -40,6 +40,7 @@ async def test_a_client_that_is_behind_gets_several_steps_at_once() -> None:
 
 
 async def test_what_belongs_to_several_completions_is_not_joined() -> None:
+    """Each delta is of one."""
     outbox = Outbox()
     outbox.put(said(0, 1))
     outbox.put(said(0, 2, choice=1))
@@ -50,6 +51,7 @@ async def test_what_belongs_to_several_completions_is_not_joined() -> None:
 
 
 async def test_what_ends_a_completion_is_told_after_what_it_had_said() -> None:
+    """And at once, while another one still works."""
     outbox = Outbox()
 
     async def broken() -> None:
