@@ -1,6 +1,6 @@
 """`make bench`: what Tandem costs, as ratios of two things measured in turn in one run on this machine.
 
-    python -m loadtest.bench [--quick] [--json FILE] [--only step,link,hop,ttft,spec]
+    python -m loadtest.bench [--quick] [--json FILE] [--only step,link,hop,ttft,spec,telemetry]
 
 Absolute times stand next to the ratios for orientation only. Every value is a median with its middle half. Exits 0 when
 everything was measured; the processes that it starts end with it.
@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from engine.checkpoints import make_checkpoint
-from loadtest import hop, link, speculation, step, ttft
+from loadtest import hop, link, speculation, step, telemetry, ttft
 from loadtest.stats import Section, Spread, Tick
 from tandem.errors import TandemError
 
@@ -37,7 +37,7 @@ THREADS = 1  # of the measured engine; the workers have one each, too
 DEMO = Path(__file__).parents[1] / "demo" / "model"
 DEMO_VOCAB = 2048
 FILE_WIDTH = 150  # columns, where the output is no terminal
-PARTS = ("step", "link", "hop", "ttft", "spec")
+PARTS = ("step", "link", "hop", "ttft", "spec", "telemetry")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Size:
     hop: hop.Plan = field(default_factory=hop.Plan)
     ttft: ttft.Plan = field(default_factory=ttft.Plan)
     spec: speculation.Plan = field(default_factory=speculation.Plan)
+    telemetry: telemetry.Plan = field(default_factory=telemetry.Plan)
 
 
 QUICK = Size(
@@ -61,13 +62,14 @@ QUICK = Size(
     hop=hop.Plan(requests=5, prompt=16, streams=(2,), tokens=16, rounds=2),
     ttft=ttft.Plan(prompts=(32, 128), repeats=2, streams=2, stream_tokens=500, settle=0.2, calm=0.3, kv_blocks=256),
     spec=speculation.Plan(streams=(1,), tokens=12, noise=12, repeats=2),
+    telemetry=telemetry.Plan(rounds=1, streams=2, requests=2, prompt=16, tokens=16, share=1.0),
 )
 
 
 def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> dict[str, Section]:
     """The sections by part, in their order. Raises what a part raises; nothing is left running then either."""
     ticks = {"step": size.step.ticks, "link": size.link.ticks, "hop": size.hop.ticks, "ttft": size.ttft.ticks}
-    ticks["spec"] = size.spec.ticks
+    ticks |= {"spec": size.spec.ticks, "telemetry": size.telemetry.ticks}
     task = progress.add_task("preparing", total=1 + sum(ticks[part] for part in parts))
 
     def tick_of(part: str) -> Tick:
@@ -85,6 +87,7 @@ def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> di
             "hop": lambda: hop.run(DEMO, DEMO_VOCAB, size.hop, tick_of("hop")),
             "ttft": lambda: ttft.run(checkpoint, size.vocab, size.ttft, tick_of("ttft")),
             "spec": lambda: speculation.run(DEMO, checkpoint, size.spec, THREADS, tick_of("spec")),
+            "telemetry": lambda: telemetry.run(DEMO, DEMO_VOCAB, size.telemetry, tick_of("telemetry")),
         }
         found = {part: run[part]() for part in parts}
     stop.check()

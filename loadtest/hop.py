@@ -62,7 +62,7 @@ class _Stream:
         return (self.at[-1] - self.at[0]) / (self.tokens - 1)
 
 
-class _Side:
+class Side:
     """One way to the worker."""
 
     def __init__(self, address: str, vocab: int, prompt: int) -> None:
@@ -84,7 +84,7 @@ class _Side:
         return stream
 
 
-class _Through(_Side):
+class Through(Side):
     async def events(self, max_tokens: int) -> AsyncIterator[int]:
         request = generation_pb2.GenerateRequest()
         request.token_ids.ids.extend(self.prompt())
@@ -94,7 +94,7 @@ class _Through(_Side):
                 yield len(event.delta.token_ids)
 
 
-class _Web(_Side):
+class _Web(Side):
     """Through the router's HTTP API."""
 
     def __init__(self, target: Http, vocab: int, prompt: int) -> None:
@@ -106,7 +106,7 @@ class _Web(_Side):
                 yield message.tokens
 
 
-class Straight(_Side):
+class Straight(Side):
     async def events(self, max_tokens: int) -> AsyncIterator[int]:
         ids, name = self.prompt(), f"bench-{next(_numbers)}"
         request = decode_pb2.DecodeRequest(
@@ -130,7 +130,7 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 
 
 async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, tick: Tick) -> Section:
-    through = _Through(local.address(ROUTER), vocab, plan.prompt)
+    through = Through(local.address(ROUTER), vocab, plan.prompt)
     straight = Straight(local.address(WORKER), vocab, plan.prompt)
     try:
         tick(f"{plan.requests} requests each way")
@@ -151,7 +151,7 @@ async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, 
     return Section("What the router adds", read, rows, notes)
 
 
-async def _per_request(through: _Side, straight: _Side, plan: Plan) -> Row:
+async def _per_request(through: Side, straight: Side, plan: Plan) -> Row:
     with_router: list[float] = []
     without: list[float] = []
     for number in range(plan.requests + 4):
@@ -171,7 +171,7 @@ async def _per_request(through: _Side, straight: _Side, plan: Plan) -> Row:
     )
 
 
-async def _per_token(sides: dict[str, _Side], local: Local, streams: int, plan: Plan) -> list[Row]:
+async def _per_token(sides: dict[str, Side], local: Local, streams: int, plan: Plan) -> list[Row]:
     router, worker = local.pid(ROUTER), local.pid(WORKER)
     intervals: dict[str, list[float]] = {name: [] for name in sides}
     router_cpu: dict[str, list[float]] = {name: [] for name in sides}

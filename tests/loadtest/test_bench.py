@@ -52,7 +52,7 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=170)
     assert process.returncode == 0, output
     report = json.loads(report_file.read_text())
-    assert list(report["sections"]) == ["step", "link", "hop", "ttft", "spec"]
+    assert list(report["sections"]) == ["step", "link", "hop", "ttft", "spec", "telemetry"]
     assert {"cpu", "cores", "torch", "threads"} <= report["conditions"].keys()
     for name, section in report["sections"].items():
         assert section["title"] in output
