@@ -27,6 +27,7 @@ from tandem.errors import InternalError
 PREFILL = "prefill-0"
 PROCESSES = (ROUTER, PREFILL, WORKER)
 SCRAPE_TIMEOUT_S = 5.0
+EXPORT_S = 20.0  # spans are sent every five seconds
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,14 @@ class _Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.spans = 0
+        self.came = asyncio.Event()
 
     async def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.aio.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         for of_process in request.resource_spans:
             self.spans += sum(len(scope.spans) for scope in of_process.scope_spans)
+        self.came.set()
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -87,8 +90,11 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
                 await asyncio.to_thread(local.wait_seen, ROUTER, 2)
             tick(f"{plan.rounds} rounds each")
             found = await _rounds(sides, vocab, plan)
-    if receiver.spans == 0:
-        raise InternalError("no span came to the receiver: the telemetry was not on")
+            try:
+                async with asyncio.timeout(EXPORT_S):
+                    await receiver.came.wait()
+            except TimeoutError as error:
+                raise InternalError("no span came to the receiver: the telemetry was not on") from error
     rows = [
         Row(
             f"tokens a second, {plan.streams} streams",
