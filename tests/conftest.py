@@ -17,6 +17,7 @@ ALONE = {
     "tests/cluster/test_external_ray.py",
     "tests/cluster/test_scaling.py",
     "tests/cluster/test_up.py",
+    "tests/deploy/test_ray.py",
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
 }

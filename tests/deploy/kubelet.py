@@ -2,7 +2,8 @@
 
 What differs is said here. A pod's address is one of 127.0.0.0/8, and stands in for 0.0.0.0 and for the names of
 Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
-Of a pod the first container runs: the others compile or fetch, or are Ray.
+Of a pod one container runs, the first if no other is named: the others compile or fetch, or are Ray. Ray keeps its
+sockets in a short folder, which RAY_TMPDIR names.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ from tests.deploy.chart import ROOT, Document
 from tests.harness import Process
 
 POLL_S = 0.05
+RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"  # what `ray` is
 
 
 class Pod:
     """One pod, started when made."""
 
     def __init__(
-        self, documents: list[Document], template: Document, name: str, ip: str, names: dict[str, str], folder: Path
+        self,
+        documents: list[Document],
+        template: Document,
+        name: str,
+        ip: str,
+        names: dict[str, str],
+        folder: Path,
+        container: str | None = None,
     ) -> None:
         """`names`: of Services, and the addresses behind them."""
         self.name, self.ip, self.spec = name, ip, template["spec"]
-        self.container = self.spec["containers"][0]
+        containers = [*self.spec["containers"], *self.spec.get("initContainers", [])]
+        self.container = next(one for one in containers if container in (None, one["name"]))
         self._secrets = {one["metadata"]["name"]: one["data"] for one in documents if one["kind"] == "Secret"}
         self._here = {"0.0.0.0": ip, **names}
         for mount in self.container["volumeMounts"]:
@@ -49,7 +59,8 @@ class Pod:
         words = [self._expand(word) for word in [*self.container["command"], *self.container.get("args", [])]]
         programs = {"python": [sys.executable], "valkey-server": [str(get_binary_path())]}
         programs["tandem"] = [sys.executable, "-m", "tandem"]
-        path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+        programs["ray"] = [sys.executable, "-c", RAY]
+        path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder / "r")}
         self.process = Process(name, [*programs[words[0]], *words[1:]], path | self.env)
 
     def _environment(self) -> dict[str, str]:
