@@ -54,8 +54,7 @@ class _Receiver:
         self.came = asyncio.Event()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        export = grpc.unary_unary_rpc_method_handler(self._export)
-        return grpc.method_handlers_generic_handler(OTLP, {"Export": export})
+        return grpc.method_handlers_generic_handler(OTLP, {"Export": grpc.unary_unary_rpc_method_handler(self._export)})
 
     async def _export(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         self.bytes += len(request)
