@@ -162,7 +162,7 @@ def place(
     if costs["here_s"] >= CLEARLY * costs["there_s"]:
         return Placement(decode, prefill, "", replace(there, **costs))
     why = (
-        f"an estimated cost of {costs['here_s']:.2f} s here, {decode.streams} streams beside it,"
+        f"an estimated cost of {costs['here_s']:.2f} s here, {decode.streams} {'stream' if decode.streams == 1 else 'streams'} beside it,"
         f" against {costs['there_s']:.2f} s on {prefill.worker_id}"
     )
     return Placement(decode, None, why, replace(here, **costs))

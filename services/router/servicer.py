@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -37,7 +36,7 @@ from services.router.policy import Placement, Rules
 from services.router.prefixes import Prefixes
 from services.router.quarantine import MOST_LOST, Quarantine, identity
 from services.router.reader import Reader
-from services.router.receipt import Account, Answered
+from services.router.receipt import Account, Receipts
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -71,7 +70,6 @@ from tandem.v1 import (
 
 log = structlog.get_logger(__name__)
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-RECEIPTS = 1000  # that are kept for `tandem explain` and the dashboard
 LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
 
 
@@ -106,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
         self.waiting = self._placer.waiting
-        self.receipts: deque[Answered] = deque(maxlen=RECEIPTS)  # of those that ended lately
+        self.receipts = Receipts()
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -217,7 +215,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     break  # leaving ends the stream below, and with it everything that is held for it
         tail = text.finish()
         receipt = account.receipt(job, self._settings.model)
-        self.receipts.append(Answered(monotonic(), receipt))
+        self.receipts.keep(receipt)
         self.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(),
