@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem import cli, errors
-from tandem.cli import app, sentence
+from tandem.cli import app
+from tandem.cli.output import sentence
 from tandem.v1 import generation_pb2
 
 MAIN = "import tandem.cli; tandem.cli.main()"
