@@ -375,12 +375,12 @@ class _Watching:
     def request(self) -> jobs_pb2.WatchJobRequest:
         request = jobs_pb2.WatchJobRequest()
         _set(request, "job_id", self._job_id, "Unicode text")
-        _set(request, "from_token", self.reader.tokens, "an integer of 32 bits, 0 or more")
+        _set(request, "from_token", self.reader.due, "an integer of 32 bits, 0 or more")
         return request
 
     def read(self, answer: jobs_pb2.WatchJobResponse) -> Piece | None:
         self._failures = 0
-        return self.reader.read(answer.event)
+        return None if self.reader.has(answer.event) else self.reader.read(answer.event)
 
     def after(self, error: grpc.RpcError) -> float:
         """Seconds until the next try. Raises what ends the watch."""

@@ -128,10 +128,23 @@ class Account:
         self._accepted += ended.accepted
 
     def receipt(self, job: Job, model: str) -> generation_pb2.Receipt:
+        """Of a job whose every token was kept already, without where and how fast: who knew that is gone."""
         placement, last = self._placement, self._attempt_first
-        assert placement is not None
-        assert self._first is not None
         notes = list(job.notes)
+        if placement is None or self._first is None:
+            notes.append("its router was lost after the last token, and with it the account of them")
+            return generation_pb2.Receipt(
+                request_id=job.request_id,
+                model=model,
+                prompt_tokens=job.prompt_len,
+                completion_tokens=job.generated,
+                seed=job.sampling.seed,
+                notes=notes,
+                choice=job.choice,
+                choices=job.choices,
+                adapter=job.adapter,
+                ended_at=time(),
+            )
         if placement.prefill is None:
             notes.append(f"prefilled on the decode worker: {placement.why_local}")
         after_first = self._last_at - self.arrived - self._ttft

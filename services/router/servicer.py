@@ -24,7 +24,7 @@ import structlog
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from services.access import front_door, to_workers
 from services.router.admin import AdminServicer
-from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, admit
+from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, Past, admit
 from services.router.checkpoint import local_folder
 from services.router.feeds import Feeds, Lane
 from services.router.http import HttpServer
@@ -123,14 +123,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
         authorization: str | None = None,
         tenant: Key | None = None,
-        past: Sequence[generation_pb2.Delta] = (),
+        past: Sequence[generation_pb2.GenerateResponse] | None = None,
         headers: Headers = tuple,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The path of one request, whichever front door it came through: started, deltas, finished.
 
         `remaining_s` is until the client's deadline, None when it set none; `authorization` is the header with its key,
-        where `tenant` is not known yet. `past` is what an earlier life of the request gave; `headers` may name
-        its trace. To be closed by whoever stops reading.
+        where `tenant` is not known yet. `past` is what earlier lives of a job gave, a request that `fixed` made;
+        `headers` may name its trace. To be closed by whoever stops reading.
         """
         arrived = monotonic()
         longest = self._settings.request_timeout_s
@@ -139,15 +139,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with self.metrics.request() as counted, span:
             account = Account(arrived, span)
             tenant = tenant or self._tenants.who(authorization)
-            job = await self._admit(request, default_max_tokens)
+            job = await self._admit(request, default_max_tokens, fixed=past is not None)
             _give_to(tenant, job)
             account.admitted()
             if self._quarantine:
                 self._quarantine.check(identity(job), monotonic())
-            left = job.choices
-            answer = self._answer(job, account, deadline, past) if left == 1 else self._answers(job, account, deadline)
+            before = Past(past or ())
+            left = job.choices - len(before.ended)
+            how = self._answer if job.choices == 1 else self._answers
+            answer = how(job, account, deadline, before)
             started = generation_pb2.Started(
-                request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=left
+                request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
             )
             with self._tenants.admitted(tenant, job.prompt_len, job.choices):
                 yield generation_pb2.GenerateResponse(started=started)
@@ -158,15 +160,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         yield event
 
     async def _answers(
-        self, job: Job, account: Account, deadline: float
+        self, job: Job, account: Account, deadline: float, past: Past
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Several completions at once. The first one gets the prompt's KV; when its decode worker has it, the others
-        start there, share its full blocks and compute the rest of the last one."""
-        first, *others = job.fan_out()
+        start there, share its full blocks and compute the rest of the last one. Those that have ended are left out."""
+        first, *others = [one for one in job.fan_out() if one.choice not in past.ended]
         begun = asyncio.Event()
 
         async def lead() -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-            async with aclosing(self._answer(first, account, deadline)) as events:
+            async with aclosing(self._answer(first, account, deadline, past)) as events:
                 async for event in events:
                     if first.generated > 1 and not begun.is_set():  # a second token is computed from KV that is there
                         for other in others:
@@ -180,7 +182,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with account.span.begin(f"choice {other.choice}") as span:
                 own = Account(account.arrived, span)
                 own.admitted(account)
-                async with aclosing(self._answer(other, own, deadline)) as events:
+                async with aclosing(self._answer(other, own, deadline, past)) as events:
                     async for event in events:
                         yield event
 
@@ -189,11 +191,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 yield event
 
     async def _answer(
-        self, job: Job, account: Account, deadline: float, past: Sequence[generation_pb2.Delta] = ()
+        self, job: Job, account: Account, deadline: float, past: Past
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """One completion: deltas, then `finished`. What is past is in the journal, and its text was shown."""
         text = Reader(self._text.stream(), job)
-        for delta in past:
+        for delta in past.deltas[job.choice]:
+            job.adapter_fingerprint = job.adapter_fingerprint or delta.adapter_fingerprint
             job.tokens.extend(delta.token_ids)
             text.read(decode_pb2.Tokens(token_ids=delta.token_ids))
         async with aclosing(self._tokens(job, account, deadline)) as stretches:
@@ -208,6 +211,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_logprobs=_prompt_logprobs(job, stretch),
                     choice=job.choice,
                     last=job.finish() is not None,
+                    adapter_fingerprint=b"" if first else job.adapter_fingerprint,
                 )
                 self.metrics.sent(len(stretch.token_ids), account.sent(len(stretch.token_ids)))
                 yield generation_pb2.GenerateResponse(delta=delta)
@@ -215,8 +219,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     break  # leaving ends the stream below, and with it everything that is held for it
         tail = text.finish()
         receipt = account.receipt(job, self._settings.model)
-        self.receipts.keep(receipt)
-        self.metrics.finished(receipt)
+        if account.attempts:  # else an earlier life of the job gave every token
+            self.receipts.keep(receipt)
+            self.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(),
             text=tail,
@@ -347,17 +352,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found.request_id, found.priority = job.request_id, job.priority
         found.token_ids.ids[:] = job.tokens
         found.sampling.seed, found.sampling.max_tokens = job.sampling.seed, job.max_tokens
+        if job.sampling.HasField("grammar"):  # a forced call's is made of the chat, which is tokens now
+            found.sampling.grammar.CopyFrom(job.sampling.grammar)
         return found
 
     def who(self, context: grpc.aio.ServicerContext) -> Key:
         """Raises Unauthenticated."""
         return self._tenants.who(_authorization(context))
 
-    async def _admit(self, request: generation_pb2.GenerateRequest, default_max_tokens: int) -> Job:
+    async def _admit(
+        self, request: generation_pb2.GenerateRequest, default_max_tokens: int, fixed: bool = False
+    ) -> Job:
         model = self.facts()
         if request.ByteSize() > LONG_TEXT_BYTES:
-            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens)
-        return admit(request, self._text, model, default_max_tokens)
+            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens, fixed)
+        return admit(request, self._text, model, default_max_tokens, fixed)
 
     def keep_only(self, workers: Sequence[WorkerRecord]) -> None:
         """Forgets what it knows of all others."""

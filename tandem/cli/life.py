@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.output import AsJson, display, print_json, reported
+from tandem.cli.output import JSON, TEXT, Output, display, print_json, reported
 from tandem.errors import SettingsError
 
 app = typer.Typer()
@@ -64,9 +64,11 @@ def up(
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
     ] = None,
     adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
+    output: Output = TEXT,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
     given = dict(locals())
+    del given["output"]
     given["adapters"] = _parse_adapters(given.pop("adapter"))
     with reported():
         from tandem.settings import load
@@ -74,7 +76,7 @@ def up(
         settings = load(**given)
         from cluster.up import run_forever
 
-        raise typer.Exit(run_forever(settings))
+        raise typer.Exit(run_forever(settings, as_json=output is JSON))
 
 
 def _parse_adapters(given: list[str] | None) -> dict[str, str] | None:
@@ -97,12 +99,14 @@ def demo(
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="For prompts that do not say.")] = 48,
+    output: Output = TEXT,
 ) -> None:
     """Start a cluster, send it a file of prompts at once, show the streams and the receipts, stop it."""
     with reported():
         from tandem.demo import run
 
-        raise typer.Exit(run(model, prompts, prefill=prefill, decode=decode, max_tokens=max_tokens))
+        sizes = {"prefill": prefill, "decode": decode, "max_tokens": max_tokens}
+        raise typer.Exit(run(model, prompts, **sizes, as_json=output is JSON))
 
 
 @app.command()
@@ -115,7 +119,7 @@ def plan(
     kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
     with reported():
@@ -143,7 +147,7 @@ def plan(
             ),
             concurrencies=(1, 8, 32, 128),
         )
-        if as_json:
+        if output is JSON:
             print_json(report.facts(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
         else:
             display(report.table(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.output import LOCAL, AsJson, Target, display, print_json, reported
+from tandem.cli.output import JSON, LOCAL, TEXT, Output, Target, display, print_json, reported
 from tandem.errors import NotFound
 
 app = typer.Typer()
 
 
 @app.command()
-def workers(target: Target = LOCAL, as_json: AsJson = False) -> None:
+def workers(target: Target = LOCAL, output: Output = TEXT) -> None:
     """List the workers: role, state, process, load and KV use."""
     with reported(target):
         from tandem import show
@@ -23,14 +23,14 @@ def workers(target: Target = LOCAL, as_json: AsJson = False) -> None:
 
         with Client(target) as client:
             answer = client.workers()
-        print_json(answer.to_dict()) if as_json else display(show.pools(answer))
+        print_json(answer.to_dict()) if output is JSON else display(show.pools(answer))
 
 
 @app.command()
 def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N")],
     target: Target = LOCAL,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Set how many workers of a role are wanted; the cluster starts or drains workers until it has them."""
     wanted = dict(_parse_size(size) for size in sizes)
@@ -42,7 +42,7 @@ def scale(
 
         with Client(target) as client:
             answer = client.scale(**wanted)
-        print_json({"wanted": answer}) if as_json else print(f"wanted: {show.wanted(answer)}")
+        print_json({"wanted": answer}) if output is JSON else print(f"wanted: {show.wanted(answer)}")
 
 
 def _parse_size(text: str) -> tuple[str, int]:
@@ -53,7 +53,7 @@ def _parse_size(text: str) -> tuple[str, int]:
 
 
 @app.command()
-def autoscale(target: Target = LOCAL, as_json: AsJson = False) -> None:
+def autoscale(target: Target = LOCAL, output: Output = TEXT) -> None:
     """Show how many workers the autoscaler wants, and why."""
     with reported(target):
         from tandem import show
@@ -61,7 +61,7 @@ def autoscale(target: Target = LOCAL, as_json: AsJson = False) -> None:
 
         with Client(target) as client:
             answer = client.autoscaling()
-        print_json(answer.to_dict()) if as_json else display(show.autoscaling(answer))
+        print_json(answer.to_dict()) if output is JSON else display(show.autoscaling(answer))
 
 
 @app.command()
@@ -69,7 +69,7 @@ def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="An id that `tandem workers` shows.")],
     grace: Annotated[float, typer.Option(metavar="SECONDS", help="How long its requests may still take.")] = 30.0,
     target: Target = LOCAL,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Stop a worker after its requests; those that outlast the grace go on elsewhere. Returns when it is drained."""
     with reported(target):
@@ -77,14 +77,14 @@ def drain(
 
         with Client(target) as client:
             answer = client.drain(worker, grace)
-        if as_json:
+        if output is JSON:
             print_json(answer.to_dict())
         else:
             print(f"{worker} is drained: {answer.finished} requests finished, {answer.cut} went on elsewhere")
 
 
 @app.command()
-def audit(target: Target = LOCAL, as_json: AsJson = False) -> None:
+def audit(target: Target = LOCAL, output: Output = TEXT) -> None:
     """Show who owns every KV block of every worker. Fails unless free + held + cached = total everywhere."""
     with reported(target):
         from tandem import show
@@ -92,12 +92,12 @@ def audit(target: Target = LOCAL, as_json: AsJson = False) -> None:
 
         with Client(target) as client:
             answer = client.audit()
-        print_json({**answer.to_dict(), "balanced": answer.balanced}) if as_json else display(show.audit(answer))
+        print_json({**answer.to_dict(), "balanced": answer.balanced}) if output is JSON else display(show.audit(answer))
         raise typer.Exit(0 if answer.balanced else 1)
 
 
 @app.command()
-def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
+def doctor(target: Target = LOCAL, output: Output = TEXT) -> None:
     """Probe every prefill-decode pair, the registry and the versions. Fails if something needs a look."""
     with reported(target):
         from tandem import show
@@ -107,7 +107,7 @@ def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
         with Client(target) as client:
             answer, seen = client.diagnose(), client.workers()
         findings = examine(answer, seen)
-        if as_json:
+        if output is JSON:
             print_json({**answer.to_dict(), **findings.to_dict()})
         else:
             display(show.diagnosis(answer, findings))
@@ -118,7 +118,7 @@ def doctor(target: Target = LOCAL, as_json: AsJson = False) -> None:
 def explain(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="An id of one of the last thousand requests.")],
     target: Target = LOCAL,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Show where a request went, what the router expected of that, and what came of it."""
     with reported(target):
@@ -133,7 +133,7 @@ def explain(
                 " has its own: ask again, and another one may answer",
                 field="request",
             )
-        if as_json:
+        if output is JSON:
             print_json([item.to_dict() for item in found])
             return
         for item in sorted(found, key=lambda item: item.choice):
@@ -145,7 +145,7 @@ def slow(
     last: Annotated[str, typer.Option(metavar="TIME", help="As in 90s, 10m or 2h.")] = "1h",
     limit: Annotated[int, typer.Option(metavar="N", help="So many at most.", min=1)] = 10,
     target: Target = LOCAL,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """List those of the last thousand requests that lost most time, what they lost it to, and what to do about it."""
     within = _parse_time(last)
@@ -155,7 +155,7 @@ def slow(
 
         with Client(target) as client:
             found = blame.slowest(client.receipts(within=within), limit)
-        if as_json:
+        if output is JSON:
             print_json([one.to_dict() for one in found])
             return
         if not found:
@@ -171,7 +171,7 @@ def _parse_time(text: str) -> float:
 
 
 @app.command()
-def calibration(target: Target = LOCAL, as_json: AsJson = False) -> None:
+def calibration(target: Target = LOCAL, output: Output = TEXT) -> None:
     """Show how good the router's estimates were, over the last thousand requests."""
     with reported(target):
         from tandem import answers, show
@@ -181,4 +181,4 @@ def calibration(target: Target = LOCAL, as_json: AsJson = False) -> None:
             found = answers.calibration(client.receipts())
         if not found:
             raise NotFound("no request with an estimate has ended at this router yet", field="requests")
-        print_json([item.to_dict() for item in found]) if as_json else display(show.calibration(found))
+        print_json([item.to_dict() for item in found]) if output is JSON else display(show.calibration(found))

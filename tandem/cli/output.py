@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -28,10 +29,18 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+
+class Format(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+TEXT, JSON = Format
+
 Target = Annotated[
     str, typer.Option("--target", metavar="HOST:PORT", envvar="TANDEM_TARGET", help="The cluster's router.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Output = Annotated[Format, typer.Option("--output", help="json: one JSON value on stdout and nothing else.")]
 LOCAL = "localhost:50051"
 
 

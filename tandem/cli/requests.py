@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cli.output import LOCAL, AsJson, Target, display, print_json, reported, tell, write
+from tandem.cli.output import JSON, LOCAL, TEXT, Format, Output, Target, display, print_json, reported, tell, write
 
 if TYPE_CHECKING:
+    from tandem.answers import Completion, Piece
     from tandem.client import Options
 
 app = typer.Typer()
@@ -22,7 +24,7 @@ app = typer.Typer()
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin.")],
     target: Target = LOCAL,
-    as_json: AsJson = False,
+    output: Output = TEXT,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="PROMPT is token ids; print ids.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Send PROMPT as a user's message.")] = False,
     system: Annotated[
@@ -50,10 +52,11 @@ def generate(
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be repeated.")
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(metavar="N", help="With --json: log probabilities, and of the N most likely tokens.")
+        int | None,
+        typer.Option(metavar="N", help="As JSON: log probabilities, and of the N most likely tokens."),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None, typer.Option(metavar="N", help="With --json: the same for the tokens of the prompt.")
+        int | None, typer.Option(metavar="N", help="As JSON: the same for the tokens of the prompt.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
@@ -68,7 +71,7 @@ def generate(
     choice: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", metavar="N", help="With --json: a list of so many answers.")] = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="So many answers; as JSON a list.")] = None,
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
     priority: Annotated[int | None, typer.Option(help="The smaller comes first when some wait. [default: 0]")] = None,
     ttft_slo: Annotated[
@@ -82,10 +85,8 @@ def generate(
         raise typer.BadParameter("--chat and --token-ids exclude each other")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
-    if (logprobs is not None or prompt_logprobs is not None) and not as_json:
-        raise typer.BadParameter("--logprobs and --prompt-logprobs need --json")
-    if n is not None and not as_json:
-        raise typer.BadParameter("--n needs --json")
+    if (logprobs is not None or prompt_logprobs is not None) and output is TEXT:
+        raise typer.BadParameter("--logprobs and --prompt-logprobs need --output json")
     grammars: dict[str, Any] = {
         "json_schema": _text_or_file(json_schema),
         "json": json_mode or None,
@@ -125,30 +126,44 @@ def generate(
     if chat:
         options["messages"] = _messages(system, source)
     with reported(target):
-        from tandem.answers import completion, completions
         from tandem.client import Client
 
-        pieces = []
         with Client(target) as client:
             given = None if chat else source if ids is None else ids
             with closing(client.stream(given, n=n, timeout=timeout, **options)) as stream:
-                for piece in stream:
-                    pieces.append(piece)
-                    if not as_json:
-                        write(piece.text if ids is None else "".join(f"{token} " for token in piece.token_ids))
-        if n is not None:
-            print_json([answer.to_dict() for answer in completions(pieces)])
-            return
-        answer = completion(pieces)
-        if as_json:
-            print_json(answer.to_dict())
-            return
-        write("\n")
-        if receipt:
-            from tandem import show
+                answers = _answers(stream, output, with_text=ids is None)
+        if output is JSON:
+            print_json(answers[0].to_dict() if n is None else [answer.to_dict() for answer in answers])
+        elif receipt:
+            _receipts(answers)
 
-            write("\n")
-            display(show.receipt(answer.receipt))
+
+def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[Completion]:
+    """As text the first one as it comes, then the others. Token ids where there is no text."""
+    from tandem.answers import completions
+
+    def shown(said: Piece | Completion) -> str:
+        return said.text if with_text else "".join(f"{token} " for token in said.token_ids)
+
+    pieces = []
+    for piece in stream:
+        pieces.append(piece)
+        if output is TEXT and piece.choice == 0:
+            write(shown(piece))
+    answers = completions(pieces)
+    if output is TEXT:
+        write("\n")
+        for answer in answers[1:]:
+            write(f"\n{shown(answer)}\n")
+    return answers
+
+
+def _receipts(answers: Sequence[Completion]) -> None:
+    from tandem import show
+
+    for answer in answers:
+        write("\n")
+        display(show.receipt(answer.receipt))
 
 
 @app.command()
@@ -224,11 +239,13 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
     seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="So many answers to each.")] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")] = None,
     priority: Annotated[int | None, typer.Option(help="The smaller comes first when some wait. [default: 0]")] = None,
     request_id: Annotated[
         str | None, typer.Option(metavar="ID", help="The job's; the same one twice is one job.")
     ] = None,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Submit jobs: their tokens are kept until somebody fetches them. Prints their ids."""
     if request_id is not None and len(prompts) > 1:
@@ -244,10 +261,12 @@ def submit(
                 temperature=temperature,
                 seed=seed,
                 ignore_eos=ignore_eos,
+                n=n,
+                adapter=adapter,
                 priority=priority,
                 request_id=request_id,
             )
-        if as_json:
+        if output is JSON:
             print_json([job.to_dict() for job in jobs])
         else:
             print("\n".join(job.job_id for job in jobs))
@@ -257,32 +276,24 @@ def submit(
 def watch(
     job: Annotated[str, typer.Argument(metavar="JOB", help="An id that `tandem submit` printed.")],
     target: Target = LOCAL,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Print ids.")] = False,
     from_token: Annotated[int, typer.Option(help="The first one that is wanted.", min=0)] = 0,
     receipt: Annotated[
         bool, typer.Option("--receipt", help="Draw where the time went, on stdout below the text.")
     ] = False,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Stream a job's answer, from its beginning or from a token on, as often as you like."""
     with reported(target):
-        from tandem.answers import completion
         from tandem.client import Client
 
-        pieces = []
-        with Client(target) as client, closing(client.watch(job, from_token=from_token)) as stream:
-            for piece in stream:
-                pieces.append(piece)
-                if not as_json:
-                    write(piece.text or "".join(f"{token} " for token in piece.token_ids))
-        answer = completion(pieces)
-        if as_json:
-            print_json(answer.to_dict())
-            return
-        write("\n")
-        if receipt:
-            from tandem import show
-
-            display(show.receipt(answer.receipt))
+        with Client(target) as client:
+            with closing(client.watch(job, from_token=from_token)) as stream:
+                answers = _answers(stream, output, with_text=not token_ids)
+        if output is JSON:
+            print_json(answers[0].to_dict() if len(answers) == 1 else [answer.to_dict() for answer in answers])
+        elif receipt:
+            _receipts(answers)
 
 
 @app.command()
@@ -290,7 +301,7 @@ def job(
     job: Annotated[str, typer.Argument(metavar="JOB")],
     target: Target = LOCAL,
     cancel: Annotated[bool, typer.Option("--cancel", help="End it.")] = False,
-    as_json: AsJson = False,
+    output: Output = TEXT,
 ) -> None:
     """Show how far a job is."""
     with reported(target):
@@ -298,7 +309,7 @@ def job(
 
         with Client(target) as client:
             found = client.cancel(job) if cancel else client.job(job)
-        if as_json:
+        if output is JSON:
             print_json(found.to_dict())
             return
         over = f", taken over {found.takeovers} times" if found.takeovers else ""
