@@ -253,6 +253,15 @@ class Fuzz:
             GENERATE, request_serializer=None, response_deserializer=generation_pb2.GenerateResponse.FromString
         )
 
+    @classmethod
+    async def at(cls, channel: grpc.aio.Channel) -> Fuzz:
+        info = channel.unary_unary(
+            "/tandem.v1.GenerationService/GetModelInfo",
+            request_serializer=generation_pb2.GetModelInfoRequest.SerializeToString,
+            response_deserializer=generation_pb2.GetModelInfoResponse.FromString,
+        )
+        return cls(channel, await info(generation_pb2.GetModelInfoRequest()))
+
     async def ask(self, raw: bytes) -> None:
         """One case. Raises AssertionError for an answer that is not documented."""
         try:
@@ -298,12 +307,7 @@ async def alive(client: AsyncClient) -> tuple[dict[str, str], list[int]]:
 
 async def run(target: str, args: argparse.Namespace) -> None:
     async with AsyncClient(target) as client, grpc.aio.insecure_channel(target) as channel:
-        info = channel.unary_unary(
-            "/tandem.v1.GenerationService/GetModelInfo",
-            request_serializer=generation_pb2.GetModelInfoRequest.SerializeToString,
-            response_deserializer=generation_pb2.GetModelInfoResponse.FromString,
-        )
-        fuzz = Fuzz(channel, await info(generation_pb2.GetModelInfoRequest()))
+        fuzz = await Fuzz.at(channel)
         before, began, last = await alive(client), monotonic(), args.first + args.cases
         for first in range(args.first, last, EVERY):
             await fuzz.cases(args.seed, range(first, min(first + EVERY, last)), args.at_once)
