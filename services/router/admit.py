@@ -103,14 +103,16 @@ class Job:
 
 
 class Past:
-    """What earlier lives of a job gave, by completion."""
+    """What earlier lives of a job gave, by completion, and the weights of its adapter: of all its completions."""
 
     def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = ()) -> None:
         self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
         self.ended: set[int] = set()
+        self.adapter_fingerprint = b""
         for event in events:
             if event.HasField("delta"):
                 self.deltas[event.delta.choice].append(event.delta)
+                self.adapter_fingerprint = self.adapter_fingerprint or event.delta.adapter_fingerprint
             elif event.HasField("finished"):
                 self.ended.add(event.finished.choice)
 

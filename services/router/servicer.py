@@ -145,6 +145,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if self._quarantine:
                 self._quarantine.check(identity(job), monotonic())
             before = Past(past or ())
+            job.adapter_fingerprint = before.adapter_fingerprint
             left = job.choices - len(before.ended)
             how = self._answer if job.choices == 1 else self._answers
             answer = how(job, account, deadline, before)
@@ -196,7 +197,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """One completion: deltas, then `finished`. What is past is in the journal, and its text was shown."""
         text = Reader(self._text.stream(), job)
         for delta in past.deltas[job.choice]:
-            job.adapter_fingerprint = job.adapter_fingerprint or delta.adapter_fingerprint
             job.tokens.extend(delta.token_ids)
             text.read(decode_pb2.Tokens(token_ids=delta.token_ids))
         async with aclosing(self._tokens(job, account, deadline)) as stretches:

@@ -279,8 +279,7 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
     class Forgetful(servicer.Past):
         def __init__(self, events: Any) -> None:
             super().__init__(events)
-            for delta in self.deltas[0]:
-                delta.adapter_fingerprint = b""
+            self.adapter_fingerprint = b""
 
     monkeypatch.setattr(servicer, "Past", Forgetful)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
