@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import grpc
 
@@ -107,17 +108,19 @@ async def unread(target: str, count: int, seconds: float) -> Counter[str]:
         token_ids={"ids": [5, 6, 7]}, sampling={"max_tokens": 900, "ignore_eos": True}
     )
     async with grpc.aio.insecure_channel(target) as channel:
-        generate = channel.unary_stream(GENERATE, request_serializer=generation_pb2.GenerateRequest.SerializeToString)
+        generate: Any = channel.unary_stream(
+            GENERATE, request_serializer=generation_pb2.GenerateRequest.SerializeToString
+        )
         calls = []
         for number in range(count):
             calls.append(generate(asked, metadata=(("authorization", f"Bearer {GREEDY}"),)))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         await asyncio.wait([asyncio.create_task(call.code()) for call in calls], timeout=seconds)
-        found = Counter((await call.code()).name if call.done() else "left open" for call in calls)
+        codes = [(await call.code()).name if call.done() else "left open" for call in calls]
         for call in calls:
             call.cancel()
-    return found
+    return Counter(codes)
 
 
 async def connections(target: str, count: int, seconds: float) -> Counter[str]:

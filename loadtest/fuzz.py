@@ -29,7 +29,7 @@ from time import monotonic
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from cluster.up import Cluster
@@ -98,7 +98,7 @@ def sized(data: bytes) -> bytes:
     return varint(len(data)) + data
 
 
-def places(of: Descriptor) -> Iterator[list[FieldDescriptor]]:
+def places(of: Any) -> Iterator[list[FieldDescriptor]]:
     """The way to each field that holds a value."""
     for one in of.fields:
         if one.type == KINDS.TYPE_MESSAGE and not one.message_type.GetOptions().map_entry:
@@ -152,7 +152,7 @@ def _one_field(chance: random.Random) -> bytes:
     return out
 
 
-def _message(chance: random.Random, of: Descriptor) -> bytes:
+def _message(chance: random.Random, of: Any) -> bytes:
     """Some fields of a message, one after another: also twice, or several of those that exclude each other."""
     out = b""
     for one in chance.choices(list(of.fields), k=chance.randint(0, 4)):
@@ -249,7 +249,7 @@ class Fuzz:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self._generate = self.channel.unary_stream(
+        self._generate: Any = self.channel.unary_stream(
             GENERATE, request_serializer=None, response_deserializer=generation_pb2.GenerateResponse.FromString
         )
 
@@ -291,9 +291,12 @@ class Fuzz:
                 except AssertionError as error:
                     raise AssertionError(f"case {number} of seed {seed}: {error}") from error
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
-                group.create_task(lane())
+        lanes = [asyncio.create_task(lane()) for _ in range(at_once)]
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for one in lanes:
+                one.cancel()
 
 
 # ---- the command
@@ -338,9 +341,8 @@ def main() -> int:
             target = stack.enter_context(Cluster(given, lambda line: print(line, file=sys.stderr))).target
         try:
             asyncio.run(run(target, args))
-        except* AssertionError as wrong:
-            for error in wrong.exceptions:
-                print(f"error: {error}", file=sys.stderr)
+        except AssertionError as wrong:
+            print(f"error: {wrong}", file=sys.stderr)
             return 1
     return 0
 

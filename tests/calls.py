@@ -11,7 +11,7 @@ from tandem.v1 import generation_pb2
 from tests.templates import HERMES
 
 DEMO = Path(__file__).parents[1] / "demo/model"
-NOTE = {"type": "object", "properties": {"text": {"type": "string", "minLength": 40, "maxLength": 90}}}
+NOTE = {"type": "object", "properties": {"text": {"type": "string", "minLength": 20, "maxLength": 40}}}
 TOOLS = [
     {"type": "function", "function": {"name": "note", "parameters": {**NOTE, "required": ["text"]}}},
     {"type": "function", "function": {"name": "now"}},

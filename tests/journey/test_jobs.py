@@ -215,7 +215,7 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
     """Token for token, and they are not the base model's."""
     monkeypatch.setattr(jobs, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
-    options: Any = {"max_tokens": 120, "ignore_eos": True, "adapter": "red"}
+    options: Any = {"max_tokens": 80, "ignore_eos": True, "adapter": "red"}
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
         expected = [(await cluster.client.generate(prompt, **options)).token_ids]
         assert expected[0][:NEW] != oracle.greedy(tiny, prompt, NEW)
@@ -226,7 +226,7 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
 async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -> tuple[Any, Any]:
     """A job that began with an adapter whose name another one has by now, and the router that takes it over."""
     second: Any = await launch.start("router", cluster.settings, "router-1")
-    job = await cluster.client.submit(prompt, max_tokens=120, ignore_eos=True, adapter="red")
+    job = await cluster.client.submit(prompt, max_tokens=80, ignore_eos=True, adapter="red")
     seen: list[list[int]] = [[]]
     await of_each(cluster.client.watch(job.job_id), seen, lambda now: len(now[0]) >= 8)
     await crash(cluster.router)
@@ -255,8 +255,8 @@ async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
             raise
 
     monkeypatch.setattr(DecodeServicer, "_check_adapter", seen_by_us)
-    async with inside(adapters={"red": str(adapters["red"])}, job_timeout_s=3.0) as cluster:
-        kept = (await cluster.client.generate(prompt, max_tokens=120, ignore_eos=True, adapter="red")).token_ids
+    async with inside(adapters={"red": str(adapters["red"])}, job_timeout_s=2.0) as cluster:
+        kept = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
         job, second = await replaced(cluster, adapters, prompt)
         async with AsyncClient(second.address) as client:
             done = await ended(client, job.job_id)
@@ -264,7 +264,7 @@ async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
             seen: list[list[int]] = [[]]
             with pytest.raises(TandemError):
                 await of_each(client.watch(job.job_id), seen)
-        assert 8 <= len(seen[0]) == done.tokens < 120
+        assert 8 <= len(seen[0]) == done.tokens < 80
         assert seen[0] == kept[: done.tokens]
         await second.stop(0.0)
 
@@ -283,12 +283,12 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
 
     monkeypatch.setattr(servicer, "Past", Forgetful)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
-        expected = (await cluster.client.generate(prompt, max_tokens=120, ignore_eos=True, adapter="red")).token_ids
+        expected = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
         job, second = await replaced(cluster, adapters, prompt)
         async with AsyncClient(second.address) as client, asyncio.timeout(20):
             whole: list[list[int]] = [[]]
             await of_each(client.watch(job.job_id), whole)
-        assert len(whole[0]) == 120
+        assert len(whole[0]) == 80
         assert whole[0] != expected
         await second.stop(0.0)
 
