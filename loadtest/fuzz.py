@@ -43,7 +43,7 @@ DEMO = Path(__file__).parents[1] / "demo/model"
 CONTEXT = 96
 GENERATE = "/tandem.v1.GenerationService/Generate"
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
-EVERY = 10_000  # cases, after which it is looked whether all workers live and answer as they did
+EVERY = 2_000  # cases, after which it is looked whether all workers live and answer as they did
 TIMEOUT_S = 120.0  # of one case
 
 # ---- what is sent: bytes, because no message can hold all that a client can send
