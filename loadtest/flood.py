@@ -8,7 +8,7 @@ another, `--count` times each (resets and pings ten times as often), and then ho
     unread        opens streams and reads none of them
     connections   opens connections, says the first words of HTTP/2 in each, and leaves them open
     resets        opens a stream and resets it at once, again and again, on one connection (CVE-2023-44487)
-    pings         sends PING frames on one connection and reads none of the answers
+    pings         sends PING frames on one connection
 
 `polite` asks for eight tokens, again and again, over a connection that it keeps and over a new one each time. Prints
 what became of the flood, and of polite's requests before and during each. Exits 1 if one of them failed.
@@ -172,27 +172,30 @@ async def sent_on_one(target: str, one: Callable[[], bytes], count: int, seconds
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(PREFACE + frame(SETTINGS))
     found: Counter[str] = Counter()
+
+    async def answers() -> None:
+        while True:
+            head = await reader.readexactly(9)
+            body, kind = await reader.readexactly(int.from_bytes(head[:3], "big")), head[3]
+            why = body[8:].decode(errors="replace") if kind == GOAWAY else ""
+            found[f"{FRAMES.get(kind, 'other frames')} {why}".strip()] += 1
+
+    reading = asyncio.create_task(answers())
     try:
         for first in range(0, count, 100):
             writer.write(b"".join(one() for _ in range(min(100, count - first))))
             async with asyncio.timeout(seconds):
                 await writer.drain()
+            await asyncio.sleep(0)
             found["sent"] += min(100, count - first)
     except TimeoutError:
         found["not taken"] += 1
     except OSError:
-        found["closed"] += 1
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                head = await reader.readexactly(9)
-                body, kind = await reader.readexactly(int.from_bytes(head[:3])), head[3]
-                name = FRAMES.get(kind, "other frames")
-                found[f"{name} {body[8:].decode(errors='replace')}".strip() if kind == GOAWAY else name] += 1
-    except TimeoutError:
-        found["left open"] += 1
-    except (OSError, asyncio.IncompleteReadError):
-        found["closed"] += 1
+        pass  # the reader sees it, too
+    done, _ = await asyncio.wait([reading], timeout=seconds)
+    found["closed" if done else "left open"] += 1
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     writer.close()
     return found
 
