@@ -1,7 +1,8 @@
 """Jobs and their tokens, kept so that any router can go on with them. With cluster/registry.py the only file that knows
 Redis, and every key of jobs in it:
 
-    tandem:<cluster>:job:<id>          hash: what was asked, the state, whose it is (generation), how many tokens
+    tandem:<cluster>:job:<id>          hash: what was asked, the state, whose it is (generation), and how many tokens
+                                       each completion has (tokens, tokens:1, tokens:2, ...)
     tandem:<cluster>:job:<id>:events   stream: what its watchers get, one entry for each event
     tandem:<cluster>:jobs              sorted set: id of each open job -> when its owner's lease ends, in ms
 
@@ -31,7 +32,7 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 """
 _OWNED = """
-local job = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled', 'tokens')
+local job = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
 if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
 """
 SUBMIT = (
@@ -49,9 +50,9 @@ APPEND = (
     _OWNED
     + """
 if job[3] then return 'cancelled' end
-if job[4] ~= ARGV[2] then return 'gap' end
+if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
 redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
-redis.call('HSET', KEYS[1], 'tokens', ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
 return 'kept'
 """
 )
@@ -174,10 +175,11 @@ class Journal:
             raise Busy(f"{self._most} jobs are open, and more are not kept", reason="JOBS_FULL", retry_after=5.0)
         return found == "new"
 
-    async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes) -> Kept:
-        """Tokens [first, end)."""
+    async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
+        """Tokens [first, end) of a completion; none where it has ended and others go on."""
         keys = [self._job(job_id), self._events(job_id)]
-        return Kept(await self._run("append", keys, [generation, first, end, event]))
+        place = f"tokens:{choice}" if choice else "tokens"
+        return Kept(await self._run("append", keys, [generation, first, end, event, place]))
 
     async def end(
         self,
@@ -227,7 +229,7 @@ class Journal:
             found[b"request"],
             JobState(found[b"state"].decode()),
             int(found[b"generation"]),
-            int(found[b"tokens"]),
+            sum(int(count) for name, count in found.items() if name.startswith(b"tokens")),
             _from_json(error) if error else None,
         )
 

@@ -10,6 +10,7 @@ If this process is killed outright, Linux ends its workers (cluster/lifeline.py)
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 import socket
@@ -305,28 +306,38 @@ class Cluster:
 
 
 def run_forever(
-    settings: Settings, report: Callable[[str], None] | None = None, *, launcher: str = DEFAULT_LAUNCHER
+    settings: Settings,
+    report: Callable[[str], None] | None = None,
+    *,
+    launcher: str = DEFAULT_LAUNCHER,
+    as_json: bool = False,
 ) -> int:
-    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the grace. Prints `ready ...` when requests can be sent.
-    Progress goes to `report` (default: stderr). Raises what ended the cluster otherwise."""
+    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the grace. Prints `ready ...`, or the same as a JSON object,
+    when requests can be sent. Progress goes to `report` (default: stderr). Raises what ended the cluster otherwise."""
     cluster = Cluster(settings, report or (lambda line: print(line, file=sys.stderr, flush=True)), launcher=launcher)
     with _signals(cluster.interrupt):
         try:
             with cluster:
-                if settings.http_port is not None:
-                    print(f"http {cluster.http}", flush=True)
-                print(_ready_line(cluster), flush=True)
+                print(json.dumps(_ready(cluster)) if as_json else _ready_lines(cluster), flush=True)
                 while True:
                     cluster.events()
         except Cancelled:
             return 0
 
 
-def _ready_line(cluster: Cluster) -> str:
+def _ready(cluster: Cluster) -> dict[str, Any]:
     settings = cluster.settings
+    http = {"http": cluster.http} if settings.http_port is not None else {}
+    sizes = {"routers": settings.routers, "prefill": settings.prefill, "decode": settings.decode}
+    return {"target": cluster.target, **http, **sizes, "model": settings.model}
+
+
+def _ready_lines(cluster: Cluster) -> str:
+    settings = cluster.settings
+    http = f"http {cluster.http}\n" if settings.http_port is not None else ""
     routers = f"{settings.routers} routers, " if settings.routers > 1 else ""
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
-    return f"ready {cluster.target} ({routers}{workers}, model {settings.model})"
+    return f"{http}ready {cluster.target} ({routers}{workers}, model {settings.model})"
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tandem.tasks import end
 
 KEEPALIVE_MS = 2_000  # between pings
 PING_TIMEOUT_MS = 4_000  # until a peer that does not answer one is taken for dead
+PING_STRIKES = 100  # pings within 500 ms of the one before, without a word of ours between them; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
 FAREWELL_S = 24 * 3600.0  # how long calls may go on over a channel that takes no new ones
@@ -67,7 +68,7 @@ class GrpcServer:
                 ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
-                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.http2.max_ping_strikes", PING_STRIKES),
                 ("grpc.so_reuseport", int(share_port)),
             ),
         )

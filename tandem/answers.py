@@ -213,11 +213,25 @@ class StreamReader:
         """How many have come so far."""
         return sum(self._tokens)
 
+    @property
+    def due(self) -> int:
+        """The first token of any answer that has not come yet."""
+        return min(count for choice, count in enumerate(self._tokens) if choice not in self._finished)
+
+    def has(self, event: generation_pb2.GenerateResponse) -> bool:
+        """Whether all in it has come before, in a stream that was begun again."""
+        if event.HasField("finished"):
+            return event.finished.choice in self._finished
+        if not event.HasField("delta"):
+            return False
+        delta = event.delta
+        return delta.choice < len(self._tokens) and delta.index + len(delta.token_ids) <= self._tokens[delta.choice]
+
     def read(self, event: generation_pb2.GenerateResponse) -> Piece | None:
         """The piece in this event, or None if it has none. Raises InternalError on a gap."""
         kind = event.WhichOneof("event")
-        if kind == "started" and event.started.choices > 1:
-            self._tokens = [0] * event.started.choices
+        if kind == "started" and event.started.choices > len(self._tokens):
+            self._tokens = [self._from] * event.started.choices
         if kind not in ("delta", "finished"):
             if len(self._finished) == len(self._tokens):
                 raise InternalError("the server sent more after the end of the stream")

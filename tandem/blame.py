@@ -24,7 +24,7 @@ NOT_PROCESSES = ("retries", "prefill_compute", *WAITING)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Blame:
     """About one request. `parts` are seconds by cause, together `lost`."""
 
     receipt: Receipt
@@ -35,20 +35,20 @@ class Verdict:
     advice: str
 
     def to_dict(self) -> dict[str, object]:
-        """The verdict as plain values, ready for JSON."""
+        """This as plain values, ready for JSON."""
         about = {"cause": self.cause, "advice": self.advice, "lost": self.lost, "parts": self.parts}
         return {"request_id": self.receipt.request_id, **about, "receipt": self.receipt.to_dict()}
 
 
-def slowest(receipts: Sequence[Receipt], most: int) -> list[Verdict]:
+def slowest(receipts: Sequence[Receipt], most: int) -> list[Blame]:
     """Those that lost most, the worst first."""
     rates = [one.tpot for one in receipts if one.completion_tokens > 1]
     usual = statistics.median(rates) if rates else 0.0
-    found = [verdict(one, usual) for one in receipts]
+    found = [of(one, usual) for one in receipts]
     return sorted(found, key=lambda one: one.lost, reverse=True)[:most]
 
 
-def verdict(receipt: Receipt, usual_tpot: float) -> Verdict:
+def of(receipt: Receipt, usual_tpot: float) -> Blame:
     """`usual_tpot`: seconds that a token takes, for requests like this one."""
     phases = receipt.phases
     transfer = receipt.transfer.exposed if receipt.transfer else 0.0
@@ -64,7 +64,7 @@ def verdict(receipt: Receipt, usual_tpot: float) -> Verdict:
         "processes": receipt.ttft - sum(phases.get(name, 0.0) for name in NOT_PROCESSES),
     }
     cause = max(parts, key=lambda name: parts[name])
-    return Verdict(receipt, parts, sum(parts.values()), cause, _advice(cause, receipt, usual_tpot))
+    return Blame(receipt, parts, sum(parts.values()), cause, _advice(cause, receipt, usual_tpot))
 
 
 def _advice(cause: str, receipt: Receipt, usual_tpot: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem import show
 from tandem.answers import Receipt
-from tandem.cli import sentence
+from tandem.cli.output import sentence
 from tandem.client import Client
 from tandem.errors import TandemError
 

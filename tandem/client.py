@@ -375,12 +375,12 @@ class _Watching:
     def request(self) -> jobs_pb2.WatchJobRequest:
         request = jobs_pb2.WatchJobRequest()
         _set(request, "job_id", self._job_id, "Unicode text")
-        _set(request, "from_token", self.reader.tokens, "an integer of 32 bits, 0 or more")
+        _set(request, "from_token", self.reader.due, "an integer of 32 bits, 0 or more")
         return request
 
     def read(self, answer: jobs_pb2.WatchJobResponse) -> Piece | None:
         self._failures = 0
-        return self.reader.read(answer.event)
+        return None if self.reader.has(answer.event) else self.reader.read(answer.event)
 
     def after(self, error: grpc.RpcError) -> float:
         """Seconds until the next try. Raises what ends the watch."""
@@ -558,16 +558,18 @@ class AsyncClient:
             finally:
                 call.cancel()  # does nothing to a call that is over
 
-    async def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
+    async def submit(self, prompt: Prompt | None = None, *, n: int | None = None, **options: Unpack[Options]) -> Job:
         """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
 
         The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
         """
-        return (await self._ask(_submit([build_request(prompt, **options)])))[0]
+        return (await self._ask(_submit([build_request(prompt, n=n, **options)])))[0]
 
-    async def submit_many(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Job]:
+    async def submit_many(
+        self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]
+    ) -> list[Job]:
         """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
-        return await self._ask(_submit([build_request(prompt, **options) for prompt in prompts]))
+        return await self._ask(_submit([build_request(prompt, n=n, **options) for prompt in prompts]))
 
     async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
@@ -735,16 +737,16 @@ class Client:
             finally:
                 call.cancel()  # does nothing to a call that is over
 
-    def submit(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Job:
+    def submit(self, prompt: Prompt | None = None, *, n: int | None = None, **options: Unpack[Options]) -> Job:
         """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
 
         The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
         """
-        return self._ask(_submit([build_request(prompt, **options)]))[0]
+        return self._ask(_submit([build_request(prompt, n=n, **options)]))[0]
 
-    def submit_many(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Job]:
+    def submit_many(self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]) -> list[Job]:
         """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
-        return self._ask(_submit([build_request(prompt, **options) for prompt in prompts]))
+        return self._ask(_submit([build_request(prompt, n=n, **options) for prompt in prompts]))
 
     def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has

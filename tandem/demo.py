@@ -50,6 +50,11 @@ class Row:
     error: str = ""
     receipt: Receipt | None = None
 
+    def to_dict(self) -> dict[str, object]:
+        """The row as plain values, ready for JSON."""
+        about = {"name": self.name, "question": self.question, "state": self.state, "text": self.text}
+        return {**about, "error": self.error, "receipt": self.receipt.to_dict() if self.receipt else None}
+
 
 def read_prompts(path: Path, max_tokens: int) -> list[Row]:
     """The rows of a file of JSON lines. Raises SettingsError naming the line that is wrong."""
@@ -91,14 +96,17 @@ def _row(line: str, name: str, where: str, max_tokens: int) -> Row:
     return Row(name, question, prompt, options)
 
 
-def run(model: str | None, prompts: Path | None, *, prefill: int, decode: int, max_tokens: int) -> int:
+def run(
+    model: str | None, prompts: Path | None, *, prefill: int, decode: int, max_tokens: int, as_json: bool = False
+) -> int:
     """The demo; returns its exit code: 0 when every request finished. Raises TandemError if no cluster comes up."""
     home = HOME / "model"
     if model is None and not home.is_dir():
         raise SettingsError("the demo's own model is not here; name a checkpoint with --model", field="model")
     rows = read_prompts(prompts or HOME / "prompts.jsonl", max_tokens)
     settings = load(model=model or str(home), prefill=prefill, decode=decode, port=0)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    screen = sys.stderr if as_json else sys.stdout
+    console = Console(file=screen, highlight=False, width=None if screen.isatty() else 160)
 
     from cluster.up import Cluster
 
@@ -106,7 +114,10 @@ def run(model: str | None, prompts: Path | None, *, prefill: int, decode: int, m
         start = perf_counter()
         asyncio.run(send_all(cluster.target, rows, Board(rows, console)))
         elapsed = perf_counter() - start
-    console.print(report(rows, elapsed, console.width if console.is_terminal else show.NARROW))
+    if as_json:
+        print(json.dumps([row.to_dict() for row in rows], ensure_ascii=False))
+    else:
+        console.print(report(rows, elapsed, console.width if console.is_terminal else show.NARROW))
     return 0 if all(row.state == "done" for row in rows) else 1
 
 

@@ -71,8 +71,8 @@ class Settings(BaseSettings):
     """A worker's gRPC port; 0 picks a free one, as several workers on one address need it."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Every process serves its metrics there, under /metrics on `host`, to whoever asks and unencrypted; 0 picks a free
-    one, which `tandem workers --json` shows, and where several processes share a machine nothing else works. Absent: no
-    such port; the router's HTTP API has its own metrics in any case."""
+    one, which `tandem workers --output json` shows, and where several processes share a machine nothing else works.
+    Absent: no such port; the router's HTTP API has its own metrics in any case."""
     metrics_compat: Literal["none", "vllm"] = "none"
     """vllm: the metrics that vLLM has as well also appear under its names, for dashboards and autoscalers that know
     them."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.answers import Audit, Autoscaling, Calibrated, Diagnosis, Findings, Ledger, Pair, Pools, Receipt, Transfer
-from tandem.blame import Verdict
+from tandem.blame import Blame
 
 BAR_CELLS = 36
 NARROW, WIDE = 80, 140  # columns of a pipe or a small terminal; of one that holds everything
@@ -196,7 +196,7 @@ def explained(item: Receipt) -> RenderableType:
     return Group(*parts)
 
 
-def slowest(items: Sequence[Verdict]) -> RenderableType:
+def slowest(items: Sequence[Blame]) -> RenderableType:
     """A line for each request, and what to do about it below."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("request", "lost to"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
-from collections.abc import Sequence
 from time import time
 
 import grpc
 import structlog
 
 from cluster.registry import Registry, WorkerRecord
-from services.router.receipt import Answered
+from services.router.receipt import Receipts
 from services.server import Channels
 from services.view import ClusterView
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
@@ -43,9 +42,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         registry: Registry,
         view: ClusterView,
         channels: Channels,
-        receipts: Sequence[Answered] = (),
+        receipts: Receipts,
     ) -> None:
-        """`receipts` of the requests that ended lately, the newest last; they grow meanwhile."""
         self._receipts = receipts
         self._settings = settings
         self._registry = registry
@@ -71,7 +69,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListReceiptsResponse:
         found = [
             receipt
-            for _, receipt in reversed(self._receipts)
+            for receipt in reversed(self._receipts)
             if not request.request_id or receipt.request_id == request.request_id
             if not request.within_seconds or receipt.ended_at > time() - request.within_seconds
         ]

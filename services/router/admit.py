@@ -7,6 +7,7 @@ import json
 import math
 import secrets
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,6 +102,21 @@ class Job:
         )
 
 
+class Past:
+    """What earlier lives of a job gave, by completion, and the weights of its adapter: of all its completions."""
+
+    def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = ()) -> None:
+        self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
+        self.ended: set[int] = set()
+        self.adapter_fingerprint = b""
+        for event in events:
+            if event.HasField("delta"):
+                self.deltas[event.delta.choice].append(event.delta)
+                self.adapter_fingerprint = self.adapter_fingerprint or event.delta.adapter_fingerprint
+            elif event.HasField("finished"):
+                self.ended.add(event.finished.choice)
+
+
 def seed_of(seed: int, choice: int) -> int:
     """The seed of a completion: the request's own for the first, 64 bits of blake2b(seed, choice) for the others."""
     if choice == 0:
@@ -114,8 +130,10 @@ def admit(
     text: Text,
     model: ModelFacts,
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    fixed: bool = False,
 ) -> Job:
-    """Raises InvalidRequest, NotFound for an adapter that there is not."""
+    """`fixed`: it was admitted before, and its grammar may be one that only the router makes. Raises InvalidRequest,
+    NotFound for an adapter that there is not."""
     request_id = checked_request_id(request.request_id)
     if request.adapter and request.adapter not in model.adapters:
         names = ", ".join(sorted(model.adapters)) or "none"
@@ -136,7 +154,7 @@ def admit(
         raise _out_of_bounds("sampling.stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
     if not request.sampling.ignore_eos:
         stop_ids += model.eos_token_ids
-    if (grammar := _grammar(request, text, stop_ids)) is not None:
+    if (grammar := _grammar(request, text, stop_ids, fixed)) is not None:
         sampling.grammar.CopyFrom(grammar)
     n = request.sampling.n if request.sampling.HasField("n") else 1
     if not 1 <= n <= MAX_N:
@@ -164,7 +182,9 @@ def admit(
     )
 
 
-def _grammar(request: generation_pb2.GenerateRequest, text: Text, stop_ids: list[int]) -> common_pb2.Grammar | None:
+def _grammar(
+    request: generation_pb2.GenerateRequest, text: Text, stop_ids: list[int], fixed: bool
+) -> common_pb2.Grammar | None:
     """What the answer must fit, in a client's words or because it must be a call."""
     given, calls = request.sampling, request.WhichOneof("input") == "chat" and request.chat.HasField("tool_choice")
     if not given.HasField("grammar") and not calls:
@@ -182,7 +202,8 @@ def _grammar(request: generation_pb2.GenerateRequest, text: Text, stop_ids: list
             bound="false with a grammar, and a model with an end-of-sequence token or a stop token id",
         )
     if not calls:
-        structured.check(given.grammar)
+        if not fixed:
+            structured.check(given.grammar)
         return given.grammar
     if given.HasField("grammar"):
         raise InvalidRequest(

@@ -27,7 +27,7 @@ from services.router.policy import Placement
 from services.router.prefixes import Prefixes
 from services.router.quarantine import MOST_LOST, Quarantine, identity
 from services.router.reader import Reader
-from services.router.receipt import Account, Answered
+from services.router.receipt import Account, Receipts
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels
@@ -108,7 +108,7 @@ class Shared:
     tenants: Tenants
     quarantine: Quarantine
     metrics: RouterMetrics
-    receipts: deque[Answered]
+    receipts: Receipts
 
 
 class Completion:
@@ -228,6 +228,8 @@ class Completion:
         job.tokens.extend(stretch.token_ids)
         if stretch.HasField("first"):
             account.first_token(stretch.first)
+        else:
+            self.begun.set()  # it was computed from the prompt's KV, which is there
         account.told(stretch)
         shared.tenants.generated(job.tenant, count)
         shared.placer.generated(job.tenant, count)
@@ -240,18 +242,19 @@ class Completion:
             delta.logprobs.CopyFrom(stretch.logprobs)
         if prompt_logprobs:
             delta.prompt_logprobs.CopyFrom(prompt_logprobs)
+        if first == 0:
+            delta.adapter_fingerprint = self._adapter
         shared.metrics.sent(len(delta.token_ids), account.sent(len(delta.token_ids)))
         self._outbox.put(said)
-        if job.generated > 1:  # a second token is computed from KV that is there
-            self.begun.set()
         return job.stopped
 
     def _finish(self) -> None:
         job, account, shared = self.job, self.account, self._shared
         tail = self._text.finish()
         receipt = account.receipt(job, shared.settings.model)
-        shared.receipts.append(Answered(monotonic(), receipt))
-        shared.metrics.finished(receipt)
+        if account.attempts:  # else an earlier life of the job gave every token
+            shared.receipts.keep(receipt)
+            shared.metrics.finished(receipt)
         finished = generation_pb2.Finished(
             reason=job.finish(), text=tail, receipt=receipt, choice=job.choice, stop=self._text.stop
         )

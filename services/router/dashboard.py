@@ -14,8 +14,8 @@ import asyncio
 import ipaddress
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from itertools import islice, takewhile
 from pathlib import Path
 from statistics import quantiles
 from time import monotonic, time
@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.router.admin import AdminServicer
 from services.router.keys import Keys
-from services.router.receipt import Answered
+from services.router.receipt import Receipts
 from tandem import answers
 from tandem.errors import Busy, InvalidRequest, PermissionDenied, TandemError
 from tandem.v1 import admin_pb2, generation_pb2
@@ -74,35 +74,34 @@ class Goal(NamedTuple):
         return not (slow_first or slow_token)
 
 
-def snapshot(kept: Sequence[Answered], now: float, since: float, goal: Goal) -> dict[str, Any]:
-    """Of the answers that ended within the window before `now`. `kept` has all that ended after `since`, the newest
-    last."""
-    window = min(float(WINDOW_S), max(1.0, now - since))
-    recent = [*takewhile(lambda one: now - one.ended < window, reversed(kept))]
-    met = [goal.met(one.receipt) for one in recent]
+def snapshot(kept: Receipts, now: float, goal: Goal) -> dict[str, Any]:
+    """Of the answers that ended within the window before `now`, in unix seconds."""
+    window = min(float(WINDOW_S), max(1.0, now - kept.since))
+    recent = [*takewhile(lambda one: now - one.ended_at < window, reversed(kept))]
+    met = [goal.met(one) for one in recent]
     seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the newest that is over
     points: list[list[float | bool | None]] = []
     links: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"requests": 0, "bytes": 0, "seconds": 0.0})
-    for (ended, receipt), good in zip(recent, met, strict=True):
-        place = WINDOW_S - int(now) + int(ended)
+    for receipt, good in zip(recent, met, strict=True):
+        place = WINDOW_S - int(now) + int(receipt.ended_at)
         if 0 <= place < WINDOW_S:
             for number, value in enumerate((1, good, receipt.completion_tokens, receipt.transfer.bytes)):
                 seconds[place][number] += value
         if len(points) < POINTS:
-            points.append([round(now - ended, 2), receipt.ttft_seconds, _tpot(receipt), good])
+            points.append([round(now - receipt.ended_at, 2), receipt.ttft_seconds, _tpot(receipt), good])
         link = links[receipt.prefill_worker, receipt.decode_worker]
         link["requests"] += 1
         link["bytes"] += receipt.transfer.bytes
         link["seconds"] += receipt.transfer.seconds
         link["transport"] = receipt.transfer.transport or link.get("transport", "")
-    tpots = [tpot for one in recent if (tpot := _tpot(one.receipt)) is not None]
+    tpots = [tpot for one in recent if (tpot := _tpot(one)) is not None]
     return {
         "window": window,
         "goal": goal._asdict(),
         "ended": len(recent),
         "met": sum(met),
-        "tokens": sum(one.receipt.completion_tokens for one in recent),
-        "ttft": _percentiles([one.receipt.ttft_seconds for one in recent]),
+        "tokens": sum(one.completion_tokens for one in recent),
+        "ttft": _percentiles([one.ttft_seconds for one in recent]),
         "tpot": _percentiles(tpots),
         "seconds": seconds,
         "points": points,
@@ -156,20 +155,18 @@ class Dashboard:
     """The routes. `kept` grows meanwhile; `seen` is asked once for each snapshot."""
 
     def __init__(
-        self, goal: Goal, kept: Sequence[Answered], seen: Callable[[], Seen], admin: AdminServicer, keys: Keys | None
+        self, goal: Goal, kept: Receipts, seen: Callable[[], Seen], admin: AdminServicer, keys: Keys | None
     ) -> None:
         self._goal = goal
         self._kept = kept
         self._seen = seen
         self._admin = admin
         self._keys = keys
-        self._started = monotonic()
-        self._epoch = time() - self._started
         self._closing = asyncio.Event()
         self._making = asyncio.Lock()
         self._made = 0.0
         self._state = self._receipts = b""
-        self._newest: Answered | None = None  # of those in `_receipts`
+        self._newest: generation_pb2.Receipt | None = None  # of those in `_receipts`
         self.opened = 0
 
     def routes(self) -> list[Route]:
@@ -234,7 +231,7 @@ class Dashboard:
         return page
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
-        told: Answered | None = None
+        told: generation_pb2.Receipt | None = None
         for number in range(int(LIFE_S / TICK_S)):
             if number and (await self._closed_within(TICK_S) or not self._may_stay(request)):
                 return
@@ -258,17 +255,11 @@ class Dashboard:
             if now - self._made < TICK_S / 2:
                 return
             pools = answers.pools(await self._admin.pools())
-            kept = list(self._kept)
-            full = getattr(self._kept, "maxlen", None) == len(kept)
-            since = kept[0].ended if full else self._started
-            shown = snapshot(kept, now, since, self._goal)
+            shown = snapshot(self._kept, time(), self._goal)
             self._state = _event("state", {**pools.to_dict(), **self._seen()._asdict(), **shown})
-            newest = kept[-1] if kept else None
+            newest = next(reversed(self._kept), None)
             if newest is not self._newest or not self._receipts:
-                items = [
-                    {"ended": self._epoch + one.ended, **answers.receipt(one.receipt).to_dict()}
-                    for one in reversed(kept[-SHOWN:])
-                ]
+                items = [answers.receipt(one).to_dict() for one in islice(reversed(self._kept), SHOWN)]
                 self._newest, self._receipts = newest, _event("receipts", items)
             self._made = now
 

@@ -108,7 +108,14 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[jobs_pb2.WatchJobResponse, None]:
         job_id, at = _scoped(self._generation.who(context), request.job_id), "0"
-        await self._journal.get(job_id)
+        asked = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
+        started = generation_pb2.Started(
+            request_id=request.job_id,
+            model=self._settings.model,
+            prompt_tokens=len(asked.token_ids.ids),
+            choices=_choices(asked),
+        )
+        yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
         while True:
             entries = await self._journal.entries(job_id, at, WATCH_S)
             for entry in entries:
@@ -151,14 +158,6 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         self, request: generation_pb2.GenerateRequest, key: Key
     ) -> tuple[generation_pb2.GenerateRequest, str]:
         """What is kept, and what says whether two requests ask for the same."""
-        if request.adapter:
-            raise InvalidRequest("a job has no adapter yet", field="adapter", bound="none in a job")
-        if request.sampling.HasField("n") and request.sampling.n != 1:
-            raise InvalidRequest("a job is one completion", field="sampling.n", bound="1")
-        if request.chat.HasField("tool_choice"):  # of the chat a job keeps the token ids
-            raise InvalidRequest(
-                "a job cannot be made to call a tool yet", field="chat.tool_choice", bound="none in a job"
-            )
         asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
         return await self._generation.fixed(request, key), asked
 
@@ -252,20 +251,22 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
                 reason="JOB_OF_OTHER_MODEL",
             )
         past = [
-            event.delta
-            for entry in await self._journal.all(record.job_id)
-            if (event := generation_pb2.GenerateResponse.FromString(entry.event)).HasField("delta")
+            generation_pb2.GenerateResponse.FromString(entry.event) for entry in await self._journal.all(record.job_id)
         ]
+        left = _choices(kept.request) - sum(event.HasField("finished") for event in past)
         key = Key(kept.tenant) if kept.tenant else ANYBODY
         events = self._generation.generate(kept.request, kept.deadline - time(), tenant=key, past=past)
         async with aclosing(events):
             async for event in events:
                 said = event.SerializeToString()
                 if event.HasField("delta"):
-                    first = event.delta.index
+                    choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
                     found = await self._journal.append(
-                        record.job_id, record.generation, first, first + len(event.delta.token_ids), said
+                        record.job_id, record.generation, first, first + new, said, choice
                     )
+                elif event.HasField("finished") and (left := left - 1):
+                    choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
+                    found = await self._journal.append(record.job_id, record.generation, end_at, end_at, said, choice)
                 elif event.HasField("finished"):
                     found = await self._journal.end(record.job_id, record.generation, State.FINISHED, said)
                 else:
@@ -275,6 +276,10 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
                 if found is not Kept.KEPT:
                     log.warning("job.not_kept", job=record.job_id, why=found.value)
                     return
+
+
+def _choices(request: generation_pb2.GenerateRequest) -> int:
+    return int(request.sampling.n) if request.sampling.HasField("n") else 1
 
 
 def _scoped(key: Key, name: str) -> str:

@@ -161,8 +161,9 @@ def place(
     }
     if costs["here_s"] >= CLEARLY * costs["there_s"]:
         return Placement(decode, prefill, "", replace(there, **costs))
+    beside = "1 stream" if decode.streams == 1 else f"{decode.streams} streams"
     why = (
-        f"an estimated cost of {costs['here_s']:.2f} s here, {decode.streams} streams beside it,"
+        f"an estimated cost of {costs['here_s']:.2f} s here, {beside} beside it,"
         f" against {costs['there_s']:.2f} s on {prefill.worker_id}"
     )
     return Placement(decode, None, why, replace(here, **costs))

@@ -9,8 +9,9 @@ spent itself. So the sum is the router's own time to first token, by constructio
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from time import monotonic, time
-from typing import NamedTuple
 
 from services.router.admit import Job
 from services.router.policy import Estimate, Placement
@@ -19,13 +20,24 @@ from tandem.tracing import NOTHING, Span
 from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 MEASURED_HERE = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
+KEPT = 1000  # receipts, for `tandem explain`, `tandem slow` and the dashboard
 
 
-class Answered(NamedTuple):
-    """A receipt that a router keeps for a while, and when its request ended, on the router's clock."""
+class Receipts:
+    """Of the requests that ended lately. None that ended after `since` is missing."""
 
-    ended: float
-    receipt: generation_pb2.Receipt
+    def __init__(self, most: int = KEPT) -> None:
+        self.since = time()
+        self._kept: deque[generation_pb2.Receipt] = deque(maxlen=most)
+
+    def keep(self, receipt: generation_pb2.Receipt) -> None:
+        if len(self._kept) == self._kept.maxlen:
+            self.since = self._kept[0].ended_at
+        self._kept.append(receipt)
+
+    def __reversed__(self) -> Iterator[generation_pb2.Receipt]:
+        """The newest first."""
+        return reversed(self._kept)
 
 
 class Account:
@@ -116,10 +128,23 @@ class Account:
         self._accepted += ended.accepted
 
     def receipt(self, job: Job, model: str) -> generation_pb2.Receipt:
+        """Of a job whose every token was kept already, without where and how fast: who knew that is gone."""
         placement, last = self._placement, self._attempt_first
-        assert placement is not None
-        assert self._first is not None
         notes = list(job.notes)
+        if placement is None or self._first is None:
+            notes.append("its router was lost after the last token, and with it the account of them")
+            return generation_pb2.Receipt(
+                request_id=job.request_id,
+                model=model,
+                prompt_tokens=job.prompt_len,
+                completion_tokens=job.generated,
+                seed=job.sampling.seed,
+                notes=notes,
+                choice=job.choice,
+                choices=job.choices,
+                adapter=job.adapter,
+                ended_at=time(),
+            )
         if placement.prefill is None:
             notes.append(f"prefilled on the decode worker: {placement.why_local}")
         after_first = self._last_at - self.arrived - self._ttft

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import os
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ import grpc
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from services.access import front_door, to_workers
 from services.router.admin import AdminServicer
-from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, admit
+from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, Past, admit
 from services.router.checkpoint import local_folder
 from services.router.completion import Completion, Outbox, Shared
 from services.router.feeds import Feeds
@@ -32,7 +31,7 @@ from services.router.placer import Placer
 from services.router.policy import Rules
 from services.router.prefixes import Prefixes
 from services.router.quarantine import Quarantine, identity
-from services.router.receipt import Account, Answered
+from services.router.receipt import Account, Receipts
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
@@ -46,7 +45,6 @@ from tandem.tracing import OFF, Headers, Tracing
 from tandem.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-RECEIPTS = 1000  # that are kept for `tandem explain` and the dashboard
 LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
 
 
@@ -80,7 +78,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model: ModelFacts | None = None
         self.running = 0  # requests in progress
         self.waiting = self._placer.waiting
-        self.receipts: deque[Answered] = deque(maxlen=RECEIPTS)  # of those that ended lately
+        self.receipts = Receipts()
         self._shared = Shared(
             settings=settings,
             text=text,
@@ -111,14 +109,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
         authorization: str | None = None,
         tenant: Key | None = None,
-        past: Sequence[generation_pb2.Delta] = (),
+        past: Sequence[generation_pb2.GenerateResponse] | None = None,
         headers: Headers = tuple,
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """The path of one request, whichever front door it came through: started, deltas, finished.
 
         `remaining_s` is until the client's deadline, None when it set none; `authorization` is the header with its key,
-        where `tenant` is not known yet. `past` is what an earlier life of the request gave; `headers` may name
-        its trace. To be closed by whoever stops reading.
+        where `tenant` is not known yet. `past` is what earlier lives of a job gave, a request that `fixed` made;
+        `headers` may name its trace. To be closed by whoever stops reading.
         """
         arrived = monotonic()
         longest = self._settings.request_timeout_s
@@ -127,19 +125,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with self.metrics.request() as counted, span:
             account = Account(arrived, span)
             tenant = tenant or self._tenants.who(authorization)
-            job = await self._admit(request, default_max_tokens)
+            job = await self._admit(request, default_max_tokens, fixed=past is not None)
             _give_to(tenant, job)
             account.admitted()
             if self._quarantine:
                 self._quarantine.check(identity(job), monotonic())
-            left = job.choices
+            before = Past(past or ())
+            job.adapter_fingerprint = before.adapter_fingerprint
+            left = job.choices - len(before.ended)
             started = generation_pb2.Started(
-                request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=left
+                request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
             )
             with self._tenants.admitted(tenant, job.prompt_len, job.choices):
                 yield generation_pb2.GenerateResponse(started=started)
                 with self._in_progress():
-                    async with self._completing(job, account, deadline, past) as outbox:
+                    async with self._completing(job, account, deadline, before) as outbox:
                         while left:
                             event = await outbox.take()
                             left -= event.HasField("finished")
@@ -147,14 +147,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                             yield event
 
     @asynccontextmanager
-    async def _completing(
-        self, job: Job, account: Account, deadline: float, past: Sequence[generation_pb2.Delta]
-    ) -> AsyncIterator[Outbox]:
+    async def _completing(self, job: Job, account: Account, deadline: float, past: Past) -> AsyncIterator[Outbox]:
         """Its completions at work, until the block ends. The first one gets the prompt's KV; when its decode worker has
-        it, the others start there, share its full blocks and compute the rest of the last one."""
+        it, the others start there, share its full blocks and compute the rest of the last one. Those that have ended in
+        an earlier life are left out."""
         outbox = Outbox()
-        mine, *others = job.fan_out()
-        lead = Completion(self._shared, mine, account, deadline, outbox, past)
+        mine, *others = [one for one in job.fan_out() if one.choice not in past.ended]
+        lead = Completion(self._shared, mine, account, deadline, outbox, past.deltas[mine.choice])
 
         async def follow(other: Job) -> None:
             await lead.begun.wait()
@@ -163,7 +162,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with account.span.begin(f"choice {other.choice}") as span:
                 own = Account(account.arrived, span)
                 own.admitted(account)
-                await Completion(self._shared, other, own, deadline, outbox).run()
+                await Completion(self._shared, other, own, deadline, outbox, past.deltas[other.choice]).run()
 
         tasks = [asyncio.create_task(work) for work in (lead.run(), *map(follow, others))]
         for task in tasks:
@@ -192,17 +191,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found.request_id, found.priority = job.request_id, job.priority
         found.token_ids.ids[:] = job.tokens
         found.sampling.seed, found.sampling.max_tokens = job.sampling.seed, job.max_tokens
+        if job.sampling.HasField("grammar"):  # a forced call's is made of the chat, which is tokens now
+            found.sampling.grammar.CopyFrom(job.sampling.grammar)
         return found
 
     def who(self, context: grpc.aio.ServicerContext) -> Key:
         """Raises Unauthenticated."""
         return self._tenants.who(_authorization(context))
 
-    async def _admit(self, request: generation_pb2.GenerateRequest, default_max_tokens: int) -> Job:
+    async def _admit(
+        self, request: generation_pb2.GenerateRequest, default_max_tokens: int, fixed: bool = False
+    ) -> Job:
         model = self.facts()
         if request.ByteSize() > LONG_TEXT_BYTES:
-            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens)
-        return admit(request, self._text, model, default_max_tokens)
+            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens, fixed)
+        return admit(request, self._text, model, default_max_tokens, fixed)
 
     def keep_only(self, workers: Sequence[WorkerRecord]) -> None:
         """Forgets what it knows of all others."""

@@ -62,15 +62,16 @@ class JobServiceServicer:
     def SubmitJobs(self, request, context):
         """Returns when all of them are kept; none is, if one of them is wrong. A job whose request_id is known already is the
         one that is known, so that a client may send again what it had no answer to; another request under the same id is
-        refused. One completion each.
+        refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job's tokens from `from_token` on, as they come, then `finished`; a job that failed ends with its error. Any
-        router of the cluster answers, also after the one that took the job is gone.
+        """started, the job's tokens from `from_token` on, as they come, then `finished`; with n > 1 mixed, and each completion
+        has its own `finished`. A job that failed ends with its error. Any router of the cluster answers, also after the one
+        that took the job is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

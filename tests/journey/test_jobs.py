@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,16 @@ import pytest
 
 from cluster import journal
 from cluster.journal import Journal, Kept
+from engine.checkpoints import make_adapter
 from services import launch
-from services.router import jobs
-from services.router.keys import ANYBODY
+from services.decode.servicer import DecodeServicer
+from services.router import jobs, servicer
+from tandem import client as client_module
 from tandem.client import AsyncClient
-from tandem.errors import Busy, Cancelled, InvalidRequest, NotFound, PreconditionFailed
+from tandem.errors import Busy, Cancelled, InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.tasks import end
-from tandem.v1 import generation_pb2
 from tests import oracle
+from tests.calls import forced_call, with_template
 
 NEW = 48
 
@@ -75,6 +78,219 @@ async def test_the_same_id_twice_is_one_job(inside: Any, tiny: Path) -> None:
         with pytest.raises(PreconditionFailed) as refused:
             await cluster.client.submit(other, **options)
         assert refused.value.reason == "JOB_DIFFERS"
+
+
+async def of_each(pieces: AsyncIterator[Any], into: list[list[int]], until: Any = lambda seen: False) -> None:
+    """Collects the tokens of each completion."""
+    async for piece in pieces:
+        into[piece.choice] += piece.token_ids
+        if until(into):
+            return
+
+
+async def taken_over(cluster: Any, submit: Any, choices: int, until: Any, lost: Any = crash) -> list[list[int]]:
+    """The tokens that a watcher has who begins at the first router, loses it there, and goes on at the second one."""
+    second: Any = await launch.start("router", cluster.settings, "router-1")
+    async with AsyncClient(second.address) as client:
+        job = await submit(cluster.client)
+        seen: list[list[int]] = [[] for _ in range(choices)]
+        await of_each(cluster.client.watch(job.job_id), seen, until)
+        await lost(cluster.router)
+        assert (await client.job(job.job_id)).state == "open", "the router must have been lost in the middle"
+        whole: list[list[int]] = [[] for _ in range(choices)]
+        async with asyncio.timeout(20):
+            await of_each(client.watch(job.job_id), whole)
+        assert all(mine == all_of_it[: len(mine)] for mine, all_of_it in zip(seen, whole, strict=True))
+        done = await ended(client, job.job_id)
+        assert (done.state, done.tokens, done.takeovers) == ("finished", sum(map(len, whole)), 1)
+    await second.stop(0.0)
+    return whole
+
+
+async def test_every_completion_goes_on_at_its_own_last_token(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that had ended stay as they are; the others are what they are without the loss, each with its seed."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt, n = oracle.prompts(tiny, [30])[0], 4
+    ends = {3: 2.5, 4: 2.5}  # more likely than by nature, so that they end at different tokens
+    options: Any = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": n}
+    options |= {"stop_token_ids": list(ends), "logit_bias": ends, "min_tokens": 8}
+    async with inside() as cluster:
+        expected: list[list[int]] = [[] for _ in range(n)]
+        await of_each(cluster.client.stream(prompt, **options), expected)
+        assert len({tuple(tokens) for tokens in expected}) == n, "they must differ, or equality says nothing"
+        order = sorted(range(n), key=lambda choice: len(expected[choice]))
+        first, last = order[0], order[-1]
+        assert len(expected[first]) + 20 < len(expected[last])
+
+        def when(seen: list[list[int]]) -> bool:
+            return seen[first] == expected[first] and len(seen[last]) > len(expected[first]) + 8
+
+        assert await taken_over(cluster, lambda client: client.submit(prompt, **options), n, when) == expected
+        await cluster.freed()
+
+
+async def test_a_watcher_of_several_completions_finds_the_next_router(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again from the completion that is furthest behind, and nobody sees a token twice."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    options: Any = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": 3}
+    async with inside() as cluster:
+        expected: list[list[int]] = [[], [], []]
+        await of_each(cluster.client.stream(prompt, **options), expected)
+        job = await cluster.client.submit(prompt, **options)
+        watching = cluster.client.watch(job.job_id)
+        seen: list[list[int]] = [[], [], []]
+        await of_each(watching, seen, lambda now: min(map(len, now)) >= 5)
+        address = cluster.router.address
+        await cluster.router.stop(0.0)
+        second: Any = await launch.start(
+            "router", cluster.settings.model_copy(update={"port": int(address.rpartition(":")[2])}), "router-1"
+        )
+        async with asyncio.timeout(30):
+            await of_each(watching, seen)
+        assert seen == expected
+        await second.stop(0.0)
+
+
+async def test_a_job_whose_last_token_was_kept_ends_at_the_next_router(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing is left to compute; its receipt says that the account of it is lost."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        reached = asyncio.Event()
+
+        async def never(*_: Any, **__: Any) -> Any:
+            reached.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(cluster.router.jobs._journal, "end", never)
+        second: Any = await launch.start("router", cluster.settings, "router-1")
+        async with AsyncClient(second.address) as client, asyncio.timeout(20):
+            job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+            await reached.wait()
+            await crash(cluster.router)
+            pieces = [piece async for piece in client.watch(job.job_id)]
+            assert await client.receipts() == [], "it says nothing of how long anything took"
+        assert [token for piece in pieces for token in piece.token_ids] == oracle.greedy(tiny, prompt, NEW)
+        receipt = pieces[-1].receipt
+        assert (receipt.completion_tokens, receipt.attempts) == (NEW, 0)
+        assert "lost after the last token" in receipt.notes[-1]
+        await second.stop(0.0)
+
+
+async def test_a_job_that_must_call_a_tool_goes_on_with_its_call(
+    inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept is the prompt as token ids and the grammar that was made of its tools."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    request = forced_call(max_tokens=100, seed=3)
+    async with inside(model=str(with_template(tmp_path))) as cluster:
+        expected: list[list[int]] = [[]]
+        await of_each(cluster.client._pieces(request, None), expected)
+
+        async def submit(client: AsyncClient) -> Any:
+            return (await client._ask(client_module._submit([request])))[0]
+
+        assert await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= 8) == expected
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def adapters(tiny: Path, tmp_path: Path) -> dict[str, Path]:
+    """`red` is what the workers serve; `other` may come in its place."""
+    return {name: make_adapter(tmp_path / name, tiny, seed=seed) for seed, name in enumerate(("red", "other"))}
+
+
+async def test_a_job_with_an_adapter_goes_on_with_it(
+    inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token, and they are not the base model's."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    options: Any = {"max_tokens": 80, "ignore_eos": True, "adapter": "red"}
+    async with inside(adapters={"red": str(adapters["red"])}) as cluster:
+        expected = [(await cluster.client.generate(prompt, **options)).token_ids]
+        assert expected[0][:NEW] != oracle.greedy(tiny, prompt, NEW)
+        submit = lambda client: client.submit(prompt, **options)  # noqa: E731
+        assert await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= 8) == expected
+
+
+async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -> tuple[Any, Any]:
+    """A job that began with an adapter whose name another one has by now, and the router that takes it over."""
+    second: Any = await launch.start("router", cluster.settings, "router-1")
+    job = await cluster.client.submit(prompt, max_tokens=80, ignore_eos=True, adapter="red")
+    seen: list[list[int]] = [[]]
+    await of_each(cluster.client.watch(job.job_id), seen, lambda now: len(now[0]) >= 8)
+    await crash(cluster.router)
+    for name in ("prefill-0", "decode-0"):
+        await cluster.workers.pop(name).stop(0.0)
+    shutil.rmtree(adapters["red"])
+    adapters["other"].rename(adapters["red"])
+    for name in ("prefill-0", "decode-0"):
+        await cluster.start_worker(name)
+    return job, second
+
+
+async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
+    inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its own until its time is up, and what was kept stays as it was."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+    check, refused = DecodeServicer._check_adapter, []
+
+    def seen_by_us(self: Any, request: Any) -> None:
+        try:
+            check(self, request)
+        except Unavailable as error:
+            refused.append(error.reason)
+            raise
+
+    monkeypatch.setattr(DecodeServicer, "_check_adapter", seen_by_us)
+    async with inside(adapters={"red": str(adapters["red"])}, job_timeout_s=2.0) as cluster:
+        kept = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
+        job, second = await replaced(cluster, adapters, prompt)
+        async with AsyncClient(second.address) as client:
+            done = await ended(client, job.job_id)
+            assert (done.state, set(refused)) == ("failed", {"OTHER_ADAPTER"})
+            seen: list[list[int]] = [[]]
+            with pytest.raises(TandemError):
+                await of_each(client.watch(job.job_id), seen)
+        assert 8 <= len(seen[0]) == done.tokens < 80
+        assert seen[0] == kept[: done.tokens]
+        await second.stop(0.0)
+
+
+async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
+    inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the refusal above is the kept fingerprint's doing."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    prompt = oracle.prompts(tiny, [30])[0]
+
+    class Forgetful(servicer.Past):
+        def __init__(self, events: Any) -> None:
+            super().__init__(events)
+            self.adapter_fingerprint = b""
+
+    monkeypatch.setattr(servicer, "Past", Forgetful)
+    async with inside(adapters={"red": str(adapters["red"])}) as cluster:
+        expected = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
+        job, second = await replaced(cluster, adapters, prompt)
+        async with AsyncClient(second.address) as client, asyncio.timeout(20):
+            whole: list[list[int]] = [[]]
+            await of_each(client.watch(job.job_id), whole)
+        assert len(whole[0]) == 80
+        assert whole[0] != expected
+        await second.stop(0.0)
 
 
 @pytest.mark.parametrize("how", ["stopped", "crashed"])
@@ -155,10 +371,9 @@ async def test_a_job_that_cannot_be_is_refused(inside: Any, tiny: Path) -> None:
         assert "token_ids" in refused.value.field
         with pytest.raises(InvalidRequest):
             await cluster.client.submit_many([prompt] * 129, max_tokens=4)
-        forced = generation_pb2.GenerateRequest(chat={"tool_choice": {}})  # a job keeps token ids, and not the chat
-        with pytest.raises(InvalidRequest) as refused:
-            await cluster.router.jobs._fixed(forced, ANYBODY)
-        assert refused.value.field == "chat.tool_choice"
+        with pytest.raises(NotFound) as unknown:
+            await cluster.client.submit(prompt, adapter="nobody's")
+        assert unknown.value.field == "adapter"
         taken = await cluster.client.submit_many([prompt] * 3, max_tokens=4, ignore_eos=True)
         assert len({job.job_id for job in taken}) == 3
         for job in taken:

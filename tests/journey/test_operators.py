@@ -15,6 +15,7 @@ import pytest
 from cluster.registry import Registry, State, WorkerRecord
 from cluster.valkey import EmbeddedValkey
 from services.router.admin import AdminServicer
+from services.router.receipt import Receipts
 from services.server import Channels
 from services.view import ClusterView
 from tandem.answers import calibration
@@ -46,7 +47,7 @@ async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
 @pytest.fixture
 async def admin(registry: Registry) -> AsyncIterator[AdminServicer]:
     channels = Channels()
-    yield AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), channels)
+    yield AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), channels, Receipts())
     await channels.close()
 
 
@@ -65,7 +66,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
         given = Settings(model="m", autoscale=mode, decode_max=2)  # type: ignore[arg-type]
-        admin = AdminServicer(given, registry, ClusterView(registry, 1.0), Channels())
+        admin = AdminServicer(given, registry, ClusterView(registry, 1.0), Channels(), Receipts())
         with pytest.raises(Unavailable, match="nothing lately"):
             await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
         if reason:
@@ -80,7 +81,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
     assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
     assert 2.0 <= found.age_seconds < 10.0
-    off = AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), Channels())
+    off = AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), Channels(), Receipts())
     with pytest.raises(PreconditionFailed, match="off"):
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 

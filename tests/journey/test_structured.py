@@ -15,6 +15,7 @@ import pytest
 import engine.engine
 import engine.grammar
 from tandem.errors import InvalidRequest, TandemError
+from tests.calls import forced_call, with_template
 from tests.faults import Harm, flip_a_byte, only_first
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
@@ -140,6 +141,43 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
         for one, undisturbed in zip(pieces, expected, strict=True):
             assert [token for piece in one for token in piece.token_ids] == undisturbed.token_ids
             assert "".join(piece.text for piece in one) == undisturbed.text
+
+
+async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: Any, tmp_path: Path) -> None:
+    """Of a named tool, of any, or several calls: the other worker matches again what was written, and the call is the
+    one that it is undisturbed."""
+    asked = [
+        forced_call(seed=1, max_tokens=90),
+        forced_call(seed=2, max_tokens=60, name=None, min_tokens=20),
+        forced_call(seed=3, max_tokens=60, several=True, min_tokens=40),
+    ]
+    async with inside(model=str(with_template(tmp_path)), decode=2) as cluster:
+        alone = [[piece async for piece in cluster.client._pieces(one, None)] for one in asked]
+        for name in ("decode-0", "decode-1"):
+            _slow_down(cluster.workers[name])
+        pieces: list[list[Any]] = [[] for _ in asked]
+        under_way = asyncio.Event()
+
+        async def collect(index: int) -> None:
+            async for piece in cluster.client._pieces(asked[index], None):
+                pieces[index].append(piece)
+                if all(len(one) >= 8 for one in pieces):
+                    under_way.set()
+
+        running = asyncio.gather(*(collect(index) for index in range(len(asked))))
+        async with asyncio.timeout(30):
+            await under_way.wait()
+        assert not any(one[-1].receipt for one in pieces), "the fault must come in the middle"
+        await cluster.workers["decode-0"].grpc.stop(0.0)
+        await running
+        assert any(one[-1].receipt.attempts > 1 for one in pieces), "the fault must have hit a stream"
+        for one, undisturbed in zip(pieces, alone, strict=True):
+            assert [t for piece in one for t in piece.token_ids] == [
+                t for piece in undisturbed for t in piece.token_ids
+            ]
+        text = "".join(piece.text for piece in pieces[0])
+        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert (call["name"], len(call["arguments"]["text"]) >= 20) == ("note", True)
 
 
 async def test_preempted_streams_change_nothing(inside: Any) -> None:

@@ -155,15 +155,15 @@ def test_every_command_answers(cluster: Up, tiny: Path) -> None:
     prompt = oracle.prompts(tiny, [40], seed=7)[0]  # new here: nobody has it cached
     text = " ".join(map(str, prompt))
     done = json.loads(
-        cluster.tandem("generate", "--json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
+        cluster.tandem("generate", "--output", "json", "--token-ids", "--ignore-eos", "--max-tokens", "8", text).stdout
     )
     assert done["token_ids"] == oracle.greedy(tiny, prompt, 8)
     assert done["receipt"]["path"] == "disaggregated"
     assert done["receipt"]["transfer"]["transport"].startswith("nixl:")
-    workers = json.loads(cluster.tandem("workers", "--json").stdout)
+    workers = json.loads(cluster.tandem("workers", "--output", "json").stdout)
     assert {one["worker_id"] for one in workers["workers"]} == {"prefill-0", "decode-0", "router-0", "router-1"}
     for command in ("audit", "doctor"):
-        out = cluster.tandem(command, "--json")
+        out = cluster.tandem(command, "--output", "json")
         assert out.returncode == 0, out.stdout + out.stderr
         json.loads(out.stdout)
     bad = cluster.tandem("generate", "--token-ids", "1 2 999999")

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from typing import Any
 
 import pytest
 
 from services.router.dashboard import PAGES, POINTS, WINDOW_S, Goal, is_loopback, snapshot
-from services.router.receipt import Answered
+from services.router.receipt import Receipts
 from tandem.v1 import common_pb2, generation_pb2
 
 NOBODY = Goal(None, None)
 
 
-def kept(ended: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, prefill: str = "prefill-0") -> Answered:
+def ended(at: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, prefill: str = "prefill-0") -> Any:
     moved = common_pb2.TransferReport(transport="nixl:ucx:cma", bytes=1000, seconds=0.5) if prefill else None
-    return Answered(
-        ended,
-        generation_pb2.Receipt(
-            ttft_seconds=ttft,
-            tpot_seconds=tpot if tokens > 1 else 0.0,
-            completion_tokens=tokens,
-            prefill_worker=prefill,
-            decode_worker="decode-0",
-            transfer=moved,
-        ),
+    return generation_pb2.Receipt(
+        ended_at=at,
+        ttft_seconds=ttft,
+        tpot_seconds=tpot if tokens > 1 else 0.0,
+        completion_tokens=tokens,
+        prefill_worker=prefill,
+        decode_worker="decode-0",
+        transfer=moved,
     )
+
+
+def kept(*items: Any, since: float = 0.0, most: int = 1000) -> Receipts:
+    receipts = Receipts(most)
+    receipts.since = since
+    for item in items:
+        receipts.keep(item)
+    return receipts
 
 
 def test_goodput_counts_who_met_every_objective_that_there_is() -> None:
     """A slow first token or slow tokens miss; where there is no objective nobody misses."""
-    items = [kept(99.0, ttft=0.4), kept(99.1, tpot=0.2), kept(99.2), kept(99.3, ttft=0.4, tpot=0.2)]
+    items = kept(ended(99.0, ttft=0.4), ended(99.1, tpot=0.2), ended(99.2), ended(99.3, ttft=0.4, tpot=0.2))
     for goal, met in ((Goal(0.3, 0.1), 1), (Goal(0.3, None), 2), (Goal(None, 0.1), 2), (NOBODY, 4)):
-        found = snapshot(items, 100.0, 0.0, goal)
+        found = snapshot(items, 100.0, goal)
         assert (found["ended"], found["met"]) == (4, met)
         assert sum(second[1] for second in found["seconds"]) == met
         assert sum(point[3] for point in found["points"]) == met
@@ -42,20 +47,22 @@ def test_goodput_counts_who_met_every_objective_that_there_is() -> None:
 
 def test_what_ended_before_the_window_does_not_count() -> None:
     """Seconds are whole ones, the last is over; the window is no longer than what is known."""
-    items = deque([kept(30.0), kept(41.5), kept(98.9), kept(99.0), kept(99.99), kept(100.1)])
-    found = snapshot(items, 100.2, 0.0, NOBODY)
+    items = [ended(at) for at in (30.0, 41.5, 98.9, 99.0, 99.99, 100.1)]
+    found = snapshot(kept(*items), 100.2, NOBODY)
     assert (found["window"], found["ended"], found["tokens"]) == (60.0, 5, 50)
     counts = [second[0] for second in found["seconds"]]
     assert (counts[-1], counts[-2], counts[41 - 100], sum(counts)) == (2, 1, 1, 4)  # 100.1 is of a second that runs
-    assert snapshot(items, 100.2, 98.2, NOBODY)["window"] == pytest.approx(2.0)
-    nothing = snapshot([], 100.0, 0.0, NOBODY)
+    assert snapshot(kept(*items, since=98.2), 100.2, NOBODY)["window"] == pytest.approx(2.0)
+    full = kept(*items, most=4)  # what went before 98.9 is not all there any more
+    assert snapshot(full, 100.2, NOBODY)["window"] == pytest.approx(100.2 - 41.5)
+    nothing = snapshot(kept(), 100.0, NOBODY)
     assert (nothing["ended"], nothing["ttft"], nothing["links"], nothing["points"]) == (0, {}, [], [])
 
 
 def test_each_pair_has_its_transfers_and_local_answers_have_none() -> None:
     """Bytes by the seconds in which they moved are the rate of a pair."""
-    items = [kept(99.0), kept(99.1), kept(99.2, prefill=""), kept(99.3, prefill="prefill-1")]
-    links = {link["prefill"]: link for link in snapshot(items, 100.0, 0.0, NOBODY)["links"]}
+    items = kept(ended(99.0), ended(99.1), ended(99.2, prefill=""), ended(99.3, prefill="prefill-1"))
+    links = {link["prefill"]: link for link in snapshot(items, 100.0, NOBODY)["links"]}
     assert (links["prefill-0"]["bytes"], links["prefill-0"]["seconds"], links["prefill-0"]["requests"]) == (
         2000,
         1.0,
@@ -67,12 +74,12 @@ def test_each_pair_has_its_transfers_and_local_answers_have_none() -> None:
 
 def test_percentiles_leave_out_answers_of_one_token_and_the_drawing_is_bounded() -> None:
     """An answer of one token has no time between tokens, which is not a time of nothing."""
-    items = [kept(50.0, tokens=1), *(kept(60.0, tpot=0.02) for _ in range(2 * POINTS))]
-    found = snapshot(items, 70.0, 0.0, NOBODY)
+    items = [ended(50.0, tokens=1), *(ended(60.0, tpot=0.02) for _ in range(2 * POINTS))]
+    found = snapshot(kept(*items), 70.0, NOBODY)
     assert found["tpot"] == {"p50": 0.02, "p95": 0.02, "p99": 0.02}
     assert len(found["points"]) == POINTS
     assert len(found["seconds"]) == WINDOW_S
-    assert snapshot(items[:1], 70.0, 0.0, NOBODY)["points"] == [[20.0, 0.1, None, True]]
+    assert snapshot(kept(items[0]), 70.0, NOBODY)["points"] == [[20.0, 0.1, None, True]]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ CASES = [
 @pytest.mark.parametrize(("slow", "cause", "says"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_the_largest_part_has_the_blame(slow: Receipt, cause: str, says: str) -> None:
     """And the advice is about that."""
-    found = blame.verdict(slow, usual_tpot=0.01)
+    found = blame.of(slow, usual_tpot=0.01)
     assert found.cause == cause
     assert says in found.advice
     assert found.parts[cause] == pytest.approx(2.0, rel=1.0)
@@ -53,7 +53,7 @@ def test_the_largest_part_has_the_blame(slow: Receipt, cause: str, says: str) ->
 
 def test_the_parts_add_up_to_what_was_lost() -> None:
     """The time to first token, once, and what decoding took beyond the usual."""
-    found = blame.verdict(receipt(tpot=0.03, exposed=0.5), usual_tpot=0.01)
+    found = blame.of(receipt(tpot=0.03, exposed=0.5), usual_tpot=0.01)
     assert found.lost == sum(found.parts.values())
     assert found.lost == pytest.approx(sum(QUICK.values()) + 99 * 0.02)
 

@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem import cli, errors
-from tandem.cli import app, sentence
+from tandem.cli import app
+from tandem.cli.output import sentence
 from tandem.v1 import generation_pb2
 
 MAIN = "import tandem.cli; tandem.cli.main()"
@@ -56,8 +57,8 @@ async def test_generate_prints_the_text(fake: Any) -> None:
 
 
 async def test_generate_json_is_one_object(fake: Any) -> None:
-    """With --json stdout is one object with text, token_ids, both logprobs, finish_reason and receipt."""
-    result = await tandem("generate", "--json", "Hi", "--target", fake.target)
+    """With --output json stdout is one object with text, token_ids, both logprobs, finish_reason and receipt."""
+    result = await tandem("generate", "--output", "json", "Hi", "--target", fake.target)
     answer = json.loads(result.out)
     assert set(answer) == {"text", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "receipt"}
     assert answer["logprobs"] is None
@@ -87,7 +88,7 @@ async def test_generate_streams(fake: Any, events: Any) -> None:
     assert await process.wait() == 0
 
 
-@pytest.mark.parametrize("json_flag", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("json_flag", [[], ["--output", "json"]], ids=["text", "json"])
 async def test_ctrl_c_cancels_the_stream(fake: Any, events: Any, json_flag: list[str]) -> None:
     """Ctrl-C ends the request in the server and exits 130 without a trace."""
     begun = asyncio.Event()
@@ -167,9 +168,9 @@ async def test_generate_options(fake: Any) -> None:
 
 
 async def test_generate_penalties_bias_and_logprobs(fake: Any) -> None:
-    """They reach the request too; a bias that is none, or logprobs without --json, is a wrong command line."""
+    """They reach the request too; a bias that is none, or logprobs without --output json, is a wrong command line."""
     flags = "--repetition-penalty 1.5 --frequency-penalty -0.5 --presence-penalty 0.25 --min-tokens 3"
-    more = "--logit-bias 7=-100 --logit-bias 8=2.5 --logprobs 2 --prompt-logprobs 1 --json"
+    more = "--logit-bias 7=-100 --logit-bias 8=2.5 --logprobs 2 --prompt-logprobs 1 --output json"
     result = await run("generate", "Hi", *flags.split(), *more.split(), "--target", fake.target)
     sampling = fake.requests[0].sampling
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
@@ -183,7 +184,8 @@ async def test_generate_penalties_bias_and_logprobs(fake: Any) -> None:
 
 
 async def test_generate_grammars_stops_and_several_answers(fake: Any, events: Any, tmp_path: Path) -> None:
-    """They reach the request; several answers are a JSON list; what excludes another is a wrong command line."""
+    """They reach the request; several answers are a JSON list, or one text behind another; what excludes another is a
+    wrong command line."""
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')
     given: list[tuple[list[str], tuple[str, Any]]] = [
@@ -211,10 +213,12 @@ async def test_generate_grammars_stops_and_several_answers(fake: Any, events: An
             yield events.finished(1, "", choice)
 
     fake.script = script
-    several = await tandem("generate", "Hi", "--n", "2", "--json", "--target", fake.target)
+    several = await tandem("generate", "Hi", "--n", "2", "--output", "json", "--target", fake.target)
     assert [(one["text"], one["token_ids"]) for one in json.loads(several.out)] == [("a", [5]), ("b", [7])]
     assert fake.requests[-1].sampling.n == 2
-    for wrong in (["--n", "2"], ["--regex", "a", "--json-mode"], ["--json-schema", "@/does/not/exist"]):
+    several = await run("generate", "Hi", "--n", "2", "--target", fake.target)
+    assert several.out == "a\n\nb\n"
+    for wrong in (["--output", "yaml"], ["--regex", "a", "--json-mode"], ["--json-schema", "@/does/not/exist"]):
         assert (await run("generate", "Hi", *wrong, "--target", fake.target)).code == 2
 
 
@@ -237,7 +241,7 @@ async def test_errors_are_one_sentence(fake: Any) -> None:
         yield
 
     fake.script = refuse
-    result = await run("generate", "Hi", "--max-tokens", "0", "--json", "--target", fake.target)
+    result = await run("generate", "Hi", "--max-tokens", "0", "--output", "json", "--target", fake.target)
     assert result == Result(1, "", "error: max_tokens is 0 (allowed: >= 1)\n")
 
 
@@ -272,7 +276,7 @@ async def test_slow_names_what_to_blame(fake: Any) -> None:
     assert "queueing" in first
     assert "scale the pool" in first
     assert "r-1" in second
-    result = await run("slow", "--limit", "1", "--json", "--target", fake.target)
+    result = await run("slow", "--limit", "1", "--output", "json", "--target", fake.target)
     assert [(one["request_id"], one["cause"]) for one in json.loads(result.out)] == [("r-2", "queueing")]
     fake.receipts.clear()
     assert (await run("slow", "--target", fake.target)).code == 1
@@ -285,8 +289,8 @@ async def test_slow_names_what_to_blame(fake: Any) -> None:
     ids=lambda args: args[0],
 )
 async def test_json_alone_on_stdout(fake: Any, args: list[str]) -> None:
-    """Every command that prints facts prints one JSON object with --json."""
-    result = await run(*args, "--json", "--target", fake.target)
+    """Every command that prints facts prints one JSON object with --output json."""
+    result = await run(*args, "--output", "json", "--target", fake.target)
     assert (result.code, result.err) == (0, "")
     assert isinstance(json.loads(result.out), dict)
 
@@ -344,7 +348,7 @@ async def test_audit_fails_when_it_does_not_balance(fake: Any, events: Any) -> N
 
     fake.audit.ledgers[0].CopyFrom(events.ledger("prefill-0"))
     fake.audit.ledgers[0].faults.append("block 3 is free and held")
-    result = await run("audit", "--json", "--target", fake.target)
+    result = await run("audit", "--output", "json", "--target", fake.target)
     assert (result.code, json.loads(result.out)["balanced"]) == (1, False)
 
     del fake.audit.ledgers[0].faults[:]
@@ -397,8 +401,9 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each option is a setting; the exit code is that of the cluster."""
     seen = []
 
-    def run_forever(settings: Any) -> int:
+    def run_forever(settings: Any, as_json: bool) -> int:
         seen.append(settings)
+        assert as_json
         return 3
 
     module = ModuleType("cluster.up")
@@ -407,7 +412,7 @@ def test_up_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--model m --prefill 2 --decode 3 --port 0 --dtype float32 --redis redis://h --max-num-seqs 4 --threads 1"
     more = "--block-size 8 --kv-blocks 64 --max-model-len 128 --max-num-batched-tokens 32 --memory-utilization 0.5"
     rest = "--device cpu --cluster blue --ray-address auto --transport inprocess --logs kept --kv-dtype fp8"
-    rest += " --adapter a=x --adapter b=y=z"
+    rest += " --adapter a=x --adapter b=y=z --output json"
     result = CliRunner().invoke(app, ["up", *flags.split(), *more.split(), *rest.split()])
     assert result.exit_code == 3, result.output
     given = {"model": "m", "prefill": 2, "decode": 3, "port": 0, "dtype": "float32", "redis": "redis://h", "threads": 1}
@@ -459,11 +464,11 @@ tandem.cli.main()
 """
 
 
-async def demo(fake: Any, prompts: str, folder: Any, **env: str) -> Result:
+async def demo(fake: Any, prompts: str, folder: Any, *more: str, **env: str) -> Result:
     path = folder / "prompts.jsonl"
     path.write_text(prompts)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DEMO, fake.target, "demo", "--model", "m", "--prompts", str(path),
+        sys.executable, "-c", DEMO, fake.target, "demo", "--model", "m", "--prompts", str(path), *more,
         stdout=-1, stderr=-1, env={**os.environ, **env},
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), 20)
@@ -486,6 +491,18 @@ async def test_demo_sends_everything_and_accounts_for_it(fake: Any, tmp_path: An
     sent = {request.request_id: request for request in fake.requests}
     assert sent["demo-1"].sampling.max_tokens == 4
     assert (sent["demo-2"].chat.messages[0].content, sent["demo-2"].sampling.seed) == (b"Ho", 3)
+
+
+async def test_demo_as_json(fake: Any, tmp_path: Any) -> None:
+    """One list on stdout, an object for each prompt; the rest is on stderr."""
+    result = await demo(fake, PROMPTS, tmp_path, "--output", "json")
+    rows = json.loads(result.out)
+    assert [(row["name"], row["state"], row["text"]) for row in rows] == [
+        ("demo-1", "done", "Hello!"),
+        ("demo-2", "done", "Hello!"),
+    ]
+    assert rows[0]["receipt"]["path"] == "disaggregated"
+    assert (result.code, "demo-1 done" in result.err) == (0, True)
 
 
 async def test_demo_draws_on_a_terminal(fake: Any, tmp_path: Any) -> None:

@@ -286,7 +286,7 @@ async function drain(id) {
 
 // ---- requests
 
-const nameOf = (item) => `${item.request_id}/${item.choice}/${item.ended}`;
+const nameOf = (item) => `${item.request_id}/${item.choice}/${item.ended_at}`;
 
 function showReceipts(items) {
   if (at("hold").checked && receipts.length) return;
@@ -308,7 +308,7 @@ function makeItem(item) {
     || (state.goal.tpot !== null && item.tpot > state.goal.tpot));
   const trouble = item.attempts > 1 ? h("span", { class: "flag" }, count(item.attempts, "attempt")) : null;
   const row = h("li", { role: "option", class: missed ? "missed" : "" },
-    h("span", { class: "when quiet" }, clock(item.ended)),
+    h("span", { class: "when quiet" }, clock(item.ended_at)),
     h("span", { class: "id" }, item.choices > 1 ? `${item.request_id} (${item.choice + 1} of ${item.choices})` : item.request_id),
     h("span", { class: "numbers" }, `${seconds(item.ttft)} + ${item.completion_tokens} × ${seconds(item.tpot)}`), trouble);
   row.dataset.name = nameOf(item);

@@ -1,0 +1,44 @@
+"""One client that does what it can to keep the others from being served; the command does it thousands of times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest import flood
+from services import server
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(f"greedy {flood.GREEDY} requests=8\npolite {flood.POLITE}\n")
+    return file
+
+
+@pytest.mark.parametrize("name", list(flood.FLOODS))
+async def test_a_greedy_client_ends_where_its_limits_are(inside: Any, keys: Path, name: str) -> None:
+    """Refused, or told to go away; nobody else is refused, and nothing is left of it."""
+    async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
+        found = await flood.FLOODS[name](cluster.router.address, 200, 0.4)
+    assert polite.kept
+    assert polite.new
+    assert not polite.failed
+    match name:
+        case "unread":
+            assert found["RESOURCE_EXHAUSTED"] >= 192, found
+        case "connections":
+            assert found == {"answered": 200}
+        case "pings":
+            assert found["GOAWAY too_many_pings"] + found["closed"] >= 1, found
+
+
+async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the GOAWAY above is the option's doing."""
+    monkeypatch.setattr(server, "PING_STRIKES", 0)
+    async with inside(api_keys=keys) as cluster:
+        found = await flood.pings(cluster.router.address, 200, 0.4)
+    assert found["sent"] == 2000
+    assert "closed" not in found

@@ -1,0 +1,168 @@
+"""A handle that nobody gave out opens nothing: each forgery has its status, and the transfer it aims at goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtransfer.source import Source, Ticket
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tests import oracle
+
+GREEDY = common_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
+
+
+async def refused(call: Any) -> str:
+    """The status of a call, which must not go well."""
+    try:
+        async with asyncio.timeout(10):
+            if hasattr(call, "__aiter__"):
+                events = [event async for event in call]
+                raise AssertionError(f"it was served: {events}")
+            raise AssertionError(f"it was served: {await call}")
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+
+
+def prefill(worker: Any, prompt: list[int], **changes: Any) -> prefill_pb2.PrefillRequest:
+    given: dict[str, Any] = {
+        "request_id": "genuine",
+        "token_ids": prompt,
+        "prompt_tokens": len(prompt),
+        "sampling": GREEDY,
+        "layout_hash": worker.layout_hash,
+        "incarnation": worker.incarnation,
+    }
+    return prefill_pb2.PrefillRequest(**{**given, **changes})
+
+
+async def opened(stream: Any) -> prefill_pb2.Opened:
+    """Once every block is there."""
+    ticket = None
+    async for event in stream:
+        ticket = event.opened if event.HasField("opened") else ticket
+        if event.ready.last:
+            break
+    assert ticket is not None
+    return ticket
+
+
+async def test_a_transfer_is_released_by_its_ticket_alone_and_once(inside: Any, tiny: Path) -> None:
+    """Unknown, of another generation or life, consumed, expired: FAILED_PRECONDITION, and nobody's blocks are freed."""
+    prompt = oracle.prompts(tiny, [40])[0]
+    async with inside() as cluster:
+        worker = cluster.workers["prefill-0"]
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+
+            def release(*ticket: Any) -> Any:
+                names = ("transfer_id", "generation", "incarnation")
+                return stub.ReleaseTransfer(prefill_pb2.ReleaseTransferRequest(**dict(zip(names, ticket, strict=True))))
+
+            stream = stub.Prefill(prefill(worker, prompt))
+            real = await opened(stream)
+            name, generation, life = real.transfer_id, real.generation, real.incarnation
+            held = cluster.held()["prefill-0"]
+            assert held > 0
+            for forged in (
+                ("nobody's", generation, life),
+                ("", 0, ""),
+                (name, generation + 1, life),
+                (name, 2**64 - 1, life),
+                (name, 0, life),
+                (name, generation, "another life"),
+                (f"{name}\0", generation, life),
+            ):
+                assert await refused(release(*forged)) == "FAILED_PRECONDITION", forged
+            assert cluster.held()["prefill-0"] == held
+            assert await refused(stub.Prefill(prefill(worker, prompt))) == "INVALID_ARGUMENT", "its id is in use"
+            await release(name, generation, life)
+            assert await refused(release(name, generation, life)) == "FAILED_PRECONDITION", "consumed"
+            await cluster.freed()
+            stream = stub.Prefill(prefill(worker, prompt))
+            real = await opened(stream)
+            stream.cancel()
+            await cluster.freed()
+            assert (await refused(release(real.transfer_id, real.generation, life))) == "FAILED_PRECONDITION", "expired"
+        assert await cluster.ledgers_balance()
+
+
+async def test_control_without_the_fence_a_forged_ticket_ends_a_transfer(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the refusals above are the ticket's doing: where the id is enough, the genuine one comes too late."""
+    prompt = oracle.prompts(tiny, [40])[0]
+
+    def by_name(self: Source, ticket: Ticket) -> Any:
+        return self._end(ticket.transfer_id, "released")
+
+    async with inside() as cluster:
+        worker = cluster.workers["prefill-0"]
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            stream = stub.Prefill(prefill(worker, prompt))
+            real = await opened(stream)
+            forged = prefill_pb2.ReleaseTransferRequest(transfer_id=real.transfer_id, generation=7, incarnation="x")
+            with monkeypatch.context() as open_to_all:
+                open_to_all.setattr(Source, "release", by_name)
+                await refused(stub.ReleaseTransfer(forged))
+            genuine = prefill_pb2.ReleaseTransferRequest(
+                transfer_id=real.transfer_id, generation=real.generation, incarnation=real.incarnation
+            )
+            assert await refused(stub.ReleaseTransfer(genuine)) == "FAILED_PRECONDITION"
+            stream.cancel()
+
+
+async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any, tiny: Path) -> None:
+    """Of another life or layout, out of range, in use or unknown: each is refused before anything is reserved."""
+    prompt = oracle.prompts(tiny, [40])[0]
+    async with inside() as cluster:
+        source, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
+        vocabulary = decode.engine.model.vocab_size
+        async with (
+            grpc.aio.insecure_channel(source.address) as to_source,
+            grpc.aio.insecure_channel(decode.address) as to_decode,
+        ):
+            prefills = prefill_pb2_grpc.PrefillServiceStub(to_source)
+            decodes = decode_pb2_grpc.DecodeServiceStub(to_decode)
+            for changes, status in (
+                ({"incarnation": "another life"}, "FAILED_PRECONDITION"),
+                ({"layout_hash": "another layout"}, "FAILED_PRECONDITION"),
+                ({"token_ids": [vocabulary]}, "INVALID_ARGUMENT"),
+                ({"token_ids": []}, "INVALID_ARGUMENT"),
+                ({"prompt_tokens": 2**32 - 1}, "INVALID_ARGUMENT"),
+                ({"adapter": {"name": "nobody's"}}, "NOT_FOUND"),
+            ):
+                assert await refused(prefills.Prefill(prefill(source, prompt, **changes))) == status, changes
+            given: dict[str, Any] = {
+                "request_id": "genuine",
+                "token_ids": prompt,
+                "prompt_tokens": len(prompt),
+                "max_tokens": 4,
+                "sampling": GREEDY,
+            }
+            here = {"worker_id": "prefill-0", "address": source.address, "incarnation": source.incarnation}
+            for changes, statuses in (
+                ({"feed_id": "nobody's"}, {"UNAVAILABLE"}),
+                ({"prefill": {**here, "incarnation": "another life"}}, {"FAILED_PRECONDITION", "UNAVAILABLE"}),
+                ({"prefill": {**here, "worker_id": "prefill-9"}}, {"FAILED_PRECONDITION", "UNAVAILABLE"}),
+                ({"token_ids": [vocabulary]}, {"INVALID_ARGUMENT"}),
+                ({"prompt_tokens": 41}, {"INVALID_ARGUMENT"}),
+                ({"max_tokens": 2**32 - 1}, {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}),
+                ({"adapter": {"name": "nobody's"}}, {"NOT_FOUND"}),
+            ):
+                call = decodes.Decode(decode_pb2.DecodeRequest(**{**given, **changes}), timeout=10)
+                assert await refused(call) in statuses, changes
+            feed = decodes.Feed(decode_pb2.FeedRequest(feed_id="mine"))
+            await feed.read()
+            for feed_id in ("mine", ""):
+                assert await refused(decodes.Feed(decode_pb2.FeedRequest(feed_id=feed_id))) == "INVALID_ARGUMENT"
+            feed.cancel()
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+        done = await cluster.client.generate(prompt, max_tokens=4, ignore_eos=True)
+        assert (done.token_ids, done.receipt.attempts) == (oracle.greedy(tiny, prompt, 4), 1)
