@@ -6,6 +6,7 @@ says what it takes with the compiled operators. Without them, and on CUDA, all o
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from engine.formats import of_integers, weight_bytes
@@ -52,7 +53,7 @@ def _of_recipe(said: str) -> str | None:
     """The format of torchao's codes. A header does not say whether their zeros are all 0; the recipe does."""
     if "float8" in said.lower():
         return "fp8"
-    return of_integers(4 if "int4" in said else 8, symmetric="ASYMMETRIC" not in said)
+    return of_integers(4 if re.search(r"\bint[1-4]\b", said) else 8, symmetric="ASYMMETRIC" not in said)
 
 
 __all__ = ["METHODS", "unpacked"]

@@ -17,7 +17,12 @@ from typing import TextIO
 
 _SERVER = multiprocessing.get_context("forkserver")
 # Not NIXL: UCX, below it, reads the environment when it is loaded, and has threads.
-_SERVER.set_forkserver_preload(["services.router.servicer", "services.prefill.servicer", "services.decode.servicer"])
+_SERVER.set_forkserver_preload(
+    [
+        *(f"services.{role}.servicer" for role in ("router", "prefill", "decode")),
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3")),  # those of most tests
+    ]
+)
 
 
 class Copy:

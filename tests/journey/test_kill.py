@@ -16,7 +16,7 @@ from tests.harness import LocalCluster
 
 STREAMS = 16
 NEW = 200
-LONG = 500  # what a worker cannot finish before it is stopped
+LONG = 800  # what a worker cannot finish before it is stopped
 SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 
 
