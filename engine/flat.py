@@ -121,7 +121,7 @@ def record(model: Model) -> Replay:
     shorter = graph.copy()
     fuse(shorter)
     for chosen, what in ((shorter, "fused"), (graph, "plain")):
-        candidate: Replay = torch._C._create_function_from_graph("step", chosen)  # type: ignore[attr-defined]
+        candidate: Replay = torch._C._create_function_from_graph("step", chosen)
         try:
             differs = _differs(candidate, model, pages, batches[1:])
         except RuntimeError as error:

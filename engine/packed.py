@@ -143,7 +143,7 @@ def scheme_of(asked: dict[str, Any]) -> Scheme:
         raise refused(
             method, f"has {', '.join(sorted(unknown))} in its quantization_config, whose meaning is unknown here"
         )
-    return {GPTQ: _gptq, AWQ: _awq, FP8: _fp8, TORCHAO: lambda _: Scheme(TORCHAO, 8)}[method](asked)
+    return {GPTQ: _gptq, AWQ: _awq, FP8: _fp8, TORCHAO: _torchao}[method](asked)
 
 
 def _gptq(asked: dict[str, Any]) -> Scheme:
@@ -193,6 +193,11 @@ def _fp8(asked: dict[str, Any]) -> Scheme:
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
         raise refused(FP8, f"has weight_block_size {block}; served are blocks of two positive numbers")
     return Scheme(FP8, 8, block=(block[0], block[1]))
+
+
+def _torchao(_asked: dict[str, Any]) -> Scheme:
+    """The files say the rest, weight for weight."""
+    return Scheme(TORCHAO, 8)
 
 
 def _check_words(method: str, asked: dict[str, Any]) -> None:

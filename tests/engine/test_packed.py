@@ -54,10 +54,14 @@ FP8: dict[str, dict[str, Any]] = {
     "fp8": {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 32]},
     "fp8-cut-blocks": {"activation_scheme": "dynamic", "weight_block_size": [40, 24]},
 }
+FOUR = {"_type": "torch.dtype", "_data": "int4"}
 TORCHAO: dict[str, dict[str, Any]] = {
     "torchao-int8": {"_type": "Int8WeightOnlyConfig", "_data": {}},
-    "torchao-int4": {"_type": "IntxWeightOnlyConfig", "_data": {"mapping_type": {"_data": "SYMMETRIC"}}},
-    "torchao-int4-asymmetric": {"_type": "IntxWeightOnlyConfig", "_data": {"mapping_type": {"_data": "ASYMMETRIC"}}},
+    "torchao-int4": {"_type": "IntxWeightOnlyConfig", "_data": {"weight_dtype": FOUR, "mapping_type": "SYMMETRIC"}},
+    "torchao-int4-asymmetric": {
+        "_type": "IntxWeightOnlyConfig",
+        "_data": {"weight_dtype": FOUR, "mapping_type": "ASYMMETRIC"},
+    },
     "torchao-fp8": {"_type": "Float8WeightOnlyConfig", "_data": {}},
 }
 ALL = {
@@ -180,8 +184,7 @@ def told_by_torchao(tensors: Tensors) -> dict[str, str]:
             elif groups == 1:
                 kind, said = "Int8Tensor", {**said, "act_quant_kwargs": None, "reduce_range": False}
             else:
-                four = {"_type": "torch.dtype", "_data": "int4"}
-                kind, said = "IntxUnpackedToInt8Tensor", {**said, "target_dtype": four, "activation_quantization": None}
+                kind, said = "IntxUnpackedToInt8Tensor", {**said, "target_dtype": FOUR, "activation_quantization": None}
             told[f"{layer}.weight"] = {"_type": kind, "_data": said}
     return {"tensor_names": json.dumps(list(told)), **{name: json.dumps(one) for name, one in told.items()}}
 
