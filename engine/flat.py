@@ -1,6 +1,6 @@
 """A model's forward as one recorded list of operators, replayed without the modules' Python between them.
 
-Recording runs the forward once over a small batch (torch.jit.trace) with everything that a step brings as an input:
+Recording runs the forward once over a small batch (torch.jit's tracer) with everything that a step brings as an input:
 sizes stay symbolic, so one recording serves every batch. What could differ in another batch and is no tensor operation
 is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could hold fast. Then the
 replay is compared with the modules, bit for bit, over batches of other shapes. A model that cannot be recorded runs by
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.jit import TracerWarning, optimized_execution, trace  # type: ignore[attr-defined]
+from torch.jit import TracerWarning, _get_trace_graph, optimized_execution  # type: ignore[attr-defined]
 
 from engine.facts import CallFacts, smallest_reach
 from engine.fuse import fuse
@@ -94,7 +94,7 @@ def inputs(step: Step) -> tuple[torch.Tensor, ...]:
 def record(model: Model) -> Replay:
     """Records and proves. Raises Unrecordable.
 
-    torch keeps what it has traced, weights included, until the process ends; a worker records once.
+    Only the graph, which the function owns: torch.jit.trace would keep it, weights included, until the process ends.
     """
     for parameter in model.module.parameters():
         parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
@@ -111,14 +111,17 @@ def record(model: Model) -> Replay:
         warnings.simplefilter("always")
         wanted = first.tensor(batches[0].logits_at)
         try:
-            replay: Replay = trace(forward, (wanted, *inputs(first)), check_trace=False)  # type: ignore[no-untyped-call]
+            graph, _ = _get_trace_graph(forward, (wanted, *inputs(first)))  # type: ignore[no-untyped-call]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise Unrecordable(str(error).strip().partition("\n")[0]) from error
     for each in told:
         if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
             where = f"{Path(each.filename).name}:{each.lineno}"
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
-    for candidate, what in ((fused(replay), "fused"), (replay, "plain")):
+    shorter = graph.copy()
+    fuse(shorter)
+    for chosen, what in ((shorter, "fused"), (graph, "plain")):
+        candidate: Replay = torch._C._create_function_from_graph("step", chosen)
         try:
             differs = _differs(candidate, model, pages, batches[1:])
         except RuntimeError as error:
@@ -127,15 +130,6 @@ def record(model: Model) -> Replay:
             return candidate
         log.warning("the %s recording does not serve: %s", what, differs)
     raise Unrecordable(f"the recording differs for {differs}")
-
-
-def fused(replay: Any) -> Replay:
-    """The same with fewer operators (engine.fuse)."""
-    graph = replay.graph.copy()
-    fuse(graph)
-    make: Any = torch._C._create_function_from_graph
-    function: Replay = make("step", graph)
-    return function
 
 
 def _differs(replay: Replay, model: Model, pages: Pages, batches: list[Batch]) -> str | None:
@@ -172,10 +166,11 @@ def _batches(model: Model) -> list[Batch]:
         [(5, 1), (13, 1), (0, 1), (beyond - 1, 1)],
         [(0, beyond)],
         [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
+        [(0, 3)],  # of a prompt that goes on, with no logits
     ]
     rng = random.Random(0)
     batches: list[Batch] = []
-    for shape in shapes:
+    for number, shape in enumerate(shapes, 1):
         shape = [(min(done, longest - new), new) for done, new in shape if new <= longest]
         tables, used = [], 0
         for done, new in shape:
@@ -190,7 +185,7 @@ def _batches(model: Model) -> list[Batch]:
                 query_lens=lens,
                 context_lens=[done + new for done, new in shape],
                 block_tables=tables,
-                logits_at=[sum(lens[: index + 1]) - 1 for index in range(len(lens))],
+                logits_at=[] if number == len(shapes) else [sum(lens[: index + 1]) - 1 for index in range(len(lens))],
                 adapters=_slots(model, len(batches), len(shape)),
             )
         )

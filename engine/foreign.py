@@ -5,9 +5,9 @@ machine. Its library makes the dense weight of each layer, and the codes are fou
 are used only where they give that very weight, bit for bit. A layer whose codes we have no format for is served from
 its dense weight. Whatever else a config asks for, quantised activations above all, is refused.
 
-transformers' quantisers of GPTQ and AWQ want GPTQModel, and that of FP8 a GPU; `engine.packed` reads these instead, and
-transformers gets the weights that they stand for, one at a time, as if they were in the file. The codes take their
-place under the same condition.
+transformers' quantisers of GPTQ and AWQ want GPTQModel, that of FP8 a GPU, and torchao's makes tensors with kernels of
+their own; `engine.packed` reads these instead, and transformers gets the weights that they stand for, one at a time, as
+if they were in the file. The codes take their place under the same condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from tandem.errors import CheckpointRefused
 METHOD = "compressed-tensors"
 LIBRARY = "compressed_tensors"
 KINDS = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"})
-LEFTOVERS = ("_scale", "_scale_inv", "_zero_point", "_packed", "_g_idx", ".qweight", ".qzeros", ".scales", ".g_idx")
+LEFTOVERS = (
+    *("_scale", "_scale_inv", "_zero_point", "_packed", "_g_idx", "_qdata"),
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+)
 
 
 def check(config: PreTrainedConfig) -> str | None:

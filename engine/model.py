@@ -234,8 +234,7 @@ class Model:
         Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
         """
         step = self.step(pages, batch)
-        wanted = step.tensor(batch.logits_at or [0])  # the head needs a row; it is dropped below
-        return self.run(step, wanted)[: len(batch.logits_at)].float()
+        return self.run(step, step.tensor(batch.logits_at)).float()
 
     def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""

@@ -1,4 +1,4 @@
-"""Reads products that GPTQ, AWQ or block-wise FP8 have packed, by what their formats are described as.
+"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by what their formats are described as.
 
     weight[n, k] = scale[n, group of k] * (integer[n, k] - zero[n, group of k])       in float32, rounded once
 
@@ -6,17 +6,21 @@ GPTQ        int32 words hold 32 / bits neighbours along the input, the lowest bi
             along the output. Version 1 stores each zero less one, `gptq_v2` stores it. `g_idx` has each input's group.
 AWQ         `gemm`: a word holds 8 neighbours along the output, in the order 0 2 4 6 1 3 5 7 from the lowest bits up.
 fp8         e4m3, and a scale for each block of `weight_block_size`; the last block of a row or column may be cut off.
+torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; in a file's metadata, for
+            each weight, its class and its block. What the config says was the recipe.
 
 The descriptions are the packers: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's utils/model.py
-(convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, and transformers' integrations/
-finegrained_fp8.py, which takes a cut-off block for a smaller one. Their kernels for 16 bits round scale * integer to
-float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
+(convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, transformers' integrations/
+finegrained_fp8.py, which takes a cut-off block for a smaller one, and torchao's quantization/quant_primitives.py
+(dequantize_affine) with prototype/safetensors/safetensors_support.py. Their kernels for 16 bits round scale * integer
+to float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
 
 What the files say in two ways, or in a way that readers take differently, is refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +32,13 @@ from safetensors import safe_open
 from engine.kernels import lowbit
 from tandem.errors import CheckpointRefused
 
-GPTQ, AWQ, FP8 = "gptq", "awq", "fp8"
-METHODS = (GPTQ, AWQ, FP8)
+GPTQ, AWQ, FP8, TORCHAO = "gptq", "awq", "fp8", "torchao"
+METHODS = (GPTQ, AWQ, FP8, TORCHAO)
 GPTQ_BITS = (2, 4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
 FLOATS = ("F16", "BF16", "F32")
 WORD = 32
+TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
 # Keys that change nothing in what the tensors mean: how the codes were found, and what a kernel may do with them.
 _OF_MAKING = {
@@ -49,7 +54,10 @@ _READ = {
     AWQ: {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "backend", "pack_dtype"}
     | {"sym", "desc_act"},
     FP8: {"activation_scheme", "weight_block_size", "fmt", "scale_fmt", "expert_dtype", "dequantize"},
+    TORCHAO: {"quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights"},
 }
+# What torchao says of a weight: its block is read, the others say how it was made and which kernel may serve it.
+_SAID = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
 _PARTS = {GPTQ: ("qweight", "qzeros", "scales", "g_idx"), AWQ: ("qweight", "qzeros", "scales")}
 
 
@@ -135,7 +143,7 @@ def scheme_of(asked: dict[str, Any]) -> Scheme:
         raise refused(
             method, f"has {', '.join(sorted(unknown))} in its quantization_config, whose meaning is unknown here"
         )
-    return {GPTQ: _gptq, AWQ: _awq, FP8: _fp8}[method](asked)
+    return {GPTQ: _gptq, AWQ: _awq, FP8: _fp8, TORCHAO: _torchao}[method](asked)
 
 
 def _gptq(asked: dict[str, Any]) -> Scheme:
@@ -187,6 +195,11 @@ def _fp8(asked: dict[str, Any]) -> Scheme:
     return Scheme(FP8, 8, block=(block[0], block[1]))
 
 
+def _torchao(_asked: dict[str, Any]) -> Scheme:
+    """The files say the rest, weight for weight."""
+    return Scheme(TORCHAO, 8)
+
+
 def _check_words(method: str, asked: dict[str, Any]) -> None:
     if str(asked.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
         raise refused(method, f"is packed in {asked['pack_dtype']}; served is int32")
@@ -219,6 +232,8 @@ def read(files: list[Path], scheme: Scheme) -> Weights:
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
     if scheme.method == FP8:
         products, taken = _blocks(slices, scheme)
+    elif scheme.method == TORCHAO:
+        products, taken = _described(slices, opened)
     else:
         products, taken = _words(slices, scheme)
     tensors: dict[str, Any] = {name: found for name, found in slices.items() if name not in taken}
@@ -305,13 +320,70 @@ def _blocks(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product],
             name.removesuffix(".weight"),
             lambda found=found: found[...].float(),  # type: ignore[misc]  # mypy does not infer defaults of lambdas
             None,
-            scales[...].float().repeat_interleave(high, 0)[:n].contiguous(),
+            _for_rows(scales, high, n),
             torch.arange(k) // wide,
             wide,
             fp8=True,
         )
         taken |= {name, f"{name}_scale_inv"}
     return products, taken
+
+
+def _described(slices: dict[str, Any], opened: list[Any]) -> tuple[dict[str, Product], set[str]]:
+    """The products of a torchao checkpoint."""
+    products, taken = {}, set()
+    for file in opened:
+        metadata = file.metadata() or {}
+        try:
+            told = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+            kinds = {name: (one["_type"], one.get("_data", {})) for name, one in told.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise refused(TORCHAO, f"does not describe its tensors as torchao does ({error!r:.80})") from error
+        for name, (kind, said) in kinds.items():
+            if kind != "Tensor" and name not in products:
+                products[name], parts = _of_torchao(name, kind, said, slices)
+                taken |= parts
+    return {name.removesuffix(".weight"): product for name, product in products.items()}, taken
+
+
+def _of_torchao(name: str, kind: str, said: dict[str, Any], slices: dict[str, Any]) -> tuple[Product, set[str]]:
+    """One of them, and the names of its tensors."""
+    if kind not in TORCHAO_CLASSES or not name.endswith(".weight"):
+        raise refused(
+            TORCHAO, f"has {name} as {kind}; served are weights of layers as {', '.join(sorted(TORCHAO_CLASSES))}"
+        )
+    more = sorted(key for key, value in said.items() if key not in _SAID and value is not None)
+    if more:
+        raise refused(TORCHAO, f"says {', '.join(more)} of {name}, and only weights are served quantised")
+    at = f"{name.removesuffix('weight')}_weight_"
+    parts = {one.removeprefix(at): found for one, found in slices.items() if one.startswith(at)}
+    qdata, scale, zero_point = (parts.get(part) for part in ("qdata", "scale", "zero_point"))
+    if qdata is None or scale is None or not parts.keys() <= {"qdata", "scale", "zero_point"}:
+        raise refused(TORCHAO, f"has {', '.join(sorted(parts)) or 'nothing'} of {name}; asked for are qdata and scale")
+    (n, k), block = _shape(qdata, 2, name), said.get("block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+        raise refused(TORCHAO, f"has blocks of {block} in {name}; served are blocks of two positive numbers")
+    high, wide = block
+    _check(TORCHAO, name, qdata, (n, k), (TORCHAO_CLASSES[kind],))
+    _check(TORCHAO, name, scale, (-(-n // high), -(-k // wide)), FLOATS)
+    zeros = None
+    if zero_point is not None:
+        _check(TORCHAO, name, zero_point, (-(-n // high), -(-k // wide)), ("I8",))
+        zeros = _for_rows(zero_point, high, n) if zero_point[...].any() else None
+
+    def integers() -> torch.Tensor:
+        found: torch.Tensor = qdata[...]
+        return found.float()
+
+    layer, group_of = name.removesuffix(".weight"), torch.arange(k) // wide
+    fp8 = kind == "Float8Tensor"
+    return Product(layer, integers, zeros, _for_rows(scale, high, n), group_of, wide, fp8), {at + one for one in parts}
+
+
+def _for_rows(found: Any, high: int, n: int) -> torch.Tensor:
+    """What blocks of `high` rows share, in float32, for each of n rows."""
+    whole: torch.Tensor = found[...]
+    return whole.float().repeat_interleave(high, 0)[:n].contiguous()
 
 
 def _shape(found: Any, dimensions: int, name: str) -> tuple[int, ...]:

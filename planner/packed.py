@@ -1,4 +1,4 @@
-"""What checkpoints of GPTQ, AWQ and block-wise FP8 take when they are served: from their headers and their config.
+"""What checkpoints of GPTQ, AWQ, block-wise FP8 and torchao take when served: from their headers and their config.
 
 The engine packs again what a format of ours has (`engine/packed.py`); the rest is as large as the model's dtype. This
 says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the model's dtype.
@@ -6,11 +6,12 @@ says what it takes with the compiled operators. Without them, and on CUDA, all o
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from engine.formats import of_integers, weight_bytes
 
-METHODS = ("gptq", "awq", "fp8")
+METHODS = ("gptq", "awq", "fp8", "torchao")
 _WORD = 32
 _FUSED = ".experts."  # of a mixture: in one tensor, without codes
 Shapes = dict[str, tuple[int, ...]]
@@ -27,7 +28,11 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, i
             layer, (n, k) = name.removesuffix(".weight"), shape
             group, format = asked.get("weight_block_size", (128, 128))[1], "fp8"
             parts: tuple[str, ...] = ("weight_scale_inv",)
-        elif method != "fp8" and name.endswith(".qweight"):
+        elif method == "torchao" and name.endswith("._weight_qdata"):
+            layer, (n, k) = name.removesuffix("._weight_qdata"), shape
+            group, format = k // shapes[f"{layer}._weight_scale"][1], _of_recipe(str(asked["quant_type"]))
+            parts = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
+        elif method in ("gptq", "awq") and name.endswith(".qweight"):
             layer, many = name.removesuffix(".qweight"), _WORD // bits
             n, k = (shape[1], shape[0] * many) if method == "gptq" else (shape[1] * many, shape[0])
             group = asked.get("group_size", asked.get("q_group_size", -1))
@@ -42,6 +47,13 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, i
         if format is not None and group % 2 == 0 and _FUSED not in name:
             coded[f"{layer}.weight"] = weight_bytes(n, k, format, group)
     return plain, coded
+
+
+def _of_recipe(said: str) -> str | None:
+    """The format of torchao's codes. A header does not say whether their zeros are all 0; the recipe does."""
+    if "float8" in said.lower():
+        return "fp8"
+    return of_integers(4 if re.search(r"\bint[1-4]\b", said) else 8, symmetric="ASYMMETRIC" not in said)
 
 
 __all__ = ["METHODS", "unpacked"]

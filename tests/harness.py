@@ -1,16 +1,15 @@
 """A whole cluster of real processes on this machine, without Ray: for tests that want to be quick and to hurt it.
 
 Everything that the product would start is started by the product's own command (`python -m services`), against a real
-Valkey; only the supervision is the test's, so that it can kill and restart as it likes.
+Valkey; only the supervision is the test's, so that it can kill and restart as it likes. What that command would import
+is there already (tests/copies.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from queue import Empty, Queue
 
 from cluster.valkey import EmbeddedValkey
 from tandem.client import Client
+from tests.copies import Copy
 
 START_TIMEOUT_S = 90.0
 
@@ -28,19 +28,19 @@ START_TIMEOUT_S = 90.0
 class Process:
     """One child process whose output is kept, and whose lines can be waited for."""
 
-    def __init__(self, name: str, arguments: list[str], env: dict[str, str], stdin: int | None = None) -> None:
+    def __init__(self, name: str, arguments: list[str] | Copy, env: dict[str, str] | None = None) -> None:
+        """`arguments` of a command with this environment, or what has been started already."""
         self.name = name
         self.output: list[str] = []
         self._lines: Queue[str | None] = Queue()
-        self.popen = subprocess.Popen(
-            arguments,
-            env=env,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.popen: Copy | subprocess.Popen[str]
+        if isinstance(arguments, Copy):
+            self.popen = arguments
+        else:
+            pipe, both = subprocess.PIPE, subprocess.STDOUT
+            self.popen = subprocess.Popen(
+                arguments, env=env, stdout=pipe, stderr=both, text=True, start_new_session=True
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -57,7 +57,7 @@ class Process:
             except Empty:
                 raise AssertionError(f"{self.name}: no line {start!r} in {timeout_s} s:\n{self.text()}") from None
             if line is None:
-                raise AssertionError(f"{self.name} ended ({self.popen.wait()}) before {start!r}:\n{self.text()}")
+                raise AssertionError(f"{self.name} ended ({self.popen.wait(10)}) before {start!r}:\n{self.text()}")
             if line.startswith(start):
                 return line
 
@@ -73,10 +73,6 @@ class Process:
         self.popen.wait(10)
         self._reader.join(5)
 
-    def end(self) -> None:
-        """Called when its cluster ends."""
-        self.kill()
-
     def _read(self) -> None:
         assert self.popen.stdout is not None
         for line in self.popen.stdout:
@@ -85,58 +81,10 @@ class Process:
         self._lines.put(None)
 
 
-class Host(Process):
-    """A process that serves again and again (tests/lives.py)."""
-
-    def __init__(self, name: str) -> None:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-        super().__init__(name, [sys.executable, "-m", "tests.lives"], env, stdin=subprocess.PIPE)
-
-    def begin(self, role: str, env: dict[str, str]) -> None:
-        self._order(json.dumps([role, self.name, env]))
-
-    def end(self) -> None:
-        """Ends this life and leaves the process; kills it if it does not end."""
-        try:
-            self._order("end")
-            self.wait_for("ended", 30.0)
-        except (AssertionError, OSError):
-            self.kill()
-            raise
-
-    def _order(self, line: str) -> None:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(line + "\n")
-        self.popen.stdin.flush()
-
-
-class Hosts:
-    """Hosts by name, for one cluster after another."""
-
-    def __init__(self) -> None:
-        self._hosts: dict[str, Host] = {}
-
-    def of(self, name: str) -> Host:
-        host = self._hosts.get(name)
-        if host is None or host.popen.poll() is not None:
-            host = self._hosts[name] = Host(name)
-        return host
-
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for host in self._hosts.values():
-            host.kill()
-
-
 class LocalCluster:
     """Valkey, a router, and workers by name; `kill` and `start_worker` as the test pleases."""
 
-    def __init__(
-        self, model: Path | str, *, prefill: int = 1, decode: int = 1, hosts: Hosts | None = None, **settings: object
-    ) -> None:
-        """With `hosts`, their processes serve and outlive the cluster."""
+    def __init__(self, model: Path | str, *, prefill: int = 1, decode: int = 1, **settings: object) -> None:
         # Prompts go to prefill workers, always: a test of the seam must cross it.
         fixed = {"threads": 1, "kv_blocks": 512, "device": "cpu", "local_prefill": "never"}
         self._settings = {"model": str(model), **fixed, **settings}
@@ -146,7 +94,6 @@ class LocalCluster:
         self.address: dict[str, str] = {}
         self._first = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
         self._clients: list[Client] = []
-        self._hosts = hosts
 
     def __enter__(self) -> LocalCluster:
         self.redis = self._valkey.start()
@@ -166,7 +113,7 @@ class LocalCluster:
         for client in self._clients:
             client.close()
         for process in self.processes.values():
-            process.end()
+            process.kill()
         self._valkey.stop()
         self._folder.cleanup()
 
@@ -175,13 +122,8 @@ class LocalCluster:
         role = name.rsplit("-", 1)[0]
         given = {**self._settings, "redis": self.redis, "port": 0, **settings}
         chosen = {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
-        if self._hosts:
-            host = self._hosts.of(name)
-            self.processes[name] = host
-            host.begin(role, chosen)
-            return
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-        self.processes[name] = Process(name, [sys.executable, "-m", "services", role, name], env | chosen)
+        self.processes[name] = Process(name, Copy("services", [role, name], env | chosen))
 
     def wait_ready(self, name: str) -> None:
         self.address[name] = self.processes[name].wait_for("ready ").split()[1]

@@ -5,6 +5,8 @@ That it gives the tokens of the modules is what test_models.py and test_exactnes
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +86,17 @@ def test_a_recording_that_differs_does_not_serve(
     monkeypatch.setattr(flat, "run", wrong)
     with pytest.raises(flat.Unrecordable, match="differs"):
         flat.record(model)
+
+
+@built
+def test_a_recording_ends_with_its_model(checkpoint: Callable[[str], Path]) -> None:
+    """It holds weights, which nobody else does once the model is gone."""
+    model = load(checkpoint("tiny-llama"))
+    assert model.recorded is not None
+    held = [weakref.ref(parameter) for parameter in model.module.parameters()]
+    del model
+    gc.collect()
+    assert not any(one() is not None for one in held)
 
 
 # ---- operators that are done together

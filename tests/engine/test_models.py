@@ -197,11 +197,22 @@ def test_windows_are_learnt(family: Family) -> None:
 
 
 def test_logits_may_be_empty(family: Family) -> None:
-    """A chunk in the middle of a prompt asks for no logits and gets an empty tensor of the right width."""
-    pages = family.model.allocate(4, BLOCK_SIZE)
-    batch = pack([([1, 2, 3], 0, [2])])
+    """A chunk in the middle of a prompt asks for no logits: it gets an empty tensor of the right width, and the head,
+    whose weight is read for the first row, has none. The KV is what it is with logits."""
+    model, batch = family.model, pack([([1, 2, 3], 0, [2])])
+    with_logits, without = model.allocate(4, BLOCK_SIZE), model.allocate(4, BLOCK_SIZE)
+    model.forward(with_logits, batch)
     batch.logits_at = []
-    assert family.model.forward(pages, batch).shape == (0, family.model.vocab_size)
+    assert model.forward(without, batch).shape == (0, model.vocab_size)
+    assert torch.equal(with_logits.buffer, without.buffer)
+    rows: list[int] = []
+    head: Any = model.module.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[-2]))
+    step = model.step(without, batch)
+    with torch.inference_mode(), model.exact():
+        model.by_modules(step, step.tensor(batch.logits_at))
+    hook.remove()
+    assert rows == [0]
 
 
 def test_latent_pages_know_our_names() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and block-wise FP8: served as the weights that they stand for, or refused.
+"""Checkpoints of GPTQ, AWQ, block-wise FP8 and torchao: served as the weights that they stand for, or refused.
 
 The packers here are written from the descriptions in `engine/packed.py` and share no code with it: they place one
 integer after the other. The reference is transformers' model with the dense weights.
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,18 @@ FP8: dict[str, dict[str, Any]] = {
     "fp8": {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 32]},
     "fp8-cut-blocks": {"activation_scheme": "dynamic", "weight_block_size": [40, 24]},
 }
+FOUR = {"_type": "torch.dtype", "_data": "int4"}
+TORCHAO: dict[str, dict[str, Any]] = {
+    "torchao-int8": {"_type": "Int8WeightOnlyConfig", "_data": {}},
+    "torchao-int4": {"_type": "IntxWeightOnlyConfig", "_data": {"weight_dtype": FOUR, "mapping_type": "SYMMETRIC"}},
+    "torchao-int4-asymmetric": {
+        "_type": "IntxWeightOnlyConfig",
+        "_data": {"weight_dtype": FOUR, "mapping_type": "ASYMMETRIC"},
+    },
+    "torchao-fp8": {"_type": "Float8WeightOnlyConfig", "_data": {}},
+}
 ALL = {
+    **{name: {"quant_method": "torchao", "quant_type": {"default": how}} for name, how in TORCHAO.items()},
     **{name: {"quant_method": "gptq", **how} for name, how in GPTQ.items()},
     **{name: {"quant_method": "awq", **how} for name, how in AWQ.items()},
     **{name: {"quant_method": "fp8", **how} for name, how in FP8.items()},
@@ -82,6 +94,8 @@ def rounded(weight: torch.Tensor, how: dict[str, Any]) -> tuple[Tensors, torch.T
     """The packed tensors of a weight [n, k], and the weight that they stand for."""
     if how["quant_method"] == "fp8":
         return rounded_to_fp8(weight, how["weight_block_size"])
+    if how["quant_method"] == "torchao":
+        return rounded_by_torchao(weight, how["quant_type"]["default"])
     n, k = weight.shape
     bits = how.get("bits", how.get("w_bit"))
     group = how.get("group_size", how.get("q_group_size"))
@@ -134,6 +148,47 @@ def rounded_to_fp8(weight: torch.Tensor, block: list[int]) -> tuple[Tensors, tor
     return {"weight": codes, "weight_scale_inv": scales}, dense
 
 
+def rounded_by_torchao(weight: torch.Tensor, recipe: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """int4 with two groups in a row, the others with one."""
+    n, k = weight.shape
+    if recipe["_type"] == "Float8WeightOnlyConfig":
+        parts, dense = rounded_to_fp8(weight, [1, k])
+        return {"_weight_qdata": parts["weight"], "_weight_scale": parts["weight_scale_inv"]}, dense
+    low, high, wide = (-8, 7, k // 2) if recipe["_type"] == "IntxWeightOnlyConfig" else (-128, 127, k)
+    scales, zeros = torch.zeros(n, k // wide), torch.zeros(n, k // wide, dtype=torch.int8)
+    codes, dense = torch.zeros(n, k, dtype=torch.int8), torch.zeros(n, k)
+    for g in range(k // wide):
+        at = slice(g * wide, (g + 1) * wide)
+        part = weight[:, at]
+        if "ASYMMETRIC" in str(recipe):
+            scales[:, g] = ((part.amax(1) - part.amin(1)) / (high - low)).bfloat16().float()
+            zeros[:, g] = (low - part.amin(1) / scales[:, g]).round().clamp(low, high).to(torch.int8)
+        else:
+            scales[:, g] = (part.abs().amax(1) / high).bfloat16().float()
+        codes[:, at] = (part / scales[:, g : g + 1] + zeros[:, g : g + 1]).round().clamp(low, high).to(torch.int8)
+        dense[:, at] = (codes[:, at].float() - zeros[:, g : g + 1]) * scales[:, g : g + 1]
+    kept = scales.bfloat16() if low == -8 else scales
+    return {"_weight_qdata": codes, "_weight_scale": kept, "_weight_zero_point": zeros}, dense
+
+
+def told_by_torchao(tensors: Tensors) -> dict[str, str]:
+    """What its files say of their tensors."""
+    told: dict[str, Any] = {name: {"_type": "Tensor"} for name in tensors if "._weight_" not in name}
+    for name, found in tensors.items():
+        if name.endswith("._weight_qdata"):
+            layer, bf16 = name.removesuffix("._weight_qdata"), {"_type": "torch.dtype", "_data": "bfloat16"}
+            groups = tensors[f"{layer}._weight_scale"].shape[1]
+            said: dict[str, Any] = {"block_size": [1, found.shape[1] // groups], "dtype": bf16}
+            if found.dtype == torch.float8_e4m3fn:
+                kind, said = "Float8Tensor", {**said, "mm_config": None, "act_quant_kwargs": None}
+            elif groups == 1:
+                kind, said = "Int8Tensor", {**said, "act_quant_kwargs": None, "reduce_range": False}
+            else:
+                kind, said = "IntxUnpackedToInt8Tensor", {**said, "target_dtype": FOUR, "activation_quantization": None}
+            told[f"{layer}.weight"] = {"_type": kind, "_data": said}
+    return {"tensor_names": json.dumps(list(told)), **{name: json.dumps(one) for name, one in told.items()}}
+
+
 def make(
     folder: Path, how: dict[str, Any], shape: str = "tiny-qwen2", heads: bool = False, **changes: Any
 ) -> tuple[Path, Path]:
@@ -151,7 +206,8 @@ def make(
         parts, tensors[name] = rounded(weight, how)
         theirs.update({f"{layer}.{part}": found for part, found in parts.items()})
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    save_file(theirs, quantised / "model.safetensors", {"format": "pt"})
+    told = told_by_torchao(theirs) if how["quant_method"] == "torchao" else {}
+    save_file(theirs, quantised / "model.safetensors", {"format": "pt", **told})
     configure(quantised, how)
     return quantised, plain
 
@@ -176,7 +232,7 @@ def fixture_of(name: str) -> Any:
 
 
 gptq, asymmetric, act_order = fixture_of("gptq-4"), fixture_of("gptq-4-asymmetric"), fixture_of("gptq-4-act-order")
-awq, fp8 = fixture_of("awq"), fixture_of("fp8")
+awq, fp8, torchao = fixture_of("awq"), fixture_of("fp8"), fixture_of("torchao-int8")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
@@ -208,13 +264,19 @@ def of_codes(model: Model) -> list[lowbit.Codes]:
     return list(lowbit.codes_in(model.module))
 
 
+def metadata(folder: Path) -> dict[str, str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        found: dict[str, str] = file.metadata()
+    return found
+
+
 def edited(folder: Path, to: Path, change: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
     """A copy with other tensors, and other values in its quantization_config; None takes a key out."""
     shutil.copytree(folder, to)
     if change is not None:
-        tensors = load_file(to / "model.safetensors")
+        tensors, told = load_file(to / "model.safetensors"), metadata(to)
         change(tensors)
-        save_file({name: each.contiguous() for name, each in tensors.items()}, to / "model.safetensors")
+        save_file({name: each.contiguous() for name, each in tensors.items()}, to / "model.safetensors", told)
     if config:
         asked = {**json.loads((to / "config.json").read_text())["quantization_config"], **config}
         configure(to, {key: value for key, value in asked.items() if value is not None})
@@ -274,6 +336,10 @@ def test_bfloat16_rounds_the_weight_once(pair: tuple[str, Path, Path]) -> None:
         ("gptq-8", "int8"),
         ("awq", "int8"),
         ("fp8", "fp8"),
+        ("torchao-int8", "int8"),
+        ("torchao-int4", "int4"),
+        ("torchao-int4-asymmetric", "int8"),
+        ("torchao-fp8", "fp8"),
     ],
 )
 def test_formats_of_the_codes(tmp_path: Path, kind: str, format: str) -> None:
@@ -284,13 +350,13 @@ def test_formats_of_the_codes(tmp_path: Path, kind: str, format: str) -> None:
 
 
 @built
-@pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "fp8"])
+@pytest.mark.parametrize("kind", ["gptq-4-act-order", "awq", "fp8", "torchao-int4"])
 @pytest.mark.parametrize(
     "shape", ["tiny-qwen3-moe", "tiny-mixtral", "tiny-phi3", "tiny-gemma3-text", "tiny-deepseek-v3"]
 )
 def test_other_families(tmp_path: Path, shape: str, kind: str) -> None:
     """Experts, which transformers keeps in one tensor, get the dense weights; whatever else is a layer, its codes."""
-    quantised, plain = make(tmp_path, ALL[kind] if kind == "fp8" else {**ALL[kind], "group_size": 8}, shape)
+    quantised, plain = make(tmp_path, {**ALL[kind], **({"group_size": 8} if "group_size" in ALL[kind] else {})}, shape)
     model = load(quantised)
     assert greedy(model)[0] == transformers_greedy(plain)[0]
     assert of_codes(model)
@@ -383,6 +449,8 @@ def test_zeros_that_readers_take_differently_are_refused(asymmetric: tuple[Path,
         ("awq", "qzeros", "lacks the zeros"),
         ("fp8", "weight_scale_inv", "no scales for"),
         ("fp8", "weight", "missing keys"),
+        ("torchao", "_weight_scale", "asked for are qdata and scale"),
+        ("torchao", "_weight_qdata", "asked for are qdata and scale"),
     ],
 )
 def test_a_missing_tensor_is_refused(
@@ -484,6 +552,7 @@ def test_it_is_not_quantised_twice(awq: tuple[Path, Path]) -> None:
         ("fp8", {"fmt": "e5m2"}, "e5m2"),
         ("fp8", {"expert_dtype": "fp4"}, "fp4"),
         ("fp8", {"modules_to_convert": ["embed"]}, "modules_to_convert"),
+        ("torchao", {"layout": "tensor_core_tiled"}, "layout"),
     ],
 )
 def test_what_is_not_understood_is_refused(
@@ -493,6 +562,68 @@ def test_what_is_not_understood_is_refused(
     with pytest.raises(CheckpointRefused, match=why) as caught:
         load(edited(request.getfixturevalue(kind)[0], tmp_path / "edited", **changes))
     assert "serve the original one" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda said: said.update(_type="Int4Tensor"), "as Int4Tensor; served are"),
+        (lambda said: said.update(_type="Float8Tensor"), "asks for F8_E4M3"),
+        (lambda said: said["_data"].update(act_quant_kwargs={"_type": "PerRow"}), "says act_quant_kwargs"),
+        (lambda said: said["_data"].update(block_size=[1, 32]), "asks for"),
+        (lambda said: said["_data"].update(block_size=None), "blocks of None"),
+        (lambda said: said.clear(), "as torchao does"),
+    ],
+)
+def test_what_torchao_says_of_a_weight_is_minded(
+    torchao: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Any]], None], why: str
+) -> None:
+    """A class whose layout is another, rounded activations, and blocks that are not those of the scales."""
+    folder = edited(torchao[0], tmp_path / "edited")
+    told, name = metadata(folder), "model.layers.1.mlp.up_proj.weight"
+    said = json.loads(told[name])
+    change(said)
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {**told, name: json.dumps(said)})
+    with pytest.raises(CheckpointRefused, match=why):
+        load(folder)
+
+
+def test_a_file_without_torchaos_descriptions_is_refused(torchao: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nothing else says what a class's tensors are."""
+    folder = edited(torchao[0], tmp_path / "edited")
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointRefused, match="does not describe its tensors"):
+        load(folder)
+
+
+@built
+@pytest.mark.parametrize(
+    ("recipe", "format"),
+    [("Int8WeightOnlyConfig", "int8"), ("IntxWeightOnlyConfig", "int4"), ("Float8WeightOnlyConfig", "fp8")],
+)
+def test_what_torchao_itself_saves(tmp_path: Path, recipe: str, format: str) -> None:
+    """By transformers and the library; the reference is the library's own dense weights in transformers."""
+    quantization = pytest.importorskip("torchao.quantization", reason="wants torchao: pip install torchao")
+    from transformers import TorchAoConfig
+
+    four = {"weight_dtype": torch.int4, "granularity": quantization.PerGroup(32)}
+    options: Any = four if format == "int4" else {}
+    auto: Any = AutoModelForCausalLM
+    plain = make_checkpoint(tmp_path / "plain", "tiny-qwen2", dtype="float32")
+    config = TorchAoConfig(getattr(quantization, recipe)(**options))
+    theirs = auto.from_pretrained(plain, dtype=torch.float32, quantization_config=config)
+    theirs.save_pretrained(tmp_path / "quantised")
+    tensors = load_file(plain / "model.safetensors")
+    told: dict[str, Any] = {name: found.dequantize() for name, found in theirs.state_dict().items()}
+    changed = [name for name in tensors if not torch.equal(tensors[name], told[name])]
+    assert len(changed) == 4 * 7
+    save_file({name: told[name].contiguous() for name in tensors}, plain / "model.safetensors", {"format": "pt"})
+    model = load(tmp_path / "quantised")
+    tokens, logits = transformers_greedy(plain)
+    ours, ours_logits = greedy(model)
+    assert ours == tokens
+    assert (ours_logits - logits).abs().max() < 1e-3 * logits.std()
+    assert [codes.format for codes in of_codes(model)] == [format] * (4 * 7)
 
 
 def test_keys_of_the_making_change_nothing(gptq: tuple[Path, Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.checkpoints import SHAPES, make_checkpoint
 from tests import oracle
-from tests.harness import Hosts, LocalCluster
+from tests.harness import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-"))
@@ -31,16 +31,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """The same three processes serve all models, one after the other."""
-    with Hosts() as hosts:
-        yield hosts
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, hosts: Hosts) -> Iterator[LocalCluster]:
+def cluster(model: Path) -> Iterator[LocalCluster]:
     settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    with LocalCluster(model, hosts=hosts, dtype="float32", **settings) as running:
+    with LocalCluster(model, dtype="float32", **settings) as running:
         yield running
 
 

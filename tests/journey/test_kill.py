@@ -17,6 +17,7 @@ from tests.harness import LocalCluster
 STREAMS = 16
 NEW = 200
 LONG = 800  # what a worker cannot finish before it is stopped
+SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 
 
 def options(index: int, new: int) -> dict[str, Any]:
@@ -69,15 +70,30 @@ async def undisturbed(cluster: LocalCluster, prompts: list[list[int]], new: int 
     return [ids(one) for one in pieces]
 
 
+def sixteen(tiny: Path) -> list[list[int]]:
+    return oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
+
+
+def given(tiny: Path) -> list[list[int]]:
+    """What those give when nothing happens."""
+    with LocalCluster(tiny, **SIZES) as cluster:
+        tokens = asyncio.run(undisturbed(cluster, sixteen(tiny), LONG))
+    assert tokens[0][:NEW] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[int]]:
+    return given(tiny)
+
+
 @pytest.mark.parametrize("decodes", [1, 2])
-async def test_the_decode_worker_dies_mid_stream(tiny: Path, decodes: int) -> None:
+async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[int]], decodes: int) -> None:
     """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
-    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
-    with LocalCluster(tiny, decode=decodes, block_size=8, kv_blocks=2048, dtype="float32") as cluster:
-        expected = await undisturbed(cluster, prompts, LONG)
+    prompts, expected = sixteen(tiny), plain
+    with LocalCluster(tiny, decode=decodes, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
         assert [ids(one) for one in pieces] == expected
-        assert expected[0][:NEW] == oracle.greedy(tiny, prompts[0], NEW)
         receipts = [one[-1].receipt for one in pieces]
         moved = [receipt for receipt in receipts if receipt.attempts > 1]
         assert moved, "the kill must have hit streams"
@@ -89,11 +105,11 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, decodes: int) -> No
 
 async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
     """Prompts that it was computing, or whose KV was moving, are placed again; streams past that do not notice."""
-    prompts = oracle.prompts(tiny, [20] * 4 + [700] * (STREAMS - 4))
+    prompts = oracle.prompts(tiny, [20] * 4 + [800] * (STREAMS - 4))  # 600 steps, of which the kill may miss 50
     with LocalCluster(
-        tiny, block_size=8, kv_blocks=4096, dtype="float32", max_num_seqs=32, max_num_batched_tokens=32
+        tiny, block_size=8, kv_blocks=4096, dtype="float32", max_num_seqs=STREAMS, max_num_batched_tokens=16
     ) as cluster:
-        expected = await undisturbed(cluster, oracle.prompts(tiny, [20] * 4 + [700] * (STREAMS - 4), seed=0))
+        expected = await undisturbed(cluster, prompts)
         cluster.kill("prefill-0")  # a fresh life: the prompts must not be in its cache
         cluster.kill("decode-0")
         cluster.launch("prefill-0")
@@ -109,12 +125,11 @@ async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", ["drained", "frozen"])
-async def test_the_decode_worker_leaves_mid_stream(tiny: Path, gone: str) -> None:
+async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[int]], gone: str) -> None:
     """Cut off by a drain whose grace is over, or frozen: its streams go on elsewhere within seconds, none waits for
     its deadline."""
-    prompts = oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
-    with LocalCluster(tiny, decode=2, block_size=8, kv_blocks=2048, dtype="float32") as cluster:
-        expected = await undisturbed(cluster, prompts, LONG)
+    prompts, expected = sixteen(tiny), plain
+    with LocalCluster(tiny, decode=2, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
         running = asyncio.create_task(run_all(client, prompts, pieces, LONG))

@@ -6,12 +6,9 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +16,8 @@ import pytest
 
 from kvtransfer.blocks import Peer, ReadStats, Region
 from kvtransfer.transport import Pair, Transport, make_transport
+from tests.copies import Copy
 
-ROOT = Path(__file__).parents[2]
 LAYOUT = "layout-1"
 # Seconds within which a helper process must have done what it was told.
 PATIENCE = 30.0
@@ -60,13 +57,7 @@ class Worker:
         self, worker_id: str, incarnation: str, num_blocks: int, block_bytes: int, env: dict[str, str] | None = None
     ) -> None:
         arguments = [worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT]
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("peer.py")), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        )
+        self.process = Copy("tests.kvtransfer.peer", arguments, {**os.environ, **(env or {})}, stderr=False)
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read_lines, daemon=True)
         self._reader.start()
@@ -91,7 +82,6 @@ class Worker:
 
     def ask(self, **command: object) -> dict[str, Any]:
         assert self.peer
-        assert self.process.stdin
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -109,11 +99,9 @@ class Worker:
         self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
+            pipe.close()
 
     def _read_lines(self) -> None:
-        assert self.process.stdout
         for line in self.process.stdout:
             self._lines.put(line)
 
