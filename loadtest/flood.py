@@ -70,8 +70,8 @@ class Polite:
 
 @asynccontextmanager
 async def served(target: str) -> AsyncIterator[Polite]:
-    """Polite's requests, until the block ends."""
-    found = Polite()
+    """Polite's requests, until the block ends; those that are under way then are waited for, so each way has one."""
+    found, over = Polite(), asyncio.Event()
 
     async def ask(client: AsyncClient, into: list[float]) -> None:
         began = perf_counter()
@@ -83,21 +83,22 @@ async def served(target: str) -> AsyncIterator[Polite]:
 
     async def keeps() -> None:
         async with AsyncClient(target, api_key=POLITE) as client:
-            while True:
+            await ask(client, found.kept)
+            while not over.is_set():
                 await ask(client, found.kept)
 
     async def comes_anew() -> None:
-        while True:
+        while not over.is_set() or not (found.new or found.failed):
             async with AsyncClient(target, api_key=POLITE) as client:
                 await ask(client, found.new)
 
-    tasks = [asyncio.create_task(keeps()), asyncio.create_task(comes_anew())]
-    try:
-        yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(keeps())
+        tasks.create_task(comes_anew())
+        try:
+            yield found
+        finally:
+            over.set()
 
 
 # ---- what greedy does: each returns what became of it
