@@ -11,14 +11,18 @@ themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it
 Up at once, and by as much as is needed. Down only after every look in `hold_s` seconds has needed less, and no further
 than the most of them has needed. A look that saw too little to tell (no router, a pool without a ready worker, a rate
 that is not known) is no reason to go up, and keeps the pool from going down until it is `hold_s` old.
+
+A pool that goes up takes workers from the other one first, if that has some to spare: more than its least, and more than
+any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain instead of a
+start. A pool that was given one that way gives none away for `hold_s`, so that no worker goes back and forth.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import ceil, floor
+from dataclasses import dataclass, field, replace
+from math import ceil, floor, inf
 
 POOLS = ("prefill", "decode")
 BUSY = 0.7  # of their time that prefill workers may compute: at more, prompts wait longer than they take
@@ -26,6 +30,7 @@ FULL = 0.8  # of places and blocks: what comes while a worker starts has room
 WAIT_S = 1.5  # that a prompt may wait where there is no objective
 RATE_S = 30.0  # over which the rate of arrivals is taken
 BURST_S = 5.0  # what waits no longer than that is gone before another worker has loaded
+SPARE_S = 15.0  # that a worker was not needed before the other pool may have it
 GAP_S = 10.0  # without a look for longer, the past is unknown
 
 
@@ -136,6 +141,7 @@ class Autoscaler:
         self._rules = rules
         self._looks: deque[Look] = deque()  # of the last RATE_S
         self._needs: dict[str, deque[tuple[float, Need | None]]] = {role: deque() for role in rules.limits}
+        self._given: dict[str, float] = {}  # when a pool was last given a worker of the other one
 
     def judge(self, look: Look, sizes: Mapping[str, int]) -> list[Verdict]:
         """On each pool of which a size is wanted. Looks must come in the order of their times."""
@@ -148,7 +154,12 @@ class Autoscaler:
             kept.append((look.at, needs[role]))
             while len(kept) > 1 and kept[1][0] <= look.at - self._rules.hold_s:
                 kept.popleft()  # the one that is left covers the beginning of the time
-        return [self._verdict(role, look.at, sizes[role]) for role in POOLS if role in sizes and role in self._needs]
+        judged = [role for role in POOLS if role in sizes and role in self._needs]
+        verdicts = {role: self._verdict(role, look.at, sizes[role]) for role in judged}
+        if len(verdicts) == len(POOLS):
+            for taker, giver in (POOLS, POOLS[::-1]):
+                self._hand_over(verdicts, taker, giver, look.at)
+        return list(verdicts.values())
 
     def needs(self, look: Look) -> dict[str, Need | None]:
         """Of this look, and of how much arrived in those before it."""
@@ -186,6 +197,28 @@ class Autoscaler:
         if need.workers < least:
             why += f"; {least} is the least"
         return Verdict(role, size, wanted, why)
+
+    def _hand_over(self, verdicts: dict[str, Verdict], taker: str, giver: str, now: float) -> None:
+        """Lets one pool go down now so that the other goes up with what it has to spare."""
+        taking, giving = verdicts[taker], verdicts[giver]
+        if giving.wanted != giving.size or now - self._given.get(giver, -inf) < self._rules.hold_s:
+            return
+        for_s = min(SPARE_S, self._rules.hold_s)
+        kept = self._needs[giver]
+        before = sum(at <= now - for_s for at, _ in kept)  # the last of them covers the beginning of the time
+        recent = [need.workers for _, need in list(kept)[before - 1 :] if need is not None]
+        if not before or len(recent) < len(kept) - before + 1:
+            return  # it is not known for so long yet
+        count = min(taking.wanted - taking.size, giving.size - max(*recent, self._rules.limits[giver][0]))
+        if count <= 0:
+            return
+        self._given[taker] = now
+        verdicts[giver] = replace(
+            giving,
+            wanted=giving.size - count,
+            why=f"{giving.why}; {count} to spare for {for_s:g} s, now {taker}'s with its weights",
+        )
+        verdicts[taker] = replace(taking, why=f"{taking.why}; {count} from {giver}, before any is started")
 
 
 def _is_full(pool: Pool) -> bool:
