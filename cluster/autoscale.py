@@ -12,8 +12,8 @@ Up at once, and by as much as is needed. Down only after every look in `hold_s` 
 than the most of them has needed. A look that saw too little to tell (no router, a pool without a ready worker, a rate
 that is not known) is no reason to go up, and keeps the pool from going down until it is `hold_s` old.
 
-A pool that goes up takes workers from the other one first, if that has some to spare: more than its least, and more than
-any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain instead of a
+A pool that goes up takes workers from the other one first, if that has some to spare: more than its least, and more
+than any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain instead of a
 start. A pool that was given one that way gives none away for `hold_s`, so that no worker goes back and forth.
 """
 
@@ -216,9 +216,9 @@ class Autoscaler:
         verdicts[giver] = replace(
             giving,
             wanted=giving.size - count,
-            why=f"{giving.why}; {count} to spare for {for_s:g} s, now {taker}'s with its weights",
+            why=f"{giving.why}; {count} to spare for {for_s:g} s: to {taker}, with the weights",
         )
-        verdicts[taker] = replace(taking, why=f"{taking.why}; {count} from {giver}, before any is started")
+        verdicts[taker] = replace(taking, why=f"{taking.why}; {count} from {giver}, for a drain and no start")
 
 
 def _is_full(pool: Pool) -> bool:
