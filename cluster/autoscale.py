@@ -2,6 +2,7 @@
 themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it and carries out what it says.
 
     prefill   what comes keeps the pool busy at most BUSY of its time
+              what came within any time from BURST_S to RATE_S could be computed in that time and the wait that follows
               what waits, and did not only for a moment, is computed within half of the objective of the first token
               (else within WAIT_S)
     decode    requests in progress and KV fill the pool at most to FULL; a place counts only if a step with so many
@@ -13,7 +14,7 @@ than the most of them has needed. A look that saw too little to tell (no router,
 that is not known) is no reason to go up, and keeps the pool from going down until it is `hold_s` old.
 
 A pool that goes up takes workers from the other one first, if that has some to spare: more than its least, and more
-than any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain instead of a
+than any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain and no
 start. A pool that was given one that way gives none away for `hold_s`, so that no worker goes back and forth.
 """
 
@@ -99,8 +100,9 @@ def places(max_running: int, step_s: float, stream_s: float, tpot_s: float | Non
     return max(1, 1 + floor(round((tpot_s - step_s) / stream_s, 6))) if stream_s > 0 else 1
 
 
-def need_prefill(look: Look, arriving: float, rules: Rules) -> Need | None:
-    """None: the look does not tell. `arriving`: prompt tokens per second."""
+def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.0) -> Need | None:
+    """None: the look does not tell. Prompt tokens per second: `arriving` on average, `pressing` those that must be
+    computed so that nobody of the worst moments waits too long."""
     prefill, decode = look.pool("prefill"), look.pool("decode")
     able = prefill if prefill.rate else decode  # without prefill workers, what the decode workers measured
     if not (look.routers and decode.workers and able.workers and able.rate):
@@ -109,12 +111,14 @@ def need_prefill(look: Look, arriving: float, rules: Rules) -> Need | None:
     at_router = (0, 0) if _is_full(decode) else (look.queued, look.queued_tokens)
     prompts, backlog = prefill.running + at_router[0], prefill.backlog + at_router[1]
     busy = _ceil(arriving / (BUSY * rate))
+    burst = _ceil(pressing / rate)
     quick = min(prompts, _ceil(backlog / (rules.wait_s * rate)))  # a prompt is computed by one worker
     why = (
         f"{arriving:.0f} prompt tokens/s arrive, {backlog} wait, a worker computes {rate:.0f}/s:"
-        f" {busy} to be busy at most {BUSY:.0%}, {quick} to let none wait over {rules.wait_s:g} s"
+        f" {busy} to be busy at most {BUSY:.0%}, {burst} for the most that came at once, {quick} to let none wait over"
+        f" {rules.wait_s:g} s"
     )
-    return Need(max(busy, quick), why)
+    return Need(max(busy, burst, quick), why)
 
 
 def need_decode(look: Look, rules: Rules) -> Need | None:
@@ -167,12 +171,24 @@ class Autoscaler:
         while len(self._looks) > 2 and self._looks[1].at <= look.at - RATE_S:
             self._looks.popleft()
         arriving = sum(one.arrived for one in list(self._looks)[1:]) / max(RATE_S, look.at - self._looks[0].at)
-        prefill = need_prefill(look, arriving, self._rules)
+        pressing = self._pressing()
+        prefill = need_prefill(look, arriving, self._rules, pressing)
         for one in self._looks:
-            before = need_prefill(one, arriving, self._rules) if one.at >= look.at - BURST_S else None
+            before = need_prefill(one, arriving, self._rules, pressing) if one.at >= look.at - BURST_S else None
             if prefill and before and before.workers < prefill.workers:
                 prefill = before
         return {"prefill": prefill, "decode": need_decode(look, self._rules)}
+
+    def _pressing(self) -> float:
+        """Tokens per second at which all that came within some time until now is computed `wait_s` after it, for the
+        worst such time."""
+        looks, came, worst = list(self._looks), 0.0, 0.0
+        for later, sooner in zip(looks[:0:-1], looks[-2::-1], strict=True):
+            came += later.arrived
+            for_s = looks[-1].at - sooner.at
+            if for_s >= BURST_S:
+                worst = max(worst, came / (for_s + self._rules.wait_s))
+        return worst
 
     def _verdict(self, role: str, now: float, size: int) -> Verdict:
         kept, (least, most), hold_s = self._needs[role], self._rules.limits[role], self._rules.hold_s

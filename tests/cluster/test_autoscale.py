@@ -184,6 +184,16 @@ def test_what_arrives_keeps_prefill_workers_busy_at_most_so_much() -> None:
     assert workers(need_prefill(QUIET, 1401.0, RULES)) == 3
 
 
+def test_a_burst_gets_workers_while_it_comes() -> None:
+    """2500 tokens in each second, refused ones included, for workers of 1000/s: over 30 s on average they would be busy
+    after 9 s only, but within 5 s so much has come as two compute within the wait, and within 15 s as three."""
+    looks = [QUIET] * 30 + [replace(QUIET, arrived=2500.0)] * 20
+    sizes = sizes_of(run(looks, replace(RULES, ttft_s=4.0), every_s=1.0), "prefill")[30:]
+    assert sizes[:4] == [1] * 4
+    assert sizes[5] == 2
+    assert sizes[15] == 3
+
+
 def test_who_waits_at_the_router_counts_where_the_lack_is() -> None:
     """With the decode pool full it is that pool's, else the prefill pool's; never both."""
     waits = replace(busy(2), queued=20, queued_tokens=6000)
