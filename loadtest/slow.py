@@ -12,15 +12,16 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.engine import Engine, Progress
-from engine.loop import EngineLoop
 from engine.pace import Pace
 from services import launch
 from services.launch import Service
-from services.worker import load_engine
 from tandem.settings import Settings
+
+if TYPE_CHECKING:  # a router is started by this as well, and loads no torch
+    from engine.engine import Engine, Progress
+    from engine.loop import EngineLoop
 
 LAUNCHER = "loadtest.slow:start"
 VARIABLE = "LOADTEST_DEVICE"
@@ -63,6 +64,8 @@ async def start(
 ) -> Service:
     """As services.launch.start. An engine that was released is slow already."""
     if role != "router" and engine is None:
+        from services.worker import load_engine
+
         engine = await load_engine(settings, say)
         device = Device(**json.loads(os.environ[VARIABLE]))
         await engine.call(lambda: slow_down(engine.engine, device))
