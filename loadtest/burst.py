@@ -54,6 +54,7 @@ from tandem.answers import Receipt
 from tandem.errors import TandemError, Unavailable
 
 LOOK_S = 0.25  # between two counts of processes
+ASK_S = 0.5  # between two questions to the autoscaler
 PEAK_S = 10.0
 MOST = 6  # prefill workers that are tried
 CHECKED = 40  # answers of `streams` that are asked for once more
@@ -69,6 +70,8 @@ class Run:
     sizes: list[tuple[float, int]] = field(default_factory=list)
     pools: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)
+    verdicts: list[tuple[float, str]] = field(default_factory=list)
+    """What the autoscaler changed, and why."""
     cores: list[float] = field(default_factory=list)
     where: dict[str, int] = field(default_factory=dict)
     """Requests by the workers in their receipts."""
@@ -94,6 +97,13 @@ class Keeping(Grpc):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.answers: list[Answer] = []
+
+    async def verdicts(self) -> list[str]:
+        """Of the autoscaler's latest look, those that change something; none where it is off."""
+        with suppress(TandemError):
+            pools = (await self._client.autoscaling()).pools
+            return [f"{one.role} {one.size} -> {one.wanted}: {one.why}" for one in pools if one.size != one.wanted]
+        return []
 
     def stream(self, prompt: Sequence[int], output: int) -> AsyncGenerator[Message, None]:
         return self._keep(list(prompt), output)
@@ -192,7 +202,11 @@ class Bench:
             offering = asyncio.create_task(
                 offer(server, requests, run.load, settle=patience(requests, self.objective), prompt=prompts(7))
             )
-            while not (await asyncio.wait({offering}, timeout=1.0))[0]:
+            began = monotonic()
+            while not (await asyncio.wait({offering}, timeout=ASK_S))[0]:
+                for said in await server.verdicts():
+                    if said not in [before for _, before in run.verdicts]:
+                        run.verdicts.append((monotonic() - began, said))
                 missed = sum(one.ended > 0 and not one.kept(self.objective) for one in run.load.outcomes)
                 if hopeless and missed > (1 - self.objective.attainment) * len(requests):
                     run.ended_early = True
@@ -268,15 +282,15 @@ def streams(bench: Bench) -> None:
     chance = workload.poisson
     requests = sorted(
         [
-            *(Request(at, 32, 150) for at in chance(3.2, 45.0, 1)),
-            *(Request(at, 200, 8) for at in chance(0.5, 165.0, 2)),
-            *(Request(65.0 + at, 600, 2) for at in chance(2.6, 35.0, 3)),
+            *(Request(at, 32, 150) for at in chance(3.2, 35.0, 1)),
+            *(Request(at, 200, 8) for at in chance(0.5, 130.0, 2)),
+            *(Request(55.0 + at, 600, 2) for at in chance(2.6, 30.0, 3)),
         ],
         key=lambda one: one.at,
     )
-    given = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 40.0}
+    given = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 30.0}
     del given["slo_ttft_s"]  # nobody is refused for being late
-    run = bench.run("streams", given, requests, 165.0, check=True)
+    run = bench.run("streams", given, requests, 130.0, check=True)
     whole = sum(one.state == "done" for one in run.load.counted)
     bench.notes.append(
         f"{run.flips} workers changed their pool; {whole} of {len(run.load.counted)} answers came whole;"
@@ -381,6 +395,8 @@ def main(arguments: list[str]) -> int:
             console.print(line, markup=False)
         console.print(f"    pools: {', '.join(f'{at:.0f} s {sizes}' for at, sizes in run.pools)}", markup=False)
         console.print(f"    requests by worker: {run.where}", markup=False)
+        for at, why in run.verdicts:
+            console.print(f"    {at:.0f} s  {why}", markup=False)
         for count, why in failures([run.load]):
             console.print(f"    {count} times: {why}", markup=False)
     for note in notes:
