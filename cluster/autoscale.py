@@ -2,7 +2,8 @@
 themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it and carries out what it says.
 
     prefill   what comes keeps the pool busy at most BUSY of its time
-              what came within any time from BURST_S to RATE_S could be computed in that time and the wait that follows
+              what came within any time from MOMENT_S to RATE_S could be computed, by workers as busy as that, in that
+              time and the wait that follows
               what waits, and did not only for a moment, is computed within half of the objective of the first token
               (else within WAIT_S)
     decode    requests in progress and KV fill the pool at most to FULL; a place counts only if a step with so many
@@ -30,6 +31,7 @@ BUSY = 0.7  # of their time that prefill workers may compute: at more, prompts w
 FULL = 0.8  # of places and blocks: what comes while a worker starts has room
 WAIT_S = 1.5  # that a prompt may wait where there is no objective
 RATE_S = 30.0  # over which the rate of arrivals is taken
+MOMENT_S = 10.0  # the shortest time of which what came in it says how many workers are needed
 BURST_S = 5.0  # what waits no longer than that is gone before another worker has loaded
 SPARE_S = 15.0  # that a worker was not needed before the other pool may have it
 GAP_S = 10.0  # without a look for longer, the past is unknown
@@ -111,7 +113,7 @@ def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.
     at_router = (0, 0) if _is_full(decode) else (look.queued, look.queued_tokens)
     prompts, backlog = prefill.running + at_router[0], prefill.backlog + at_router[1]
     busy = _ceil(arriving / (BUSY * rate))
-    burst = _ceil(pressing / rate)
+    burst = _ceil(pressing / (BUSY * rate))
     quick = min(prompts, _ceil(backlog / (rules.wait_s * rate)))  # a prompt is computed by one worker
     why = (
         f"{arriving:.0f} prompt tokens/s arrive, {backlog} wait, a worker computes {rate:.0f}/s:"
@@ -186,7 +188,7 @@ class Autoscaler:
         for later, sooner in zip(looks[:0:-1], looks[-2::-1], strict=True):
             came += later.arrived
             for_s = looks[-1].at - sooner.at
-            if for_s >= BURST_S:
+            if for_s >= MOMENT_S:
                 worst = max(worst, came / (for_s + self._rules.wait_s))
         return worst
 

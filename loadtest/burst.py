@@ -1,6 +1,7 @@
 """The autoscaler against fixed pools, live: on the burst of a trace, and on streams and prompts that come and go.
 
-    python -m loadtest.burst --trace azure2023_code_min00-30.csv.gz [--json FILE] [--only burst|streams] [--fixed P]
+    python -m loadtest.burst --trace azure2023_code_min00-30.csv.gz [--json FILE]
+                             [--only burst|autoscaled|streams] [--fixed P] [--most P]
 
 burst    The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and
          its lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until
@@ -254,6 +255,9 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         f" {given.since:g} to {given.until:g}, which is taken",
         f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
     ]
+    if given.only == "autoscaled":
+        bench.run(named(given.most), bench.scaled(given.most, 1), requests, seconds)
+        return
     tried: dict[int, Run] = {}
     size = given.fixed
     while size not in tried:
@@ -266,8 +270,8 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         elif size > 1:
             size -= 1
     best = min(one for one, run in tried.items() if kept(run, bench.objective))
-    name = f"autoscaled, 1 to {best} prefill + 1 decode"
-    scaled = bench.run(name, bench.scaled(best, 1), requests, seconds)
+    most = given.most or best
+    scaled = bench.run(named(most), bench.scaled(most, 1), requests, seconds)
     fixed = tried[best]
     share = 1 - scaled.worker_seconds / fixed.worker_seconds
     told = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
@@ -275,6 +279,10 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         f"the smallest fixed pool that keeps the objective has {best} prefill workers and 1 decode worker;"
         f" the autoscaled one {told} it, with {share:.0%} fewer worker-seconds"
     )
+
+
+def named(most: int) -> str:
+    return f"autoscaled, 1 to {most} prefill + 1 decode"
 
 
 def streams(bench: Bench) -> None:
@@ -355,7 +363,10 @@ def main(arguments: list[str]) -> int:
     )
     device, objective = Device(), Objective(ttft=8.0, tpot=0.2)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Azure's code trace; not for streams")
-    parser.add_argument("--only", choices=("burst", "streams"))
+    parser.add_argument("--only", choices=("burst", "autoscaled", "streams"), help="autoscaled: without fixed pools")
+    parser.add_argument(
+        "--most", type=int, metavar="P", help="prefill workers of the autoscaler [the smallest fixed pool's]"
+    )
     parser.add_argument("--since", type=float, default=810.0, metavar="S")
     parser.add_argument("--until", type=float, default=900.0, metavar="S")
     parser.add_argument("--stretch", type=float, default=2.5)
@@ -371,6 +382,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.trace is None and given.only != "streams":
         parser.error("burst needs a --trace")
+    if given.most is None and given.only == "autoscaled":
+        parser.error("without fixed pools nobody knows the --most")
     device = Device(prompt_rate=given.rate)
     objective = Objective(given.ttft, given.tpot)
     code = 0
@@ -379,7 +392,7 @@ def main(arguments: list[str]) -> int:
         try:
             if given.only != "streams":
                 burst(bench, given)
-            if given.only != "burst":
+            if given.only in (None, "streams"):
                 streams(bench)
         except TandemError as error:
             print(f"error: {error.message}", file=sys.stderr)
