@@ -278,7 +278,8 @@ class RayLife:
 def _both_pools_here() -> bool:
     """Whether this node may run workers of either pool."""
     here = ray.get_runtime_context().get_node_id()
-    return any(node["NodeID"] == here and set(POOLS) <= set(node["Resources"]) for node in ray.nodes())
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == here and set(POOLS) <= set(node["Resources"]) for node in nodes)
 
 
 def _supervisor_name(cluster: str) -> str:

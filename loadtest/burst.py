@@ -55,24 +55,21 @@ from tandem.answers import Receipt
 from tandem.errors import TandemError, Unavailable
 
 LOOK_S = 0.25  # between two counts of processes
-ASK_S = 0.5  # between two questions to the autoscaler
 PEAK_S = 10.0
 MOST = 6  # prefill workers that are tried
-CHECKED = 40  # answers of `streams` that are asked for once more
+CHECKED = 20  # answers of `streams` that are asked for once more
 ROOT = Path(__file__).parents[1]
 
 
 @dataclass
 class Run:
-    """One load on one cluster. `sizes`: seconds since the load began, and worker processes of each pool then."""
+    """One load on one cluster. At seconds since the load began: `sizes`, processes of workers, and `pools`, ready ones."""
 
     name: str
     load: Load
     sizes: list[tuple[float, int]] = field(default_factory=list)
     pools: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)
-    verdicts: list[tuple[float, str]] = field(default_factory=list)
-    """What the autoscaler changed, and why."""
     cores: list[float] = field(default_factory=list)
     where: dict[str, int] = field(default_factory=dict)
     """Requests by the workers in their receipts."""
@@ -98,13 +95,6 @@ class Keeping(Grpc):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.answers: list[Answer] = []
-
-    async def verdicts(self) -> list[str]:
-        """Of the autoscaler's latest look, those that change something; none where it is off."""
-        with suppress(TandemError):
-            pools = (await self._client.autoscaling()).pools
-            return [f"{one.role} {one.size} -> {one.wanted}: {one.why}" for one in pools if one.size != one.wanted]
-        return []
 
     def stream(self, prompt: Sequence[int], output: int) -> AsyncGenerator[Message, None]:
         return self._keep(list(prompt), output)
@@ -203,11 +193,7 @@ class Bench:
             offering = asyncio.create_task(
                 offer(server, requests, run.load, settle=patience(requests, self.objective), prompt=prompts(7))
             )
-            began = monotonic()
-            while not (await asyncio.wait({offering}, timeout=ASK_S))[0]:
-                for said in await server.verdicts():
-                    if said not in [before for _, before in run.verdicts]:
-                        run.verdicts.append((monotonic() - began, said))
+            while not (await asyncio.wait({offering}, timeout=1.0))[0]:
                 missed = sum(one.ended > 0 and not one.kept(self.objective) for one in run.load.outcomes)
                 if hopeless and missed > (1 - self.objective.attainment) * len(requests):
                     run.ended_early = True
@@ -408,8 +394,6 @@ def main(arguments: list[str]) -> int:
             console.print(line, markup=False)
         console.print(f"    pools: {', '.join(f'{at:.0f} s {sizes}' for at, sizes in run.pools)}", markup=False)
         console.print(f"    requests by worker: {run.where}", markup=False)
-        for at, why in run.verdicts:
-            console.print(f"    {at:.0f} s  {why}", markup=False)
         for count, why in failures([run.load]):
             console.print(f"    {count} times: {why}", markup=False)
     for note in notes:
