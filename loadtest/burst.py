@@ -63,7 +63,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class Run:
-    """One load on one cluster. At seconds since the load began: `sizes`, processes of workers, and `pools`, ready ones."""
+    """One load on one cluster. At seconds since it began: `sizes`, processes of workers, and `pools`, ready ones."""
 
     name: str
     load: Load
