@@ -2,6 +2,8 @@
 themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it and carries out what it says.
 
     prefill   what comes keeps the pool busy at most BUSY of its time
+              what came within any time from MOMENT_S to RATE_S could be computed, by workers as busy as that, in that
+              time and the wait that follows
               what waits, and did not only for a moment, is computed within half of the objective of the first token
               (else within WAIT_S)
     decode    requests in progress and KV fill the pool at most to FULL; a place counts only if a step with so many
@@ -11,21 +13,27 @@ themselves. Pure: no clock, no registry, no sockets; cluster/scaling.py feeds it
 Up at once, and by as much as is needed. Down only after every look in `hold_s` seconds has needed less, and no further
 than the most of them has needed. A look that saw too little to tell (no router, a pool without a ready worker, a rate
 that is not known) is no reason to go up, and keeps the pool from going down until it is `hold_s` old.
+
+A pool that goes up takes workers from the other one first, if that has some to spare: more than its least, and more
+than any look of the last SPARE_S seconds has needed. They turn (cluster/supervisor.py), which takes a drain and no
+start. A pool that was given one that way gives none away for `hold_s`, so that no worker goes back and forth.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import ceil, floor
+from dataclasses import dataclass, field, replace
+from math import ceil, floor, inf
 
 POOLS = ("prefill", "decode")
 BUSY = 0.7  # of their time that prefill workers may compute: at more, prompts wait longer than they take
 FULL = 0.8  # of places and blocks: what comes while a worker starts has room
 WAIT_S = 1.5  # that a prompt may wait where there is no objective
 RATE_S = 30.0  # over which the rate of arrivals is taken
+MOMENT_S = 10.0  # the shortest time of which what came in it says how many workers are needed
 BURST_S = 5.0  # what waits no longer than that is gone before another worker has loaded
+SPARE_S = 15.0  # that a worker was not needed before the other pool may have it
 GAP_S = 10.0  # without a look for longer, the past is unknown
 
 
@@ -94,8 +102,9 @@ def places(max_running: int, step_s: float, stream_s: float, tpot_s: float | Non
     return max(1, 1 + floor(round((tpot_s - step_s) / stream_s, 6))) if stream_s > 0 else 1
 
 
-def need_prefill(look: Look, arriving: float, rules: Rules) -> Need | None:
-    """None: the look does not tell. `arriving`: prompt tokens per second."""
+def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.0) -> Need | None:
+    """None: the look does not tell. Prompt tokens per second: `arriving` on average, `pressing` those that must be
+    computed so that nobody of the worst moments waits too long."""
     prefill, decode = look.pool("prefill"), look.pool("decode")
     able = prefill if prefill.rate else decode  # without prefill workers, what the decode workers measured
     if not (look.routers and decode.workers and able.workers and able.rate):
@@ -104,12 +113,14 @@ def need_prefill(look: Look, arriving: float, rules: Rules) -> Need | None:
     at_router = (0, 0) if _is_full(decode) else (look.queued, look.queued_tokens)
     prompts, backlog = prefill.running + at_router[0], prefill.backlog + at_router[1]
     busy = _ceil(arriving / (BUSY * rate))
+    burst = _ceil(pressing / (BUSY * rate))
     quick = min(prompts, _ceil(backlog / (rules.wait_s * rate)))  # a prompt is computed by one worker
     why = (
         f"{arriving:.0f} prompt tokens/s arrive, {backlog} wait, a worker computes {rate:.0f}/s:"
-        f" {busy} to be busy at most {BUSY:.0%}, {quick} to let none wait over {rules.wait_s:g} s"
+        f" {busy} to be busy at most {BUSY:.0%}, {burst} for the most that came at once, {quick} to let none wait over"
+        f" {rules.wait_s:g} s"
     )
-    return Need(max(busy, quick), why)
+    return Need(max(busy, burst, quick), why)
 
 
 def need_decode(look: Look, rules: Rules) -> Need | None:
@@ -136,6 +147,7 @@ class Autoscaler:
         self._rules = rules
         self._looks: deque[Look] = deque()  # of the last RATE_S
         self._needs: dict[str, deque[tuple[float, Need | None]]] = {role: deque() for role in rules.limits}
+        self._given: dict[str, float] = {}  # when a pool was last given a worker of the other one
 
     def judge(self, look: Look, sizes: Mapping[str, int]) -> list[Verdict]:
         """On each pool of which a size is wanted. Looks must come in the order of their times."""
@@ -148,7 +160,12 @@ class Autoscaler:
             kept.append((look.at, needs[role]))
             while len(kept) > 1 and kept[1][0] <= look.at - self._rules.hold_s:
                 kept.popleft()  # the one that is left covers the beginning of the time
-        return [self._verdict(role, look.at, sizes[role]) for role in POOLS if role in sizes and role in self._needs]
+        judged = [role for role in POOLS if role in sizes and role in self._needs]
+        verdicts = {role: self._verdict(role, look.at, sizes[role]) for role in judged}
+        if len(verdicts) == len(POOLS):
+            for taker, giver in (POOLS, POOLS[::-1]):
+                self._hand_over(verdicts, taker, giver, look.at)
+        return list(verdicts.values())
 
     def needs(self, look: Look) -> dict[str, Need | None]:
         """Of this look, and of how much arrived in those before it."""
@@ -156,12 +173,24 @@ class Autoscaler:
         while len(self._looks) > 2 and self._looks[1].at <= look.at - RATE_S:
             self._looks.popleft()
         arriving = sum(one.arrived for one in list(self._looks)[1:]) / max(RATE_S, look.at - self._looks[0].at)
-        prefill = need_prefill(look, arriving, self._rules)
+        pressing = self._pressing()
+        prefill = need_prefill(look, arriving, self._rules, pressing)
         for one in self._looks:
-            before = need_prefill(one, arriving, self._rules) if one.at >= look.at - BURST_S else None
+            before = need_prefill(one, arriving, self._rules, pressing) if one.at >= look.at - BURST_S else None
             if prefill and before and before.workers < prefill.workers:
                 prefill = before
         return {"prefill": prefill, "decode": need_decode(look, self._rules)}
+
+    def _pressing(self) -> float:
+        """Tokens per second at which all that came within some time until now is computed `wait_s` after it, for the
+        worst such time."""
+        looks, came, worst = list(self._looks), 0.0, 0.0
+        for later, sooner in zip(looks[:0:-1], looks[-2::-1], strict=True):
+            came += later.arrived
+            for_s = looks[-1].at - sooner.at
+            if for_s >= MOMENT_S:
+                worst = max(worst, came / (for_s + self._rules.wait_s))
+        return worst
 
     def _verdict(self, role: str, now: float, size: int) -> Verdict:
         kept, (least, most), hold_s = self._needs[role], self._rules.limits[role], self._rules.hold_s
@@ -186,6 +215,28 @@ class Autoscaler:
         if need.workers < least:
             why += f"; {least} is the least"
         return Verdict(role, size, wanted, why)
+
+    def _hand_over(self, verdicts: dict[str, Verdict], taker: str, giver: str, now: float) -> None:
+        """Lets one pool go down now so that the other goes up with what it has to spare."""
+        taking, giving = verdicts[taker], verdicts[giver]
+        if giving.wanted != giving.size or now - self._given.get(giver, -inf) < self._rules.hold_s:
+            return
+        for_s = min(SPARE_S, self._rules.hold_s)
+        kept = self._needs[giver]
+        before = sum(at <= now - for_s for at, _ in kept)  # the last of them covers the beginning of the time
+        recent = [need.workers for _, need in list(kept)[before - 1 :] if need is not None]
+        if not before or len(recent) < len(kept) - before + 1:
+            return  # it is not known for so long yet
+        count = min(taking.wanted - taking.size, giving.size - max(*recent, self._rules.limits[giver][0]))
+        if count <= 0:
+            return
+        self._given[taker] = now
+        verdicts[giver] = replace(
+            giving,
+            wanted=giving.size - count,
+            why=f"{giving.why}; {count} to spare for {for_s:g} s: to {taker}, with the weights",
+        )
+        verdicts[taker] = replace(taking, why=f"{taking.why}; {count} from {giver}, for a drain and no start")
 
 
 def _is_full(pool: Pool) -> bool:

@@ -35,6 +35,7 @@ import ray._private.node
 import ray._private.worker
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.autoscale import POOLS
 from cluster.lifeline import die_with_parent
 from cluster.reconcile import Event, Life, Started, Supervisor
 from cluster.registry import Registry
@@ -45,6 +46,7 @@ from tandem.settings import Settings
 from tandem.tasks import end
 
 log = logging.getLogger(__name__)
+WHO_S = 5.0  # for a worker to say what it serves as
 LAST_STAGES_S = 1.0  # longest wait for what a ready worker still has to tell of its start
 T = TypeVar("T")
 NAMESPACE = "tandem"
@@ -74,21 +76,36 @@ class WorkerActor:
 
     async def start(self) -> Started:
         if self._starting is None:
-            module, _, name = self._launcher.partition(":")
-            launch = getattr(importlib.import_module(module), name)
-            here = asyncio.get_running_loop()
-
-            def say(line: str) -> None:  # on any thread
-                here.call_soon_threadsafe(self._note, line)
-
-            role = role_of(self._worker_id)
-            self._starting = asyncio.create_task(launch(role, self._settings, self._worker_id, say))
+            self._starting = asyncio.create_task(self._launch())
         try:
             service = await asyncio.shield(self._starting)
         finally:
             self._told_all = True
             self._news.set()
-        return Started(service.address, os.getpid(), service.incarnation)
+        return Started(service.address, os.getpid(), service.incarnation, service.turns and _both_pools_here())
+
+    async def turn(self, worker_id: str, grace_s: float) -> Started:
+        if worker_id != self._worker_id:  # else it is asked once more
+            assert self._starting is not None
+            self._worker_id, self._stages, self._told_all = worker_id, [], False
+            self._starting = asyncio.create_task(self._launch_after(self._starting, grace_s))
+        return await self.start()
+
+    async def serves_as(self) -> str:
+        return self._worker_id
+
+    async def _launch_after(self, before: asyncio.Task[Any], grace_s: float) -> Any:
+        return await self._launch(await (await before).release(grace_s))
+
+    async def _launch(self, engine: Any = None) -> Any:
+        module, _, name = self._launcher.partition(":")
+        launch = getattr(importlib.import_module(module), name)
+        here = asyncio.get_running_loop()
+
+        def say(line: str) -> None:  # on any thread
+            here.call_soon_threadsafe(self._note, line)
+
+        return await launch(role_of(self._worker_id), self._settings, self._worker_id, say, engine)
 
     async def stages(self, after: int) -> list[str]:
         """What start() has told beyond the first `after` lines; waits until there is something. Empty: it is over."""
@@ -181,14 +198,20 @@ class RayHost:
         )
         return RayLife(actor.remote(worker_id, self._settings, self._launcher), worker_id)
 
-    def survivors(self) -> dict[str, Life]:
-        found: dict[str, Life] = {}
+    async def survivors(self) -> dict[str, Life]:
+        lives: list[RayLife] = []
         for name in _our_actors(self._prefix):
             worker_id = name.removeprefix(self._prefix).partition("/")[0]
             try:
-                found[worker_id] = RayLife(ray.get_actor(name, namespace=NAMESPACE), worker_id)
+                lives.append(RayLife(ray.get_actor(name, namespace=NAMESPACE), worker_id))
             except ValueError:  # it died meanwhile
                 continue
+        found: dict[str, Life] = {}
+        for worker_id, life in zip(await asyncio.gather(*(one.serves_as() for one in lives)), lives, strict=True):
+            if worker_id in found:  # it did not say what it has become
+                life.kill()
+            else:
+                found[worker_id] = life
         return found
 
 
@@ -200,9 +223,27 @@ class RayLife:
         self._worker_id = worker_id
 
     async def start(self, tell: Callable[[str], None]) -> Started:
+        return await self._told(self._actor.start.remote(), tell)
+
+    async def turn(self, worker_id: str, grace_s: float, tell: Callable[[str], None]) -> Started:
+        self._worker_id = worker_id
+        return await self._told(self._actor.turn.remote(worker_id, grace_s), tell)
+
+    async def serves_as(self) -> str:
+        """The worker that it is by now; an actor's name stays that of the first. The same where it does not answer:
+        it is loading still, or dead, which start() will tell."""
+        try:
+            async with asyncio.timeout(WHO_S):
+                self._worker_id = await self._call(self._actor.serves_as.remote())
+        except (TimeoutError, TandemError) as error:
+            log.warning("%s does not say what it serves as: %r", self._worker_id, error)
+        return self._worker_id
+
+    async def _told(self, answer: Awaitable[Started], tell: Callable[[str], None]) -> Started:
+        """The answer; `tell` receives the stages meanwhile."""
         follow = asyncio.create_task(self._follow(tell), name=f"stages of {self._worker_id}")
         try:
-            started: Started = await self._call(self._actor.start.remote())
+            started = await self._call(answer)
             await asyncio.wait({follow}, timeout=LAST_STAGES_S)
             return started
         finally:
@@ -232,6 +273,13 @@ class RayLife:
             return await answer
         except RayError as error:
             raise _in_our_words(error, self._worker_id) from error
+
+
+def _both_pools_here() -> bool:
+    """Whether this node may run workers of either pool."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == here and set(POOLS) <= set(node["Resources"]) for node in nodes)
 
 
 def _supervisor_name(cluster: str) -> str:

@@ -1,7 +1,7 @@
 """The supervisor's loop: brings the live workers to the wanted ones. Knows no Ray; a Host starts and ends processes.
 
     registry "wanted" ──▶ plan(wanted, seen, backoffs, now) ──▶ Host.create(id) ──▶ one task per life:
-                                      ▲                              start → ready → wait → ended
+                                      ▲                         or Life.turn(id)     start → ready → wait → ended
                                       └──────── wake: a life ended, wanted changed, a delay is over
 
 Nothing is polled: a life's end is the end of its wait(), a change of "wanted" is announced by the registry.
@@ -29,6 +29,8 @@ WANTED_EVERY_S = 5.0
 """How old a missed change of "wanted" may get."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped so long after its grace is killed."""
+TURN_MARGIN_S = 60.0
+"""A worker that does not serve the other pool so long after its grace is killed."""
 EVENTS_KEPT = 1000
 
 
@@ -39,10 +41,12 @@ class Started:
     address: str
     pid: int
     incarnation: str
+    turns: bool = False  # it can serve the other pool as well
 
 
 class Life(Protocol):
-    """One worker process. Every call raises WorkerLost once the process is dead, and only errors of the tree."""
+    """One worker process, which may serve as one worker after another. Every call raises WorkerLost once the process is
+    dead, and only errors of the tree."""
 
     async def start(self, tell: Callable[[str], None]) -> Started:
         """Serves; again on a worker that serves already, the same answer. `tell` receives what it does meanwhile."""
@@ -53,6 +57,9 @@ class Life(Protocol):
     async def stop(self, grace_s: float) -> None:
         """Drains."""
 
+    async def turn(self, worker_id: str, grace_s: float, tell: Callable[[str], None]) -> Started:
+        """Drains, which ends wait(), and serves under another id with the weights that it has; then as start()."""
+
     def kill(self) -> None:
         """Ends the process; safe to repeat."""
 
@@ -60,7 +67,7 @@ class Life(Protocol):
 class Host(Protocol):
     def create(self, worker_id: str) -> Life: ...
 
-    def survivors(self) -> dict[str, Life]:
+    async def survivors(self) -> dict[str, Life]:
         """Workers that an earlier life of this supervisor started."""
 
 
@@ -94,6 +101,8 @@ class _Worker:
     started: Started | None = None
     ready_at: float = 0.0
     unserved: bool = False  # ended on purpose before it served: how its process went is no news
+    before: _Worker | None = None  # what this process serves as until it has drained
+    turned: bool = False  # the process goes on as another worker
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -117,7 +126,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Reconciles until stop()."""
-        for worker_id, life in self._host.survivors().items():
+        for worker_id, life in (await self._host.survivors()).items():
             self._watch(worker_id, life)
         follow = asyncio.create_task(self._follow_wanted(), name="wanted")
         try:
@@ -153,12 +162,19 @@ class Supervisor:
     # ---- wanted against seen
 
     def _reconcile(self) -> float | None:
-        seen = [Seen(worker.worker_id, worker.phase) for worker in self._workers.values()]
+        seen = [
+            Seen(worker.worker_id, worker.phase, worker.started is not None and worker.started.turns)
+            for worker in self._workers.values()
+        ]
         todo = plan(self._wanted, seen, self._backoffs, self._clock())
         for worker_id in todo.start:
             self._watch(worker_id, self._host.create(worker_id))
         for worker_id in todo.stop:
             self._spawn(self._drain(self._workers[worker_id], self._grace_s))
+        for worker_id, place in todo.turn:
+            before = self._workers[worker_id]
+            before.phase, before.turned = Phase.STOPPING, True
+            self._watch(place, before.life, before)
         return todo.retry_at
 
     async def _follow_wanted(self) -> None:
@@ -179,16 +195,27 @@ class Supervisor:
 
     # ---- one life
 
-    def _watch(self, worker_id: str, life: Life) -> None:
-        worker = self._workers[worker_id] = _Worker(worker_id, life)
+    def _watch(self, worker_id: str, life: Life, before: _Worker | None = None) -> None:
+        worker = self._workers[worker_id] = _Worker(worker_id, life, before=before)
         self._spawn(self._live(worker))
+
+    async def _begin(self, worker: _Worker) -> Started:
+        tell = partial(self._tell_stage, worker)
+        if worker.before is None:
+            return await worker.life.start(tell)
+        tell(f"{worker.before.worker_id} drains and becomes it, with the weights that it has")
+        try:
+            async with asyncio.timeout(self._grace_s + TURN_MARGIN_S):
+                return await worker.life.turn(worker.worker_id, self._grace_s, tell)
+        except TimeoutError as error:
+            raise WorkerLost(f"{worker.before.worker_id} did not become {worker.worker_id} in time") from error
 
     async def _live(self, worker: _Worker) -> None:
         """Follows one worker from its start to its end."""
         await self._tell(Kind.STARTING, worker)
         error: TandemError | None = None
         try:
-            worker.started = await worker.life.start(partial(self._tell_stage, worker))
+            worker.started = await self._begin(worker)
             worker.ready_at = self._clock()
             if worker.phase is Phase.STARTING:
                 worker.phase = Phase.READY
@@ -200,7 +227,8 @@ class Supervisor:
             log.exception("supervisor.bug", worker_id=worker.worker_id)
             error = InternalError(f"the supervisor lost track of {worker.worker_id}: {caught}")
         finally:
-            worker.life.kill()
+            if not worker.turned:  # else it belongs to the worker that it has become
+                worker.life.kill()
         await self._forget(worker, error)
 
     async def _forget(self, worker: _Worker, error: TandemError | None) -> None:
@@ -228,8 +256,12 @@ class Supervisor:
         A worker that has stopped is not killed here: its wait() has an answer on the way, and the kill could overtake
         it, so that an orderly end would look like a death.
         """
+        if worker.turned:  # it drains, and the process ends as another worker
+            return
         worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
         if worker.unserved:
+            if worker.before is not None:
+                await _wait(worker.before.ended, grace_s)
             worker.life.kill()
             return
         try:

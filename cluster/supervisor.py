@@ -1,7 +1,10 @@
-"""What to start and what to stop, given what is wanted, what is seen and the time. Pure: no Ray, no clock, no sockets.
+"""What to start, to stop and to turn into what, given what is wanted, what is seen and the time. Pure: no Ray, no
+clock, no sockets.
 
 A place is a role and a number; its worker's id is `<role>-<number>`. A dead worker's id is used again by the next life
-in the same place. Safe to repeat: the same input gives the same plan, and a plan carried out leaves nothing to do.
+in the same place. Where one pool has a worker too many and the other one too few, the worker turns: it drains and comes
+back under an id of the other pool, with its weights. Safe to repeat: the same input gives the same plan, and a plan
+carried out leaves nothing to do.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Seen:
 
     worker_id: str
     phase: Phase
+    turns: bool = False  # it can serve the other pool as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Backoff:
 class Plan:
     start: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
+    turn: tuple[tuple[str, str], ...] = ()  # a worker, and the id under which it comes back
     retry_at: float | None = None
     """When a place that is held back may be filled; None if none is."""
 
@@ -82,7 +87,14 @@ def plan(wanted: Mapping[str, int], seen: Iterable[Seen], backoffs: Mapping[str,
                 start.append(worker_id)
             else:  # the place waits; filling another in its stead would be a way around the delay
                 held.append(retry_at)
-    return Plan(tuple(start), tuple(stop), min(held, default=None))
+    able = {worker.worker_id for worker in workers if worker.turns and worker.phase is Phase.READY}
+    leaving = [worker_id for worker_id in stop if worker_id in able and role_of(worker_id) != "router"]
+    places = [worker_id for worker_id in start if role_of(worker_id) != "router"]  # of the other pool, if any leave
+    turn = list(zip(leaving, places, strict=False))
+    for one, place in turn:
+        stop.remove(one)
+        start.remove(place)
+    return Plan(tuple(start), tuple(stop), tuple(turn), min(held, default=None))
 
 
 def _free(role: str, taken: set[str], count: int) -> list[str]:

@@ -146,6 +146,10 @@ class BlockPool:
         news, self._news = self._news, []
         return news
 
+    def unlisten(self) -> None:
+        """Nobody asks for news any more."""
+        self._news = None
+
     # ---- the books
 
     def check(self, live: Iterable[str] | None = None) -> list[str]:

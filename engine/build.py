@@ -78,6 +78,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
         grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),
         spare_block=captures,
+        generates=generates or (settings.speculation == "off" and device.type != "cuda"),
     )
     say(f"{blocks} blocks of KV allocated")
     if captures:

@@ -69,10 +69,13 @@ class Engine:
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
         spare_block: bool = False,
+        generates: bool = True,
     ) -> None:
         """`stretch`: how many times as long as a step of one stream one with prompts may take; None: no bound.
-        `spare_block`: the pages have one block more, which is never in a table; `capture` needs it."""
+        `spare_block`: the pages have one block more, which is never in a table; `capture` needs it.
+        `generates`: it has all that the settings say of decoding; without, it serves a prefill worker only."""
         self.model = model
+        self.generates = generates
         self.pace = pace or Pace()
         self.stretch = stretch
         self.speculation = speculation

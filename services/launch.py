@@ -6,7 +6,7 @@ import gc
 import importlib
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -40,6 +40,9 @@ class Stages:
 class Service(Protocol):
     address: str
     incarnation: str
+    turns: bool
+    """Whether it may become a worker of the other pool: services.worker.Worker.release it, and `start` that with the
+    engine which this returns."""
 
     async def wait(self) -> None:
         """Until it has ended by itself: returns after a drain, raises when it broke."""
@@ -51,20 +54,30 @@ class Service(Protocol):
 
 
 async def start(
-    role: str, settings: Settings, worker_id: str, say: Callable[[str], None] = lambda line: None
+    role: str,
+    settings: Settings,
+    worker_id: str,
+    say: Callable[[str], None] = lambda line: None,
+    engine: Any = None,
 ) -> Service:
     """A running service that has told the registry about itself. Raises what its role's `start` raises.
 
-    `say` receives a line for each stage, with the seconds that it took, from any thread; the log has them too.
+    `engine` is one that another life in this process has released: nothing is loaded. `say` receives a line for each
+    stage, with the seconds that it took, from any thread; the log has them too.
     """
     stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))
     module = importlib.import_module(_MODULES[role])
     stages("libraries imported")
-    service: Service = await module.start(settings, worker_id, stages)
+    if engine is None:
+        service: Service = await module.start(settings, worker_id, stages)
+    else:
+        service = await module.start(settings, worker_id, stages, engine)
+        stages("serves with the engine that was loaded before")
     # A full collection looks at every object that torch and transformers made, some 200 ms with every stream stopped.
     # What is alive now stays alive: collect once, then leave it out of all later ones.
+    gc.unfreeze()  # what an earlier life in this process left behind goes now
     gc.collect()
     gc.freeze()
     return service

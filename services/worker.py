@@ -33,10 +33,12 @@ from tandem.settings import Settings
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
+LEFT_S = 5.0  # for requests that were cut off to give their blocks back
 
 
 class Worker:
-    """One life of one worker process. `start` it, then `wait` for its end or `stop` it."""
+    """One life of one worker process. `start` it, then `wait` for its end or `stop` it, or `release` its engine to a
+    next life in the same process."""
 
     def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineLoop) -> None:
         self.role = role
@@ -45,6 +47,7 @@ class Worker:
         self.incarnation = secrets.token_hex(8)
         self.loop = engine
         self.engine = engine.engine
+        self.turns = self.engine.generates  # may become a worker of the other pool
         self.layout = self.engine.pages.layout
         self.weight_bytes = self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
@@ -104,8 +107,18 @@ class Worker:
 
     async def stop(self, grace_s: float) -> None:
         """Drain, then end everything. Safe to call twice."""
+        if not self._stopped:
+            await self._end(grace_s, keep_engine=False)
+
+    async def release(self, grace_s: float) -> EngineLoop:
+        """As `stop`, but the engine stays, weights and prefix cache in it, for another life in this process. Raises
+        Unavailable when this one is ending already, and InternalError when something of it is left in the engine."""
         if self._stopped:
-            return
+            raise Unavailable(f"{self.worker_id} is ending", reason="DRAINING")
+        await self._end(grace_s, keep_engine=True)
+        return self.loop
+
+    async def _end(self, grace_s: float, keep_engine: bool) -> None:
         self._stopped = True
         await self.drain(grace_s)
         await self.grpc.stop(0.1)
@@ -115,11 +128,28 @@ class Worker:
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
         await asyncio.to_thread(self.tracing.close)
-        self.loop.stop()
-        await asyncio.to_thread(self.transport.close)
+        if not keep_engine:
+            self.loop.stop()
+        await asyncio.to_thread(self.transport.close)  # from here on nobody reads or writes the pages
         await self.registry.close()
+        if keep_engine:
+            await self._leave_engine()
         if not self._ended.done():
             self._ended.set_result(None)
+
+    async def _leave_engine(self) -> None:
+        """Nothing of this life may be in it, or the next one would answer for what it never took."""
+        try:
+            async with asyncio.timeout(LEFT_S):
+                await self._idle.wait()
+        except TimeoutError as error:
+            raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends") from error
+        books = await self.loop.call(self._ledger)
+        if books.held or books.faults:
+            faults = "; ".join(books.faults) or f"{books.held} blocks are held"
+            raise InternalError(f"{self.worker_id} cannot leave its engine to another life: {faults}")
+        self.loop.on_broken = self.loop.after_step = self.loop.after_turn = None
+        await self.loop.call(self.engine.pool.unlisten)
 
     async def close(self) -> None:
         """What a role has to end besides."""

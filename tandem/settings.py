@@ -188,6 +188,11 @@ class Settings(BaseSettings):
         return self.stream_stretch or (STRETCH_BESIDE_PREFILL if beside else STRETCH_ALONE)
 
     @property
+    def flips(self) -> bool:
+        """Whether workers are to be able to change pools: their engines have what both pools need."""
+        return self.autoscale == "on" and all(least < most for least, most in self.limits.values())
+
+    @property
     def limits(self) -> dict[str, tuple[int, int]]:
         """The least and the most workers of each pool that the autoscaler may want."""
         of_prefill = self.prefill if self.prefill_max is None else self.prefill_max

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from engine import hashing
-from engine.loop import Timed, Watch
+from engine.loop import EngineLoop, Timed, Watch
 from engine.sequence import Finish, InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
 from kvtransfer.pull import Pull, PullStats
@@ -479,9 +479,14 @@ def _from_below(error: TandemError, source: str, began: bool = False) -> TandemE
     return error
 
 
-async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Worker:
-    """A ready decode worker. Raises CheckpointRefused and SettingsError before anything listens."""
-    engine = await load_engine(settings, say)
+async def start(
+    settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineLoop | None = None
+) -> Worker:
+    """A ready decode worker, with an engine that another life has released or a new one. Raises CheckpointRefused and
+    SettingsError before anything listens, PreconditionFailed for an engine that only prefills."""
+    if engine is not None and not engine.engine.generates:
+        raise PreconditionFailed("this engine was built without what the settings say of decoding", reason="PREFILLS")
+    engine = engine or await load_engine(settings, say)
     worker = DecodeWorker("decode", settings, worker_id, engine)
     await worker.start(["tandem.v1.DecodeService"])
     return worker

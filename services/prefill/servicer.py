@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from engine import hashing
-from engine.loop import Timed
+from engine.loop import EngineLoop, Timed
 from engine.sequence import InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
 from kvtransfer.source import Source
@@ -201,9 +201,12 @@ def _first_token(
     )
 
 
-async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Worker:
-    """A ready prefill worker. Raises CheckpointRefused and SettingsError before anything listens."""
-    engine = await load_engine(settings, say, generates=False)
+async def start(
+    settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineLoop | None = None
+) -> Worker:
+    """A ready prefill worker, with an engine that another life has released or a new one. Raises CheckpointRefused and
+    SettingsError before anything listens."""
+    engine = engine or await load_engine(settings, say, generates=settings.flips)
     worker = Worker("prefill", settings, worker_id, engine)
     read = block_reader(engine.engine.pages)
     servicer = PrefillServicer(worker, lambda block, context: digest(read(block), context))

@@ -275,6 +275,7 @@ class Router:
         self.settings = settings
         self.worker_id = worker_id
         self.incarnation = secrets.token_hex(8)
+        self.turns = False  # it has no engine
         self.address = ""
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.view = ClusterView(self.registry, settings.heartbeat_s)

@@ -38,6 +38,13 @@ class FakeService:
         self.address = f"{host}:{port}"
         await self._heartbeat.start()
 
+    turns = True
+
+    async def release(self, grace_s: float) -> str:
+        """Its engine: the number of the process that loaded it."""
+        await self.stop(grace_s)
+        return str(os.getpid())
+
     async def wait(self) -> None:
         await self._ended.wait()
 
@@ -75,8 +82,10 @@ class FakeService:
         )
 
 
-async def start(role: str, settings: Settings, worker_id: str, say: Callable[[str], None]) -> FakeService:
-    say(f"pretending to load for {worker_id}")
+async def start(
+    role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: str | None = None
+) -> FakeService:
+    say(f"pretending to load for {worker_id}" if engine is None else f"loaded before, by {engine}")
     if os.environ.get("FAKE_REFUSE") == role:
         raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model")
     if os.environ.get("FAKE_CRASH") == role:

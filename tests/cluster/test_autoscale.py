@@ -88,14 +88,16 @@ def test_constant_load_has_one_size(look: Look) -> None:
 
 @given(st.lists(LOOKS, max_size=60))
 def test_a_pool_shrinks_only_after_the_hold(looks: list[Look]) -> None:
-    """When it does, each look of so long was enough with what is left, as an autoscaler says that never shrinks."""
+    """When it does, each look of so long was enough with what is left, as an autoscaler says that never shrinks. For a
+    worker that the other pool gets at that moment, 15 s of looks."""
     found = run(looks)
     needed = run_needs(looks)
     for role in LIMITS:
         for after, (before, now) in enumerate(pairwise(sizes_of(found, role)), 1):
             if now < before:
-                window = needed[role][max(0, after - 12) : after + 1]
-                assert len(window) == 13, "60 s of looks each 5 s"
+                looked = 3 if "with the weights" in found[after][role].why else 12
+                window = needed[role][max(0, after - looked) : after + 1]
+                assert len(window) == looked + 1, "looks each 5 s"
                 assert all(one is not None and one <= now for one in window)
 
 
@@ -182,12 +184,69 @@ def test_what_arrives_keeps_prefill_workers_busy_at_most_so_much() -> None:
     assert workers(need_prefill(QUIET, 1401.0, RULES)) == 3
 
 
+def test_a_burst_gets_workers_while_it_comes() -> None:
+    """2500 tokens in each second, refused ones included, for workers of 1000/s: in 4 s as much has come as one worker
+    computes in 12 s at 70 %, and in 10 s as three compute; the mean over 30 s asks for so many only later."""
+    looks = [QUIET] * 30 + [replace(QUIET, arrived=2500.0)] * 20
+    sizes = sizes_of(run(looks, replace(RULES, ttft_s=4.0), every_s=1.0), "prefill")[30:]
+    assert sizes[:3] == [1] * 3
+    assert sizes[3] == 2
+    assert sizes[9] == 3
+    assert sizes_of(run(looks[:31] + [QUIET] * 20, replace(RULES, ttft_s=4.0), every_s=1.0), "prefill") == [1] * 51
+
+
 def test_who_waits_at_the_router_counts_where_the_lack_is() -> None:
     """With the decode pool full it is that pool's, else the prefill pool's; never both."""
     waits = replace(busy(2), queued=20, queued_tokens=6000)
     assert (workers(need_prefill(waits, 0.0, RULES)), workers(need_decode(waits, RULES))) == (4, 1)
     full = replace(busy(10), queued=20, queued_tokens=6000)
     assert (workers(need_prefill(full, 0.0, RULES)), workers(need_decode(full, RULES))) == (0, 4)
+
+
+def flips(found: list[dict[str, Verdict]]) -> list[int]:
+    """Which looks have moved a worker from pool to pool."""
+    return [at for at, verdicts in enumerate(found) if any("with the weights" in one.why for one in verdicts.values())]
+
+
+PROMPTS = busy(backlog=8000, running=20)
+
+
+def test_a_pool_that_goes_up_gets_what_the_other_has_to_spare() -> None:
+    """Two decode workers too many and prompts that need three more prefill workers: two come from the decode pool, of
+    which nothing else would have gone for another 35 s, and one is started."""
+    found = run([busy(20)] + [QUIET] * 4 + [PROMPTS] * 3)
+    assert sizes_of(found, "decode") == [3] * 6 + [1] * 2
+    assert sizes_of(found, "prefill") == [1] * 6 + [4] * 2
+    assert flips(found) == [6]
+    assert "2 to spare for 15 s: to prefill, with the weights" in found[6]["decode"].why
+    assert "2 from decode, for a drain and no start" in found[6]["prefill"].why
+
+
+def test_what_was_needed_just_now_is_not_to_spare() -> None:
+    """The control to the test above: the decode pool needed its workers 10 s ago, and keeps them."""
+    found = run([busy(20), busy(20), PROMPTS, PROMPTS])
+    assert sizes_of(found, "decode") == [3] * 4
+    assert sizes_of(found, "prefill")[-1] == 4
+    assert flips(found) == []
+
+
+def test_no_worker_goes_back_and_forth() -> None:
+    """Prompts and streams in turn, 30 s each, with six places for both: one flip and one back in each hold at most,
+    where the load changes sides twenty times."""
+    turns = ([QUIET] * 4 + [PROMPTS] * 2 + [QUIET] * 4 + [busy(30)] * 2) * 10
+    assert len(flips(run([busy(30), *turns], replace(RULES, hold_s=700.0)))) <= 2
+
+
+@given(st.lists(LOOKS, max_size=60))
+def test_what_one_pool_gives_the_other_one_gains(looks: list[Look]) -> None:
+    """In the same look, and no pool gives below its least."""
+    found = run(looks)
+    for at in flips(found):
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            one, its = found[at][role], found[at][other]
+            if "with the weights" in one.why:
+                assert LIMITS[role][0] <= one.wanted < one.size
+                assert its.wanted - its.size >= one.size - one.wanted
 
 
 @pytest.mark.parametrize(("tpot_s", "expected"), [(None, 64), (0.1, 64), (0.03, 11), (0.02, 1), (0.001, 1)])

@@ -16,6 +16,9 @@ SOON_S = 10.0
 class FakeLife:
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
+        self.drained = asyncio.Event()  # what turn() waits for
+        self.drained.set()
+        self.killed = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.graces: list[float] = []
 
@@ -23,7 +26,18 @@ class FakeLife:
         tell("weights read")
         if self._refuse:
             raise CheckpointRefused("no such model")
-        return Started("127.0.0.1:1", 1, f"{id(self):x}")
+        return Started("127.0.0.1:1", 1, f"{id(self):x}", turns=True)
+
+    async def turn(self, worker_id: str, grace_s: float, tell: Callable[[str], None]) -> Started:
+        tell("drains")
+        drained = asyncio.ensure_future(self.drained.wait())
+        await asyncio.wait({drained, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        before, self._ended = self._ended, asyncio.get_running_loop().create_future()
+        if before.done():
+            raise WorkerLost("killed")
+        before.set_result(None)
+        return Started("127.0.0.1:2", 1, f"{id(self):x}+", turns=True)
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -44,6 +58,7 @@ class FakeLife:
             self._ended.set_result(None)
 
     def kill(self) -> None:
+        self.killed = True
         if not self._ended.done():
             self._ended.set_exception(WorkerLost("killed"))
             self._ended.exception()  # seen: nobody may be left who waits for it
@@ -59,7 +74,7 @@ class FakeHost:
         self.lives[worker_id] = FakeLife(self._refuse)
         return self.lives[worker_id]
 
-    def survivors(self) -> dict[str, Life]:
+    async def survivors(self) -> dict[str, Life]:
         return {worker_id: self.create(worker_id) for worker_id in self._survivors}
 
 
@@ -214,6 +229,61 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
                 await anext(changes)
             await changes.aclose()
         assert host.lives["decode-0"].graces == []
+
+
+async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Registry) -> None:
+    """The same process under another id, as another incarnation; nothing is started, nothing killed."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
+        first = await watch.until(Kind.READY, "decode-1")
+        life = host.lives["decode-1"]
+        life.drained.clear()
+        await registry.want({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        life.drained.set()
+        turned = await watch.until(Kind.READY, "prefill-0")
+        assert set(host.lives) == {"decode-0", "decode-1"}
+        assert not life.killed
+        assert first.started
+        assert turned.started
+        assert turned.started.incarnation != first.started.incarnation
+        await registry.want({"decode": 2, "prefill": 0})
+        await watch.until(Kind.READY, "decode-1")
+        assert not life.killed
+    assert life.killed
+
+
+async def test_a_process_that_dies_while_it_turns_is_replaced_in_its_new_pool(registry: Registry) -> None:
+    """Both of its ids end, and what is wanted is started; nobody waits for the drain of a dead process."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        life = host.lives["decode-1"]
+        life.drained.clear()
+        await registry.want({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        life.kill()
+        died = await watch.until(Kind.DIED, "prefill-0")
+        assert isinstance(died.error, WorkerLost)
+        await watch.until(Kind.READY, "prefill-0")
+        assert set(host.lives) == {"decode-0", "decode-1", "prefill-0"}
+
+
+async def test_a_stop_lets_a_worker_that_turns_finish_what_it_has(registry: Registry) -> None:
+    """It is drained as every other one, and not killed as one that only starts would be."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (supervisor, watch):
+        await watch.until(Kind.READY, "decode-1")
+        life = host.lives["decode-1"]
+        life.drained.clear()
+        await registry.want({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        stopping = asyncio.create_task(supervisor.stop(grace_s=5.0))
+        await watch.until(Kind.STOPPED, "decode-0")
+        assert not life.killed
+        life.drained.set()
+        await stopping
+    assert life.killed
 
 
 async def test_stop_drains_routers_first(registry: Registry) -> None:

@@ -26,14 +26,15 @@ PHASES = st.dictionaries(IDS, st.sampled_from(Phase), max_size=15)
 BACKOFFS = st.dictionaries(IDS, st.builds(Backoff, st.integers(1, 5), st.floats(0, 100)), max_size=6)
 
 
-def seen(phases: dict[str, Phase]) -> list[Seen]:
-    return [Seen(worker_id, phase) for worker_id, phase in phases.items()]
+def seen(phases: dict[str, Phase], *, turns: bool = False) -> list[Seen]:
+    return [Seen(worker_id, phase, turns and role_of(worker_id) != "router") for worker_id, phase in phases.items()]
 
 
 def carry_out(todo: Plan, phases: dict[str, Phase]) -> dict[str, Phase]:
     """The world once everything that was begun has ended."""
     left = {worker_id: Phase.READY for worker_id, phase in phases.items() if phase is not Phase.STOPPING}
-    return {key: value for key, value in left.items() if key not in todo.stop} | dict.fromkeys(todo.start, Phase.READY)
+    gone, come = {one for one, _ in todo.turn} | {*todo.stop}, [place for _, place in todo.turn] + [*todo.start]
+    return {key: value for key, value in left.items() if key not in gone} | dict.fromkeys(come, Phase.READY)
 
 
 def serving(phases: dict[str, Phase]) -> Counter[str]:
@@ -53,14 +54,27 @@ def test_a_plan_never_starts_more_than_wanted_and_never_one_id_twice(
     assert all(after[role] <= size for role, size in wanted.items())
 
 
-@given(SIZES, PHASES)
+@given(SIZES, PHASES, st.booleans())
 def test_without_failures_one_plan_reaches_what_is_wanted_and_the_next_is_empty(
-    wanted: dict[str, int], phases: dict[str, Phase]
+    wanted: dict[str, int], phases: dict[str, Phase], turns: bool
 ) -> None:
     """Reconciling converges at once and may be repeated safely."""
-    after = carry_out(plan(wanted, seen(phases), {}, now=0.0), phases)
+    after = carry_out(plan(wanted, seen(phases, turns=turns), {}, now=0.0), phases)
     assert {role: serving(after)[role] for role in wanted} == wanted
-    assert plan(wanted, seen(after), {}, now=0.0) == Plan()
+    assert plan(wanted, seen(after, turns=turns), {}, now=0.0) == Plan()
+
+
+@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
+def test_a_worker_turns_rather_than_that_one_is_started_and_another_stopped(
+    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
+) -> None:
+    """As often as both are to be done; otherwise the plan is what it would be without turning."""
+    without, todo = (plan(wanted, seen(phases, turns=turns), backoffs, now) for turns in (False, True))
+    assert sorted([*todo.start, *(place for _, place in todo.turn)]) == sorted(without.start)
+    assert sorted([*todo.stop, *(one for one, _ in todo.turn)]) == sorted(without.stop)
+    assert all({role_of(one), role_of(place)} == {"prefill", "decode"} for one, place in todo.turn)
+    left = [one for one in todo.stop if role_of(one) != "router" and phases[one] is Phase.READY]
+    assert not (left and [one for one in todo.start if role_of(one) != "router"])
 
 
 @given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
@@ -84,6 +98,19 @@ def test_the_highest_numbers_go_first_and_the_lowest_free_number_is_taken() -> N
     assert plan({"decode": 1}, seen(three), {}, 0.0).stop == ("decode-2", "decode-1")
     gap = {"decode-0": Phase.READY, "decode-2": Phase.READY}
     assert plan({"decode": 3}, seen(gap), {}, 0.0).start == ("decode-1",)
+
+
+def test_only_who_serves_and_can_do_it_turns() -> None:
+    """A decode worker too many and a prefill worker too few: one that is still starting, or whose engine cannot serve
+    the other pool, ends, and another one is started."""
+    two = {"decode-0": Phase.READY, "decode-1": Phase.READY}
+    wanted = {"decode": 1, "prefill": 1}
+    assert plan(wanted, seen(two, turns=True), {}, 0.0) == Plan(turn=(("decode-1", "prefill-0"),))
+    assert plan(wanted, seen(two), {}, 0.0) == Plan(start=("prefill-0",), stop=("decode-1",))
+    starting = {**two, "decode-1": Phase.STARTING}
+    assert plan(wanted, seen(starting, turns=True), {}, 0.0) == Plan(start=("prefill-0",), stop=("decode-1",))
+    failing = {"prefill-0": Backoff(3, retry_at=9.0)}
+    assert plan(wanted, seen(two, turns=True), failing, 5.0) == Plan(stop=("decode-1",), retry_at=9.0)
 
 
 def test_a_draining_worker_keeps_its_id_and_does_not_count() -> None:

@@ -90,6 +90,15 @@ def want(cluster: Cluster, **sizes: int) -> None:
     asyncio.run(write())
 
 
+def kill_supervisor() -> None:
+    supervisors = [
+        process for process in psutil.Process().children(recursive=True) if "SupervisorActor" in process.name()
+    ]
+    assert len(supervisors) == 1
+    supervisors[0].kill()
+    psutil.wait_procs(supervisors, timeout=SOON_S)
+
+
 def answers(target: str) -> bool:
     host, _, port = target.rpartition(":")
     try:
@@ -137,6 +146,28 @@ def test_pools_grow_and_shrink(cluster: Cluster) -> None:
     assert not process.is_running()
 
 
+def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: Cluster) -> None:
+    """What one pool has too many and the other too few is not loaded again: the same process comes back as another
+    worker in another life, also for a supervisor that was restarted meanwhile."""
+    want(cluster, decode=2)
+    before = until(cluster, lambda seen: "decode-1" in seen)["decode-1"]
+    want(cluster, decode=1, prefill=2)
+    seen = until(cluster, lambda seen: "prefill-1" in seen)
+    turned = seen["prefill-1"]
+    assert "decode-1" not in seen
+    assert pid(turned) == pid(before)
+    assert incarnation(turned) != incarnation(before)
+    kill_supervisor()
+    want(cluster, decode=2)  # only a live supervisor does this, and one that knows what is which
+    seen = until(cluster, lambda seen: "decode-1" in seen)
+    assert seen["prefill-1"].started == turned.started
+    want(cluster, decode=3, prefill=1)
+    seen = until(cluster, lambda seen: "decode-2" in seen)
+    assert pid(seen["decode-2"]) == pid(before)
+    want(cluster, decode=1)
+    until(cluster, lambda seen: len(seen) == 3)
+
+
 def test_a_drained_worker_is_replaced(cluster: Cluster) -> None:
     """An operator's drain ends a life; the place is filled again."""
     before = cluster.workers["prefill-0"]
@@ -150,12 +181,7 @@ def test_a_drained_worker_is_replaced(cluster: Cluster) -> None:
 def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: Cluster) -> None:
     """The supervisor's state is rebuilt from its live workers, which notice nothing."""
     before = {worker_id: incarnation(event) for worker_id, event in cluster.workers.items()}
-    supervisors = [
-        process for process in psutil.Process().children(recursive=True) if "SupervisorActor" in process.name()
-    ]
-    assert len(supervisors) == 1
-    supervisors[0].kill()
-    psutil.wait_procs(supervisors, timeout=SOON_S)
+    kill_supervisor()
     want(cluster, decode=2)  # only a live supervisor does this
     seen = until(cluster, lambda seen: len(seen) == 4)
     assert {worker_id: incarnation(seen[worker_id]) for worker_id in before} == before

@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.journal": {"cluster.registry", "tandem.errors"},
     "cluster": {"cluster", "services.launch", "tandem"},
     "loadtest.peers.instant": {"tandem", "cluster.registry", "services.server"},
+    "loadtest.burst": {"tandem", "loadtest", "engine", "cluster.up", "cluster.reconcile", "cluster.supervisor"},
+    "loadtest.slow": {"tandem", "engine", "services.launch", "services.worker"},  # runs within the workers
     "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up", "cluster.valkey", "cluster.lifeline"},
 }
 OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loadtest")
