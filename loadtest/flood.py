@@ -117,7 +117,10 @@ async def unread(target: str, count: int, seconds: float) -> Counter[str]:
             calls.append(generate(asked, metadata=(("authorization", f"Bearer {GREEDY}"),)))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
-        await asyncio.wait([asyncio.create_task(call.code()) for call in calls], timeout=seconds)
+        waiting = {asyncio.create_task(call.code()) for call in calls}
+        ended = waiting
+        while waiting and ended:  # until none has ended for so long
+            ended, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         codes = [(await call.code()).name if call.done() else "left open" for call in calls]
         for call in calls:
             call.cancel()

@@ -22,6 +22,7 @@ from tandem.tasks import end
 
 KEEPALIVE_MS = 2_000  # between pings
 PING_TIMEOUT_MS = 4_000  # until a peer that does not answer one is taken for dead
+PENDING = 50_000  # calls that wait to be looked at; above gRPC's own 1000 it cancels some of everybody's by chance
 PING_STRIKES = 100  # pings within 500 ms of the one before, without a word of ours between them; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
@@ -69,6 +70,8 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 ("grpc.http2.max_ping_strikes", PING_STRIKES),
+                ("grpc.server.max_pending_requests", PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", PENDING),
                 ("grpc.so_reuseport", int(share_port)),
             ),
         )
