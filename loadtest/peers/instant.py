@@ -3,7 +3,7 @@
     python -m loadtest.peers.instant STEP_S decode WORKER_ID
 
 Settings come from TANDEM_*, as those of a real one. A step gives each stream a token and takes STEP_S, 0: as fast as
-the router takes them. Prints `ready HOST:PORT`.
+this process can; a router that is behind is told as by a real one (services/decode/feeds.py). Prints `ready HOST:PORT`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import secrets
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -23,10 +24,11 @@ from time import monotonic
 import grpc
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from services.decode import feeds
 from services.server import GrpcServer
 from tandem import settings as tandem_settings
-from tandem.errors import InvalidRequest
 from tandem.settings import Settings
+from tandem.tasks import end
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 PLENTY = 1 << 20
@@ -48,14 +50,26 @@ class Instant(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServi
         self.incarnation = secrets.token_hex(8)
         self._step_s = step_s
         self._tokens = itertools.cycle(random.choices(range(2, vocab), k=4096))
-        self._feeds: dict[str, set[_Stream]] = {}
+        self._feeds = feeds.Feeds()
+        self._streams: dict[str, set[_Stream]] = {}  # by feed
         self._wake = asyncio.Event()
 
     async def Feed(
         self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
-        streams = self._feeds[request.feed_id] = set()
-        yield decode_pb2.FeedResponse(incarnation=self.incarnation)
+        with self._feeds.opened(request.feed_id) as feed:
+            yield decode_pb2.FeedResponse(incarnation=self.incarnation)
+            streams = self._streams[request.feed_id] = set()
+            stepping = asyncio.create_task(self._run(feed, streams))
+            try:
+                async with aclosing(feed.messages()) as messages:
+                    async for message in messages:
+                        yield message
+            finally:
+                await end(stepping)
+
+    async def _run(self, feed: feeds.Feed, streams: set[_Stream]) -> None:
+        """As an engine does, whether or not the router keeps up."""
         due = monotonic()
         while True:
             while not streams:
@@ -63,7 +77,9 @@ class Instant(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServi
                 await self._wake.wait()
             due = max(due + self._step_s, monotonic())
             await asyncio.sleep(due - monotonic())
-            yield decode_pb2.FeedResponse(events=[event for stream in list(streams) for event in self._step(stream)])
+            for stream in list(streams):
+                for event in self._step(stream):
+                    feed.put(event)
             streams -= {stream for stream in streams if stream.over.is_set()}
 
     def _step(self, stream: _Stream) -> list[decode_pb2.DecodeResponse]:
@@ -85,8 +101,8 @@ class Instant(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServi
         self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         """The first token at once; the others in the feed, or at once without one."""
-        if request.feed_id and request.feed_id not in self._feeds:
-            raise InvalidRequest("the feed is not open", field="feed_id")
+        if request.feed_id:
+            self._feeds.get(request.feed_id)  # raises when it is not open
         left = request.max_tokens - (len(request.token_ids) - request.prompt_tokens)
         stream = _Stream(request.lane, len(request.token_ids), left)
         yield decode_pb2.DecodeResponse(admitted=decode_pb2.Admitted(incarnation=self.incarnation))
@@ -98,7 +114,7 @@ class Instant(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServi
                 yield self._token(stream)
             yield _ended(stream.lane)
             return
-        streams = self._feeds[request.feed_id]
+        streams = self._streams[request.feed_id]
         streams.add(stream)
         self._wake.set()
         try:

@@ -24,24 +24,42 @@ class Feed:
 
     def __init__(self) -> None:
         self._events: list[decode_pb2.DecodeResponse] = []
+        self._latest: dict[int, decode_pb2.DecodeResponse] = {}  # of them, by lane
         self._wake = asyncio.Event()
         self.closed = False
 
     def put(self, event: decode_pb2.DecodeResponse) -> None:
-        """Raises Unavailable when nobody listens any more: a token that goes nowhere is not to be generated."""
+        """Tokens join those of their stream that the router has not been told: one that is behind gets several steps
+        at once. Raises Unavailable when nobody listens any more: a token that goes nowhere is not to be generated."""
         if self.closed:
             raise _lost()
-        self._events.append(event)
+        latest = self._latest.get(event.lane)
+        if latest is None or not _joined(latest.tokens, event):
+            self._events.append(event)
+            self._latest[event.lane] = event
         self._wake.set()  # its reader runs after all streams that the same step has woken
 
     async def messages(self) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
         while True:
             await self._wake.wait()
-            message = decode_pb2.FeedResponse(events=self._events[:MOST_EVENTS])
+            told = self._events[:MOST_EVENTS]
             del self._events[:MOST_EVENTS]
+            for event in told:
+                if self._latest.get(event.lane) is event:
+                    del self._latest[event.lane]
             if not self._events:
                 self._wake.clear()
-            yield message
+            yield decode_pb2.FeedResponse(events=told)
+
+
+def _joined(tokens: decode_pb2.Tokens, event: decode_pb2.DecodeResponse) -> bool:
+    """Adds its tokens, if they follow. A gap stays a gap, for the router to find."""
+    position = tokens.position
+    if not event.HasField("tokens") or event.tokens.position != position + len(tokens.token_ids):
+        return False
+    tokens.MergeFrom(event.tokens)  # lists grow, the rest is as in the later one
+    tokens.position = position
+    return True
 
 
 class Feeds:

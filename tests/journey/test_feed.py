@@ -37,6 +37,30 @@ def dropping(monkeypatch: pytest.MonkeyPatch, which: Callable[[decode_pb2.Decode
     return lost
 
 
+def said(lane: int, position: int, *ids: int) -> decode_pb2.DecodeResponse:
+    tokens = decode_pb2.Tokens(position=position, token_ids=ids, preemptions=position)
+    tokens.logprobs.chosen.extend(-1.0 * token for token in ids)
+    return decode_pb2.DecodeResponse(lane=lane, tokens=tokens)
+
+
+async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() -> None:
+    """With where the first of them stands, their log probabilities, and what was said last; never across a gap."""
+    feed = services.decode.feeds.Feed()
+    for position in (10, 11, 12):
+        feed.put(said(1, position, position))
+        feed.put(said(2, 2 * position, 7))
+    ended = decode_pb2.DecodeResponse(lane=1, ended=decode_pb2.Ended())
+    feed.put(ended)
+    messages = feed.messages()
+    one, first, third, fourth, last = (await anext(messages)).events
+    assert (one.tokens.position, list(one.tokens.token_ids), one.tokens.preemptions) == (10, [10, 11, 12], 12)
+    assert list(one.tokens.logprobs.chosen) == [-10.0, -11.0, -12.0]
+    assert [event.tokens.position for event in (first, third, fourth)] == [20, 22, 24]
+    assert last == ended
+    feed.put(said(2, 25, 8))  # what has been told is told
+    assert list((await anext(messages)).events[0].tokens.token_ids) == [8]
+
+
 async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at once: a step that moves all of them is one message, and each gets its own tokens."""
     sizes: list[int] = []

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.registry": {"tandem.errors", "tandem.tasks"},
     "cluster.journal": {"cluster.registry", "tandem.errors"},
     "cluster": {"cluster", "services.launch", "tandem"},
-    "loadtest.peers.instant": {"tandem", "cluster.registry", "services.server"},
+    "loadtest.peers.instant": {"tandem", "cluster.registry", "services.server", "services.decode.feeds"},
     "loadtest.burst": {"tandem", "loadtest", "engine", "cluster.up", "cluster.reconcile", "cluster.supervisor"},
     "loadtest.slow": {"tandem", "engine", "services.launch", "services.worker"},  # runs within the workers
     "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up", "cluster.valkey", "cluster.lifeline"},
