@@ -224,25 +224,23 @@ def _stalls(sides: Sequence[Side]) -> list[Plot]:
     read = "Every gap between two messages of a steady stream. Shaded: a long prompt, until its first token."
     found = [Plot("Gaps in the steady streams", read, _svg(figure), wide=True)]
 
-    figure, axes = _figure(HALF)
-    labels: list[str] = []
-    for place, side in enumerate(sides):
-        for load in side.loads:
-            if not (values := load.values("itl")):
-                continue
-            calm = load not in disturbed[side.name]
-            for shift, value in ((-0.2, percentile(values, 0.99)), (0.2, max(values))):
-                bar = axes.bar(
-                    len(labels) + shift, value, 0.36, color=SIDES[place % 4], alpha=0.45 if shift < 0 else 1.0
-                )
-                axes.bar_label(bar, [_time(value)], fontsize=9, padding=2)
-            labels.append(f"{side.name}\n{'alone' if calm else load.name}".replace(", ", ",\n"))
-    axes.set_xticks(range(len(labels)), labels, fontsize=8.5)
-    axes.set_ylabel("gap")
-    axes.grid(axis="x", visible=False)
-    _seconds(axes.yaxis)
-    axes.margins(y=0.12)
-    found.append(Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure)))
+    rows = [(place, side.name, load) for place, side in enumerate(sides) for load in side.loads if load.values("itl")]
+    figure, axes = _figure((WIDE[0], 0.9 + 0.55 * len(rows)))
+    for row, (place, _, load) in enumerate(rows):
+        values = load.values("itl")
+        for shift, value in ((-0.2, percentile(values, 0.99)), (0.2, max(values))):
+            bar = axes.barh(row + shift, value, 0.38, color=SIDES[place % 4], alpha=0.45 if shift < 0 else 1.0)
+            axes.bar_label(bar, [_time(value)], fontsize=9, padding=3)
+    names = [f"{name}, {load.name if load in disturbed[name] else 'alone'}" for _, name, load in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("gap")
+    axes.grid(axis="y", visible=False)
+    _seconds(axes.xaxis)
+    axes.margins(x=0.08)
+    found.append(
+        Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure), True)
+    )
 
     figure, axes = _figure(HALF)
     gaps_of = {name: [gap for load in loads for gap in load.values("itl")] for name, loads in disturbed.items()}
