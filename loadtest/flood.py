@@ -62,7 +62,7 @@ class Polite:
 
     def row(self) -> str:
         def told(seconds: list[float]) -> str:
-            return f"{1000 * median(seconds):.0f} / {1000 * percentile(seconds, 99):.0f}" if seconds else "-"
+            return f"{1000 * median(seconds):.0f} / {1000 * percentile(seconds, 0.99):.0f}" if seconds else "-"
 
         why = ", ".join(f"{count} {name}" for name, count in self.failed.items()) or "none failed"
         return f"{len(self.kept):>6} {told(self.kept):>14} {len(self.new):>6} {told(self.new):>14}   {why}"

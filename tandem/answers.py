@@ -81,7 +81,7 @@ class Receipt(_Dict):
     """Prompt tokens that nobody had to compute for this request."""
     seed: int
     ttft: float
-    """From the request's arrival at the router to the first token leaving it."""
+    """From the request's arrival at the router until the first token is there for its client to read."""
     phases: dict[str, float]
     """The parts of `ttft` in their order; they add up to it."""
     tpot: float

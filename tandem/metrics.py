@@ -194,7 +194,7 @@ class Tokens(Collector):
         self._seconds = 0.0
 
     def sent(self, tokens: int, gap_s: float | None) -> None:
-        """A message with so many tokens went out, so long after the one before it."""
+        """So many tokens are there for their client, so long after those before."""
         self._generated += tokens
         if gap_s is not None:
             self._gaps[bisect_left(TOKEN, gap_s)] += 1
@@ -202,7 +202,7 @@ class Tokens(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily("tandem_generated_tokens", "Tokens that were sent.", self._generated)
-        gap = HistogramMetricFamily("tandem_inter_token_latency_seconds", "Between messages with tokens of a stream.")
+        gap = HistogramMetricFamily("tandem_inter_token_latency_seconds", "Between tokens of a stream.")
         edges = [*map(floatToGoString, TOKEN), "+Inf"]
         gap.add_metric([], list(zip(edges, accumulate(self._gaps), strict=True)), self._seconds)
         yield gap

@@ -111,7 +111,7 @@ class Account:
         return self._placement.decode.worker_id if self._placement else ""
 
     def sent(self, tokens: int) -> float | None:
-        """Seconds since the message before it; None for the first."""
+        """Now its client may have them. Seconds since those before; None for the first."""
         now = monotonic()
         gap = now - self._last_at if self._sent else None
         if self._sent == 0:

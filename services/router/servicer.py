@@ -170,8 +170,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             yield outbox
         finally:
-            for task in tasks:
-                await end(task)
+            await asyncio.gather(*map(end, tasks))
 
     @contextmanager
     def _in_progress(self) -> Iterator[None]:

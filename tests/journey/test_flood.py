@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,14 @@ async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monk
         found = await flood.pings(cluster.router.address, 200, 0.4)
     assert found["sent"] == 2000
     assert "closed" not in found
+
+
+async def test_control_where_few_calls_may_wait_a_flood_of_resets_cancels_others(
+    inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC ends some of everybody's by chance: so that being left alone above is the option's doing."""
+    monkeypatch.setattr(server, "PENDING", 1)
+    async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
+        async with asyncio.timeout(30):
+            while not polite.failed["CANCELLED"]:
+                await flood.resets(cluster.router.address, 200, 0.4)
