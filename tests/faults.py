@@ -1,8 +1,9 @@
-"""Transports that do harm on purpose. Each wraps a real one and leaves everything else to it."""
+"""Harm on purpose: transports that wrap a real one and leave everything else to it, and an engine slowed down."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -69,3 +70,14 @@ def hold_until(event: asyncio.Event) -> AfterRead:
             await event.wait()
 
     return wait
+
+
+def slow_down(worker: Any, step_s: float = 0.01) -> None:
+    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it."""
+    step = worker.engine.step
+
+    def slow() -> Any:
+        time.sleep(step_s)
+        return step()
+
+    worker.engine.step = slow

@@ -183,6 +183,7 @@ def test_of_two_that_start_at_once_one_writes(
 ) -> None:
     """The other waits and maps the same file. The control, without the lock: both write."""
     both, arrived = threading.Event(), []
+    together = threading.Barrier(2)  # in the control, both have seen that there is nothing before one writes
 
     def lock(path: Path, timeout: float) -> Any:
         arrived.append(path)
@@ -192,8 +193,11 @@ def test_of_two_that_start_at_once_one_writes(
 
     class Slow(Maker):
         def __call__(self) -> Iterable[torch.Tensor]:
+            self.times += 1
             assert both.wait(10)
-            return super().__call__()
+            if not locked:
+                together.wait(10)
+            return PARTS
 
     monkeypatch.setattr(weight_cache, "FileLock", lock)
     if not locked:  # two writers of one process would have the same name

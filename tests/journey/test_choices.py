@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
 
 from tandem.errors import TandemError
 from tests import oracle
-from tests.faults import Harm, flip_a_byte, only_first
+from tests.faults import Harm, flip_a_byte, only_first, slow_down
 
 BLOCK = 8  # of the clusters here
 NEW = 40
@@ -18,16 +17,6 @@ NEW = 40
 
 def options(**changes: Any) -> dict[str, Any]:
     return {"max_tokens": NEW, "temperature": 0.9, "seed": 5, "ignore_eos": True, "logprobs": 1, **changes}
-
-
-def _slow_down(worker: Any) -> None:
-    step = worker.engine.step
-
-    def slow() -> Any:
-        sleep(0.01)
-        return step()
-
-    worker.engine.step = slow
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -56,7 +45,7 @@ async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any
     prompt = oracle.prompts(tiny, [length])[0]
     full = (length - 1) // BLOCK
     async with inside() as cluster:
-        _slow_down(cluster.workers["decode-0"])
+        slow_down(cluster.workers["decode-0"])
         pool = cluster.workers["decode-0"].engine.pool
         stream = cluster.client.stream(prompt, n=n, **options())
         begun: set[int] = set()
@@ -101,7 +90,7 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_no_answer(insid
     async with inside(decode=2) as cluster:
         expected = await cluster.client.generate(prompt, n=4, **options())
         for name in ("decode-0", "decode-1"):
-            _slow_down(cluster.workers[name])
+            slow_down(cluster.workers[name])
         pieces: list[Any] = []
         async for piece in cluster.client.stream(prompt, n=4, **options()):
             pieces.append(piece)
@@ -144,7 +133,7 @@ async def test_a_client_that_leaves_and_a_deadline_free_every_answer(inside: Any
     """Within a second nothing is held on either side, whatever each of them was doing."""
     prompt = oracle.prompts(tiny, [45])[0]
     async with inside() as cluster:
-        _slow_down(cluster.workers["decode-0"])
+        slow_down(cluster.workers["decode-0"])
         for wanted in (1, 5, 30):
             stream = cluster.client.stream(prompt, n=8, **options(max_tokens=300))
             for _ in range(wanted):

@@ -16,6 +16,7 @@ from tandem.errors import InternalError, PreconditionFailed, StaleTransfer, Tand
 from tandem.status import calling
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests import oracle
+from tests.faults import slow_down
 
 NEW = 40
 SOON_S = 20.0
@@ -97,6 +98,8 @@ async def test_a_stream_that_outlasts_the_drain_goes_on_elsewhere(inside: Any, t
     (prompt,) = oracle.prompts(tiny, [30])
     new = 150
     async with inside(prefill=1, decode=2) as cluster:
+        for name in ("decode-0", "decode-1"):
+            slow_down(cluster.workers[name])
         stream = cluster.client.stream(prompt, max_tokens=new, temperature=0.0, ignore_eos=True)
         tokens = list((await anext(stream)).token_ids)
         (holder,) = (name for name, held in cluster.held().items() if name.startswith("decode") and held)

@@ -9,13 +9,12 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
 
 from tests import oracle
-from tests.faults import Harm, flip_a_byte, only_first
+from tests.faults import Harm, flip_a_byte, only_first, slow_down
 
 NEW = 80
 
@@ -111,7 +110,7 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
     async with inside(prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(prompt, **options(prompt)) for prompt in prompts]
         for name in ("decode-0", "decode-1"):
-            _slow_down(cluster.workers[name].engine)
+            slow_down(cluster.workers[name])
         pieces: list[list[Any]] = [[] for _ in prompts]
         under_way = asyncio.Event()
 
@@ -134,17 +133,6 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
             assert [known.logprob for known in logprobs] == pytest.approx(
                 [known.logprob for known in undisturbed.logprobs], abs=1e-4
             )
-
-
-def _slow_down(engine: Any) -> None:
-    """So that a stream is not over before the fault."""
-    step = engine.step
-
-    def slow() -> Any:
-        sleep(0.01)
-        return step()
-
-    engine.step = slow
 
 
 async def test_preempted_streams_change_nothing(inside: Any, tiny: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import jsonschema
@@ -16,7 +15,7 @@ import engine.engine
 import engine.grammar
 from tandem.errors import InvalidRequest, TandemError
 from tests.calls import forced_call, with_template
-from tests.faults import Harm, flip_a_byte, only_first
+from tests.faults import Harm, flip_a_byte, only_first, slow_down
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 PROMPTS = ["Return the", "What does sorted do?", "Raised when an index", "Create a"]
@@ -35,17 +34,6 @@ LETTERS = "[a-z]{40}[0-9]{20}!"
 
 def options(**changes: Any) -> dict[str, Any]:
     return {"grammar": {"regex": LETTERS}, "max_tokens": 120, "temperature": 1.0, "seed": 5, "logprobs": 1, **changes}
-
-
-def _slow_down(worker: Any) -> None:
-    """So that a stream is not over before the fault."""
-    step = worker.engine.step
-
-    def slow() -> Any:
-        sleep(0.01)
-        return step()
-
-    worker.engine.step = slow
 
 
 async def test_text_fits_its_grammar(inside: Any) -> None:
@@ -122,7 +110,7 @@ async def test_a_decode_worker_that_goes_away_mid_stream_changes_nothing(inside:
     async with inside(model=DEMO, prefill=prefill, decode=2) as cluster:
         expected = [await cluster.client.generate(p, **how) for p, how in zip(PROMPTS, hows, strict=True)]
         for name in ("decode-0", "decode-1"):
-            _slow_down(cluster.workers[name])
+            slow_down(cluster.workers[name])
         pieces: list[list[Any]] = [[] for _ in PROMPTS]
         under_way = asyncio.Event()
 
@@ -154,7 +142,7 @@ async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: An
     async with inside(model=str(with_template(tmp_path)), decode=2) as cluster:
         alone = [[piece async for piece in cluster.client._pieces(one, None)] for one in asked]
         for name in ("decode-0", "decode-1"):
-            _slow_down(cluster.workers[name])
+            slow_down(cluster.workers[name])
         pieces: list[list[Any]] = [[] for _ in asked]
         under_way = asyncio.Event()
 
@@ -187,7 +175,7 @@ async def test_preempted_streams_change_nothing(inside: Any) -> None:
         alone = [
             await cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS
         ]
-        _slow_down(cluster.workers["decode-0"])
+        slow_down(cluster.workers["decode-0"])
         done = await asyncio.gather(
             *(cluster.client.generate(prompt, **{**how, "seed": seed}) for seed in (1, 2) for prompt in PROMPTS)
         )
