@@ -267,16 +267,16 @@ def gather(
     what was quantised comes in `dtype`."""
     sequences, count = plan.blocks.shape
     _, size, heads, dim = pages.shape
+    blocks = plan.blocks.flatten()
     if scales is not None:
-        blocks = plan.blocks.flatten()
-        elements = pages.view(torch.uint8)[blocks].view(pages.dtype)  # [sequences * count, size, heads, dim]
+        elements = torch.index_select(pages.view(torch.uint8), 0, blocks).view(pages.dtype)  # [-1, size, heads, dim]
         tokens = dequantise(elements, scales[blocks], dtype).view(-1, heads * dim)
     else:
         key = (which, heads, dim)
         if key not in plan.scratch:
-            plan.scratch[key] = pages.new_empty(sequences * count, size * heads * dim)
+            plan.scratch[key] = pages.new_empty(sequences * count, size, heads, dim)
         into = plan.scratch[key]
-        torch.index_select(pages.flatten(1), 0, plan.blocks.flatten(), out=into)
+        torch.index_select(pages, 0, blocks, out=into)
         tokens = into.view(-1, heads * dim)  # [sequences * count * size, heads * dim]
     if plan.outside is not None:
         tokens.index_fill_(0, plan.outside, 0)

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every block starts at a multiple of it
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
 SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
@@ -20,7 +20,7 @@ SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and 
 class CallLayout:
     """Where one attention call keeps its K and V inside a block.
 
-    K is `[block_size, k_heads, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. Where the elements
+    K is `[k_heads, block_size, k_dim]` at byte `k_offset` of the block, V likewise, both contiguous. Where the elements
     are quantised, their scales are `[k_heads, block_size]` at byte `k_scale_offset`; 0 where there are none.
     """
 

@@ -2,7 +2,7 @@
 
     buffer  [num_blocks, block_bytes] uint8
     block   | K of call 0 | V of call 0 | K of call 1 | ... | V of the last call |     each starts at a multiple of 64 B
-    K       [block_size, kv_heads, k_dim] in the model's dtype
+    K       [kv_heads, block_size, k_dim] in the model's dtype: what one task of attention reads lies in one piece
 
 Quantised (engine/quantised.py), an element is one byte, and the scales lie behind V, those of one head side by side:
 
@@ -79,7 +79,7 @@ class Pages:
 
     def _window(self, typed: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
         size = (self.num_blocks, self.block_size, heads, dim)
-        stride = (typed.shape[1], heads * dim, dim, 1)
+        stride = (typed.shape[1], dim, self.block_size * dim, 1)
         return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
 
     def _scales(self, offset: int, heads: int) -> torch.Tensor | None:

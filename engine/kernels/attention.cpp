@@ -206,7 +206,8 @@ T* scratch(std::vector<T>& memory, int64_t count) {
   return memory.data();
 }
 
-// The rows of K or V of one sequence and head, KEYS at a time; who makes a panel of `here` fetches `next` meanwhile.
+// The rows of K or V of one sequence and head, KEYS at a time. Who works on `here` fetches `next` meanwhile, and evenly: a
+// core waits for so many lines at once, and then for all else too.
 template <typename T>
 struct Rows {
   const T* base;
@@ -216,10 +217,19 @@ struct Rows {
   const T* here[KEYS];         // null for what is not wanted
   const T* next[KEYS];
 
-  // Goes to the tokens from `start` on, when they are asked for in order.
-  void move(int64_t start) {
+  // Goes to the tokens from `start` on, when they are asked for in order. Behind the last of them, what `then` begins
+  // with is fetched.
+  void move(int64_t start, const Rows& then) {
     std::copy(next, next + KEYS, here);
-    locate(start + KEYS);
+    if (start + KEYS < last)
+      locate(start + KEYS);
+    else
+      std::copy(then.next, then.next + KEYS, next);
+  }
+
+  // The line of the `t`-th of the next rows in which its element `at` is.
+  void fetch_line(int64_t t, int64_t at) const {
+    if (next[t] != nullptr) __builtin_prefetch(next[t] + at, 0, 2);
   }
 
   void fetch(int64_t from, int64_t to) const {
@@ -377,33 +387,41 @@ auto column_of(__m512i words) {
 }
 
 // What keys_panel and logits_of do, with the same bits: so few rows are multiplied as soon as a part of K is turned, which
-// is then never written anywhere.
+// is then never written anywhere. Of very few, two parts at a time: a sum waits for the one before it.
 template <typename D, typename T, int R = ROWS>
 void logits_from(int64_t rows, const Rows<T>& keys, const typename D::X* x, int64_t stride, float* out, int64_t room) {
   if (rows < R) {
     if constexpr (R > 1) logits_from<D, T, R - 1>(rows, keys, x, stride, out, room);
     return;
   }
+  constexpr int PARTS = 1;
   const int64_t words = (keys.dim + D::GROUP - 1) / D::GROUP;
-  for (int64_t t = 0; t < KEYS; t += LANES) {
-    keys.fetch(t, t + LANES);
-    Vec sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
+  for (int64_t t = 0; t < KEYS; t += PARTS * LANES) {
+    Vec sums[PARTS][R];
+    for (int part = 0; part < PARTS; ++part)
+      for (int r = 0; r < R; ++r) sums[part][r] = Vec(0.0f);
     for (int64_t word = 0; word < words; word += LANES) {
-      __m512i in[LANES];
-      const int64_t count = std::min<int64_t>(LANES * D::GROUP, keys.dim - word * D::GROUP);
-      for (int i = 0; i < LANES; ++i) in[i] = words_of<typename D::W>(keys.here[t + i], word * D::GROUP, count);
-      transpose(in);
-      const auto add = [&](int i) {
-        for (int r = 0; r < R; ++r)
-          sums[r] = D::dot(D::spread(x + r * stride + (word + i) * D::GROUP, D::GROUP), column_of<D>(in[i]), sums[r]);
-      };
-      if (words - word >= LANES)
-        for (int i = 0; i < LANES; ++i) add(i);
-      else
-        for (int i = 0; i < words - word; ++i) add(i);
+      const int64_t at = word * D::GROUP, count = std::min<int64_t>(LANES * D::GROUP, keys.dim - at);
+      for (int part = 0; part < PARTS; ++part) {
+        __m512i in[LANES];
+        for (int i = 0; i < LANES; ++i) {
+          in[i] = words_of<typename D::W>(keys.here[t + part * LANES + i], at, count);
+          keys.fetch_line(t + part * LANES + i, at);
+        }
+        transpose(in);
+        const auto add = [&](int i) {
+          for (int r = 0; r < R; ++r)
+            sums[part][r] =
+                D::dot(D::spread(x + r * stride + at + i * D::GROUP, D::GROUP), column_of<D>(in[i]), sums[part][r]);
+        };
+        if (words - word >= LANES)
+          for (int i = 0; i < LANES; ++i) add(i);
+        else
+          for (int i = 0; i < words - word; ++i) add(i);
+      }
     }
-    for (int r = 0; r < R; ++r) sums[r].store(out + r * room + t);
+    for (int part = 0; part < PARTS; ++part)
+      for (int r = 0; r < R; ++r) sums[part][r].store(out + r * room + t + part * LANES);
   }
 }
 
@@ -422,11 +440,11 @@ void add_from(int64_t rows, const Rows<T>& values, const typename D::W* weights,
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < COLS; ++c) here[r][c] = Vec::loadu(sums + r * wide + d + c * LANES);
     for (int64_t t = 0; t < KEYS; t += D::GROUP) {
-      if (d == 0) values.fetch(t, t + D::GROUP);
       __m512i columns[COLS];
       for (int c = 0; c < COLS; c += D::GROUP) {
         const int64_t at = d + c * LANES, count = std::clamp<int64_t>(values.dim - at, 0, LOADED_AT_ONCE);
         columns[c] = words_of<W>(values.here[t], at, count);
+        for (int g = 0; g < D::GROUP; ++g) values.fetch_line(t + g, at);
         if constexpr (D::GROUP == 2) pair(columns[c], words_of<W>(values.here[t + 1], at, count), columns[c], columns[c + 1]);
       }
       for (int r = 0; r < R; ++r) {
@@ -475,20 +493,33 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
     static thread_local std::vector<W> query_memory, panel_memory, weight_memory;
     static thread_local std::vector<float> logit_memory, sum_memory, scale_memory;
     W* panel = scratch(panel_memory, KEYS * std::max(q_dim, wide));
+    // Of the n-th task's keys, the first are located.
+    const auto rows_in = [&](const Tensor& pages, int64_t n) {
+      const Task& task = tasks[n / kv_heads];
+      Rows<T> rows{pages.const_data_ptr<T>() + n % kv_heads * pages.stride(2),
+                   blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1),
+                   size,
+                   pages.stride(0),
+                   pages.stride(1),
+                   pages.size(3),
+                   reach.first(task.position),
+                   task.position + task.queries,
+                   {},
+                   {}};
+      rows.locate(aligned(rows.first));
+      return rows;
+    };
+    Rows<T> keys = rows_in(k_pages, begin);
+    keys.fetch(0, KEYS);
     for (int64_t n = begin; n < end; ++n) {
       const Task& task = tasks[n / kv_heads];
       const int64_t head = n % kv_heads, count = task.queries * groups;  // a row for each query and head of it
-      const int64_t first = reach.first(task.position), last = task.position + task.queries;  // the keys that are seen
+      const int64_t first = keys.first, last = keys.last;  // the keys that are seen
       const int64_t base = aligned(first), room = rounded_up(last - base, KEYS);
       [[maybe_unused]] const bool few = task.queries == 1 && count <= ROWS;
-      const int32_t* table = blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1);
-      const auto rows_in = [&](const Tensor& pages) {
-        return Rows<T>{pages.const_data_ptr<T>() + head * pages.stride(2), table, size, pages.stride(0), pages.stride(1),
-                       pages.size(3), first, last, {}, {}};
-      };
-      Rows<T> keys = rows_in(k_pages), values = rows_in(v_pages);
-      keys.locate(base);
-      keys.fetch(0, KEYS);
+      const int32_t* table = keys.table;
+      Rows<T> values = rows_in(v_pages, n);
+      Rows<T> later = n + 1 < end ? rows_in(k_pages, n + 1) : Rows<T>{};
 
       W* q = scratch(query_memory, count * q_dim);
       for (int64_t r = 0; r < count; ++r) {
@@ -509,7 +540,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
 
       float* logits = scratch(logit_memory, count * room);
       for (int64_t start = base; start < last; start += KEYS) {
-        keys.move(start);
+        keys.move(start, values);
 #ifdef CPU_CAPABILITY_AVX512
         if constexpr (LOADED<T, W>)
           if (few) {
@@ -522,9 +553,6 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
           logits_of<D>(std::min<int64_t>(ROWS, stop - r), q + r * q_dim, k_dim, q_dim, panel,
                        logits + r * room + start - base, room);
       }
-      values.locate(base);
-      values.fetch(0, KEYS);
-
       float *by_key = nullptr, *by_value = nullptr;
       if constexpr (QUANTISED<T>) {
         const auto read = [&](const Tensor& scales, float* to) {
@@ -558,7 +586,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       }
 
       for (int64_t start = base; start < last; start += KEYS) {
-        values.move(start);
+        values.move(start, later);
 #ifdef CPU_CAPABILITY_AVX512
         if constexpr (LOADED<T, W>)
           if (few && wide % PANEL == 0) {
@@ -584,6 +612,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
         for (; d + LANES <= v_dim; d += LANES) put(mean(d), to + d);
         if (d < v_dim) put(mean(d), to + d, v_dim - d);
       }
+      keys = later;
     }
   });
 }
