@@ -1,13 +1,13 @@
 """The autoscaler against fixed pools, live: on the burst of a trace, and on streams and prompts that come and go.
 
     python -m loadtest.burst --trace azure2023_code_min00-30.csv.gz [--json FILE]
-                             [--only burst|autoscaled|streams] [--fixed P] [--most P]
+                             [--only burst|autoscaled|streams] [--fixed P] [--least P] [--most P]
 
 burst    The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and
          its lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until
          the smallest is known that keeps the objective; a load that has missed it already is ended early. Then the
-         autoscaler, from one worker of each pool up to that size. Compared are worker-seconds: how long processes of
-         workers existed while the load came, starting and draining included.
+         autoscaler, from --least prefill workers up to --most or that size. Compared are worker-seconds: how long
+         processes of workers existed while the load came, starting and draining included.
 streams  Long answers, then long prompts, then little: decode goes from 1 to 3 workers and back, which lends two to
          prefill. Nothing may fail, and answers must be what is said to the same prompts when all is over.
 
@@ -129,9 +129,10 @@ class Bench:
         given = {name: value for name, value in self._given.items() if name != "autoscale_hold_s"}
         return {**given, "prefill": prefill, "decode": decode}
 
-    def scaled(self, prefill: int, decode: int) -> dict[str, Any]:
-        """From one worker of each pool."""
-        return {**self._given, "autoscale": "on", "prefill_max": prefill, "decode_max": decode}
+    def scaled(self, prefill: int, decode: int, least: int = 1) -> dict[str, Any]:
+        """From `least` prefill workers and one decode worker."""
+        limits = {"prefill": least, "prefill_max": prefill, "decode_max": decode}
+        return {**self._given, "autoscale": "on", **limits}
 
     def run(
         self,
@@ -242,7 +243,7 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
     ]
     if given.only == "autoscaled":
-        bench.run(named(given.most), bench.scaled(given.most, 1), requests, seconds)
+        bench.run(named(given.most, given.least), bench.scaled(given.most, 1, given.least), requests, seconds)
         return
     tried: dict[int, Run] = {}
     size = given.fixed
@@ -257,7 +258,7 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
             size -= 1
     best = min(one for one, run in tried.items() if kept(run, bench.objective))
     most = given.most or best
-    scaled = bench.run(named(most), bench.scaled(most, 1), requests, seconds)
+    scaled = bench.run(named(most, given.least), bench.scaled(most, 1, given.least), requests, seconds)
     fixed = tried[best]
     share = 1 - scaled.worker_seconds / fixed.worker_seconds
     told = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
@@ -267,8 +268,8 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
     )
 
 
-def named(most: int) -> str:
-    return f"autoscaled, 1 to {most} prefill + 1 decode"
+def named(most: int, least: int) -> str:
+    return f"autoscaled, {least} to {most} prefill + 1 decode"
 
 
 def streams(bench: Bench) -> None:
@@ -353,6 +354,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--most", type=int, metavar="P", help="prefill workers of the autoscaler [the smallest fixed pool's]"
     )
+    parser.add_argument("--least", type=int, default=1, metavar="P", help="and its fewest [1]")
     parser.add_argument("--since", type=float, default=810.0, metavar="S")
     parser.add_argument("--until", type=float, default=900.0, metavar="S")
     parser.add_argument("--stretch", type=float, default=2.5)

@@ -1,10 +1,11 @@
 """What int8 and fp8 KV cost and bring: CPU time of a decode step's attention, bytes, and how far the logits go.
 
-    python -m loadtest.kv [--model demo/model] [--contexts 2048,4096] [--batches 1,8] [--repeats 15] [--only quality]
+    python -m loadtest.kv [--model demo/model] [--shape SmolLM2-135M] [--contexts 2048,4096] [--batches 1,8]
+                          [--repeats 15] [--only quality]
 
-Speed: the attention calls of one decode step of the shape of SmolLM2-135M (30 layers, 9 heads on 3 of K and V, 64
-elements), one thread, bfloat16; seconds of CPU of each KV dtype in turn, and the least of each. Every layer has pages
-of its own, so they come from memory as in a step.
+Speed: the attention calls of one decode step of a model's shape, one thread, bfloat16; seconds of CPU of each KV dtype
+in turn, and the least of each, with the rate at which it reads. Every layer has pages of its own, so they come from
+memory as in a step.
 
 Quality: the model's logits over text of Python's standard library, windows of 512 tokens through pages, against its own
 in float32 with float32 KV. bfloat16 throughout is the yardstick: that is what everybody accepts.
@@ -36,7 +37,7 @@ from loadtest.stats import in_turn
 Kind = Literal["auto", "int8", "fp8"]
 KINDS: tuple[Kind, ...] = ("auto", "int8", "fp8")
 CPU = torch.device("cpu")
-LAYERS, HEADS, KV_HEADS, DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
+BLOCK_SIZE = 16
 WINDOW, WINDOWS, PROMPT, NEW = 512, 24, 64, 64  # tokens; windows; tokens; tokens
 MODULES = "argparse collections functools itertools json os.path pathlib random shutil statistics string textwrap"
 
@@ -44,14 +45,25 @@ MODULES = "argparse collections functools itertools json os.path pathlib random 
 # ---- speed
 
 
-def decode_attention(kind: Kind, batch: int, context: int) -> tuple[Callable[[], float], int]:
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+SHAPES = {"SmolLM2-135M": Shape(30, 9, 3, 64), "Qwen3-0.6B": Shape(28, 16, 8, 128)}
+
+
+def decode_attention(shape: Shape, kind: Kind, batch: int, context: int) -> tuple[Callable[[], float], int]:
     """A function that attends once in every layer and returns its seconds of CPU; and the bytes of a token."""
     kept, dtype = element_dtype(kind), torch.bfloat16
-    fact = CallFacts(KV_HEADS, HEADS, DIM, DIM, Full(), None, False, DIM**-0.5)
+    fact = CallFacts(shape.kv_heads, shape.heads, shape.dim, shape.dim, Full(), None, False, shape.dim**-0.5)
     blocks = batch * -(-context // BLOCK_SIZE)
-    pages = Pages(layout_of([fact] * LAYERS, BLOCK_SIZE, dtype, "", kept), blocks, CPU)
-    new = torch.randn(blocks, BLOCK_SIZE, KV_HEADS, DIM).to(dtype)
-    for call in range(LAYERS):
+    pages = Pages(layout_of([fact] * shape.layers, BLOCK_SIZE, dtype, "", kept), blocks, CPU)
+    new = torch.randn(blocks, BLOCK_SIZE, shape.kv_heads, shape.dim).to(dtype)
+    for call in range(shape.layers):
         for values, scales in ((pages.k, pages.k_scales), (pages.v, pages.v_scales)):
             into, factors = values(call), scales(call)
             if factors is None or kept is None:
@@ -64,12 +76,12 @@ def decode_attention(kind: Kind, batch: int, context: int) -> tuple[Callable[[],
     table = torch.tensor(ids, dtype=torch.int32).view(batch, -1)
     starts = torch.arange(batch + 1, dtype=torch.int32)
     lengths = torch.full((batch,), context, dtype=torch.int32)
-    query = torch.randn(batch, HEADS, DIM).to(dtype)
+    query = torch.randn(batch, shape.heads, shape.dim).to(dtype)
     out = torch.empty_like(query)
 
     def run() -> float:
         start = thread_time()
-        for call in range(LAYERS):
+        for call in range(shape.layers):
             torch.ops.tandem.attend.default(
                 *(out, query, pages.k(call), pages.v(call), starts, lengths, table, 0, 0, fact.scaling, None, None),
                 *(pages.k_scales(call), pages.v_scales(call)),
@@ -79,7 +91,7 @@ def decode_attention(kind: Kind, batch: int, context: int) -> tuple[Callable[[],
     return run, pages.block_bytes // BLOCK_SIZE
 
 
-def speed(batches: list[int], contexts: list[int], repeats: int) -> None:
+def speed(shape: Shape, batches: list[int], contexts: list[int], repeats: int) -> None:
     if kernels.serving(CPU) == kernels.REFERENCE:
         raise SystemExit("needs the compiled operators: python -m engine.kernels.build")
     print("| batch | context | bfloat16 | int8 | fp8 |\n|---|---|---|---|---|")
@@ -88,9 +100,13 @@ def speed(batches: list[int], contexts: list[int], repeats: int) -> None:
         for context in contexts:
             sides: dict[str, Callable[[], float]] = {}
             for kind in KINDS:
-                sides[kind], size[kind] = decode_attention(kind, batch, context)
+                sides[kind], size[kind] = decode_attention(shape, kind, batch, context)
             least = {kind: min(found) for kind, found in in_turn(sides, repeats).items()}
-            cells = [f"{least[kind] * 1e3:.2f} ms ({least[kind] / least['auto']:.2f})" for kind in KINDS]
+            cells = [
+                f"{least[kind] * 1e3:.2f} ms ({least[kind] / least['auto']:.2f},"
+                f" {batch * context * size[kind] / least[kind] / 1e9:.1f} GB/s)"
+                for kind in KINDS
+            ]
             print(f"| {batch} | {context:,} | {' | '.join(cells)} |", flush=True)
     cells = [f"{size[kind]:,} B ({size[kind] / size['auto']:.3f})" for kind in KINDS]
     print(f"| | a token's KV | {' | '.join(cells)} |\n")
@@ -195,6 +211,7 @@ def quality(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("demo/model"))
+    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M", help="of the speed")
     parser.add_argument("--contexts", default="2048,4096")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--repeats", type=int, default=15)
@@ -202,7 +219,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if "speed" in given.only:
-        speed([int(n) for n in given.batches.split(",")], [int(n) for n in given.contexts.split(",")], given.repeats)
+        batches, contexts = ([int(n) for n in one.split(",")] for one in (given.batches, given.contexts))
+        speed(SHAPES[given.shape], batches, contexts, given.repeats)
     if "quality" in given.only:
         quality(given.model)
 

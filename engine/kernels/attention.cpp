@@ -387,41 +387,35 @@ auto column_of(__m512i words) {
 }
 
 // What keys_panel and logits_of do, with the same bits: so few rows are multiplied as soon as a part of K is turned, which
-// is then never written anywhere. Of very few, two parts at a time: a sum waits for the one before it.
+// is then never written anywhere.
 template <typename D, typename T, int R = ROWS>
 void logits_from(int64_t rows, const Rows<T>& keys, const typename D::X* x, int64_t stride, float* out, int64_t room) {
   if (rows < R) {
     if constexpr (R > 1) logits_from<D, T, R - 1>(rows, keys, x, stride, out, room);
     return;
   }
-  constexpr int PARTS = 1;
   const int64_t words = (keys.dim + D::GROUP - 1) / D::GROUP;
-  for (int64_t t = 0; t < KEYS; t += PARTS * LANES) {
-    Vec sums[PARTS][R];
-    for (int part = 0; part < PARTS; ++part)
-      for (int r = 0; r < R; ++r) sums[part][r] = Vec(0.0f);
+  for (int64_t t = 0; t < KEYS; t += LANES) {
+    Vec sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = Vec(0.0f);
     for (int64_t word = 0; word < words; word += LANES) {
       const int64_t at = word * D::GROUP, count = std::min<int64_t>(LANES * D::GROUP, keys.dim - at);
-      for (int part = 0; part < PARTS; ++part) {
-        __m512i in[LANES];
-        for (int i = 0; i < LANES; ++i) {
-          in[i] = words_of<typename D::W>(keys.here[t + part * LANES + i], at, count);
-          keys.fetch_line(t + part * LANES + i, at);
-        }
-        transpose(in);
-        const auto add = [&](int i) {
-          for (int r = 0; r < R; ++r)
-            sums[part][r] =
-                D::dot(D::spread(x + r * stride + at + i * D::GROUP, D::GROUP), column_of<D>(in[i]), sums[part][r]);
-        };
-        if (words - word >= LANES)
-          for (int i = 0; i < LANES; ++i) add(i);
-        else
-          for (int i = 0; i < words - word; ++i) add(i);
+      __m512i in[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        in[i] = words_of<typename D::W>(keys.here[t + i], at, count);
+        keys.fetch_line(t + i, at);
       }
+      transpose(in);
+      const auto add = [&](int i) {
+        for (int r = 0; r < R; ++r)
+          sums[r] = D::dot(D::spread(x + r * stride + at + i * D::GROUP, D::GROUP), column_of<D>(in[i]), sums[r]);
+      };
+      if (words - word >= LANES)
+        for (int i = 0; i < LANES; ++i) add(i);
+      else
+        for (int i = 0; i < words - word; ++i) add(i);
     }
-    for (int part = 0; part < PARTS; ++part)
-      for (int r = 0; r < R; ++r) sums[part][r].store(out + r * room + t + part * LANES);
+    for (int r = 0; r < R; ++r) sums[r].store(out + r * room + t);
   }
 }
 
