@@ -2,16 +2,14 @@
 LOADTEST_DEVICE says, however fast this machine has computed it. All else is real: tokens, KV, transfers, scheduling.
 
 For measurements alone, of several workers on fewer cores: what they do at the same time must fit on the cores, so that
-each is as fast as if it had one. A step that this machine needs longer for takes longer. Who starts gives way to those
-who serve, for on a cluster it would have cores of its own; so a start takes longer here than it would there.
+each is as fast as if it had one. A step that this machine needs longer for takes longer.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,6 @@ if TYPE_CHECKING:  # a router is started by this as well, and loads no torch
 
 LAUNCHER = "loadtest.slow:start"
 VARIABLE = "LOADTEST_DEVICE"
-GIVES_WAY = 10  # nice, while it starts
 
 
 @dataclass(frozen=True)
@@ -66,34 +63,11 @@ async def start(
     role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineLoop | None = None
 ) -> Service:
     """As services.launch.start. An engine that was released is slow already."""
-    if engine is not None or role == "router":
-        given: dict[str, Any] = {} if engine is None else {"engine": engine}
-        return await launch.start(role, settings, worker_id, say, **given)
-    with giving_way():
+    if role != "router" and engine is None:
         from services.worker import load_engine
 
         engine = await load_engine(settings, say)
         device = Device(**json.loads(os.environ[VARIABLE]))
         await engine.call(lambda: slow_down(engine.engine, device))
-        return await launch.start(role, settings, worker_id, say, engine=engine)
-
-
-@contextmanager
-def giving_way() -> Iterator[None]:
-    """All threads of this process, those too that begin meanwhile, get the cores last. Only root may take that back, so
-    only root does it."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    allowed = os.geteuid() == 0
-    try:
-        if allowed:
-            _all_threads(before + GIVES_WAY)
-        yield
-    finally:
-        if allowed:
-            _all_threads(before)
-
-
-def _all_threads(nice: int) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+    given: dict[str, Any] = {} if engine is None else {"engine": engine}
+    return await launch.start(role, settings, worker_id, say, **given)
