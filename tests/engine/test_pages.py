@@ -51,6 +51,23 @@ def test_shapes_and_alignment() -> None:
     assert pages.device_id == 0
 
 
+def test_the_version_says_where_each_element_lies() -> None:
+    """K and V of a call are `[heads, block_size, dim]` in layout 3. Who moves an element gives the layout another
+    version: two workers that only agree on the sizes would read each other's KV wrong."""
+    assert LAYOUT.version == 3
+    pages = Pages(LAYOUT, 2, CPU)
+    for call, fact in enumerate(FACTS):
+        for view, offset, dim in (
+            (pages.k(call), LAYOUT.calls[call].k_offset, fact.k_dim),
+            (pages.v(call), LAYOUT.calls[call].v_offset, fact.v_dim),
+        ):
+            for token in range(LAYOUT.block_size):
+                for head in range(fact.kv_heads):
+                    place = pages.block_bytes + offset + (head * LAYOUT.block_size + token) * dim * 2
+                    assert view[1, token, head].data_ptr() == pages.base_address + place
+                    assert view.stride(3) == 1
+
+
 def test_block_view_is_the_memory_itself() -> None:
     """A transfer that writes through the view is seen by attention, without a copy."""
     pages = Pages(LAYOUT, 2, CPU)

@@ -193,11 +193,11 @@ def test_of_two_that_start_at_once_one_writes(
 
     class Slow(Maker):
         def __call__(self) -> Iterable[torch.Tensor]:
-            self.times += 1
-            assert both.wait(10)
-            if not locked:
+            if locked:
+                assert both.wait(10)
+            else:
                 together.wait(10)
-            return PARTS
+            return super().__call__()
 
     monkeypatch.setattr(weight_cache, "FileLock", lock)
     if not locked:  # two writers of one process would have the same name
