@@ -210,32 +210,37 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
   if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
 }
 
-// A panel is PANEL columns side by side, as [k / GROUP][PANEL][GROUP]: each sum goes along k in order, in a lane of its own.
-constexpr int64_t PANEL = COLS * LANES;
-constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
+// A panel is C vectors of columns side by side, as [k / GROUP][C * LANES][GROUP]: each sum goes along k in order, in a lane
+// of its own.
 
 // What is read into the cache while a panel is in work: with one pass over the panel the bytes that come soon (SOON), with
-// several passes each its share of the panel behind it (LATER).
-enum class Fetch { NOTHING, SOON, LATER };
+// several passes the panel behind it, MOST of it in the first and the REST in the second.
+enum class Fetch { NOTHING, SOON, MOST, REST };
 
-// sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline: the
-// sums are to stay in registers.
-template <typename D, int R, Fetch FETCH>
+// Bytes between what is in work and what is on its way from memory, with R rows. One or two rows keep pace with the
+// processor's own reading ahead, which a fetch from far off only disturbs; more rows fall behind it, and then the bytes must
+// have been asked for long before: measured, docs/performance.md.
+template <int R>
+constexpr int64_t SOON_BYTES = R < 3 ? 2048 : 6144;
+
+// sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline: the sums are to stay in registers.
+template <typename D, int R, Fetch FETCH, int C>
 [[gnu::always_inline]] inline void add_panel(const typename D::X* x, int64_t stride, int64_t k,
-                                             const typename D::W* panel, const char* later, Vec (&sums)[R][COLS]) {
+                                             const typename D::W* panel, const char* later, Vec (&sums)[R][C]) {
   const auto step = [&](int64_t group, int64_t count) {
-    const typename D::W* at = panel + group * PANEL * D::GROUP;
-    decltype(D::get(panel)) w[COLS];
-    for (int c = 0; c < COLS; ++c) {
+    const typename D::W* at = panel + group * C * LANES * D::GROUP;
+    decltype(D::get(panel)) w[C];
+    for (int c = 0; c < C; ++c) {
       w[c] = D::get(at + c * LANES * D::GROUP);
       if constexpr (FETCH == Fetch::SOON)
-        __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + STREAM, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(at + c * LANES * D::GROUP) + SOON_BYTES<R>, 0, 2);
     }
-    if constexpr (FETCH == Fetch::LATER)
-      for (int line = 0; line < COLS / 2; ++line, later += LINE) __builtin_prefetch(later, 0, 2);
+    if constexpr (FETCH == Fetch::MOST || FETCH == Fetch::REST)
+      for (int line = 0; line < (FETCH == Fetch::MOST ? C - C / 2 : C / 2); ++line, later += LINE)
+        __builtin_prefetch(later, 0, 2);
     for (int r = 0; r < R; ++r) {
       const auto value = D::spread(x + r * stride + group * D::GROUP, count);
-      for (int c = 0; c < COLS; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
+      for (int c = 0; c < C; ++c) sums[r][c] = D::dot(value, w[c], sums[r][c]);
     }
   };
   const int64_t whole = k / D::GROUP;

@@ -25,6 +25,7 @@ using at::Tensor;
 constexpr int64_t NARROW = 16, WIDE = 64;
 constexpr int64_t CHUNK = 16 * ROWS;  // rows of one task at most
 constexpr int FOUR = 4;
+constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
 static_assert(NARROW % LANES == 0 && WIDE % (FOUR * LANES) == 0);
 
 // out[r] = sum over t of p[r][t] * w[t], for R rows and W vectors of columns; every U-th t goes into a sum of its own.

@@ -115,6 +115,15 @@ namespace {
 
 // ---- linear layers
 
+// A tile is as high as eight streams, so that a decode step of theirs passes over each weight once.
+constexpr int COLUMNS = 3;  // vectors of a tile
+#ifdef CPU_CAPABILITY_AVX512
+constexpr int HEIGHT = 8;  // rows of a tile at most: 24 sums, 3 columns and a row fit into 32 registers
+#else
+constexpr int HEIGHT = 4;  // 12, 3 and a row into 16
+#endif
+constexpr int64_t PANEL = COLUMNS * LANES;
+
 // Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up with zeros. A panel
 // is read from front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend
 // on the other rows, nor on how a tile is cut.
@@ -159,11 +168,11 @@ struct Product {
 template <typename D, Fetch FETCH, int R, typename T>
 void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const char* later, const T* bias,
                 const T* beside, T* y, int64_t stride, int64_t columns) {
-  Vec sums[R][COLS];
+  Vec sums[R][COLUMNS];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < COLS; ++c) sums[r][c] = Vec(0.0f);
+    for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Vec(0.0f);
   add_panel<D, R, FETCH>(x, k, k, panel, later, sums);
-  for (int c = 0; c < COLS; ++c) {
+  for (int c = 0; c < COLUMNS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
     Vec add(0.0f);
@@ -178,20 +187,20 @@ void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, c
   }
 }
 
-template <typename D, Fetch FETCH, typename T, int R = ROWS>
+template <typename D, Fetch FETCH, typename T, int R = HEIGHT>
 void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename D::W* panel, const char* later,
                 const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
   if (rows == R) return panel_tile<D, FETCH, R, T>(x, k, panel, later, bias, beside, y, stride, columns);
   if constexpr (R > 1) panel_rows<D, FETCH, T, R - 1>(rows, x, k, panel, later, bias, beside, y, stride, columns);
 }
 
-constexpr int64_t FEW = 2 * ROWS;  // rows with which a product does little but read its weight, panel after panel
+constexpr int64_t FEW = 2 * HEIGHT;  // rows with which a product does little but read its weight, panel after panel
 
 // x [m, k] times weights of so many panels in all: run(panel, from, rows) for each panel and each part of the rows, which
 // are shared out to the threads together.
 template <typename D, typename F>
 void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
-  const int64_t parts = parts_of(m, panels, 4 * ROWS);
+  const int64_t parts = parts_of(m, panels, 4 * HEIGHT);
   const int64_t part = (m + parts - 1) / parts;
   const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (panel_size<D>(k) * static_cast<int64_t>(sizeof(typename D::W)) +
                                                            part * k * static_cast<int64_t>(sizeof(float))));
@@ -212,21 +221,23 @@ void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
 template <typename D, typename T>
 void multiply_panel(const typename D::X* x, int64_t rows, int64_t k, const typename D::W* panel,
                     const typename D::W* later, const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
-  const int64_t tiles = (rows + ROWS - 1) / ROWS, height = (rows + tiles - 1) / tiles;
-  const int64_t bytes = panel_size<D>(k) * sizeof(typename D::W);
+  const int64_t tiles = (rows + HEIGHT - 1) / HEIGHT, height = (rows + tiles - 1) / tiles;
   const char* next = reinterpret_cast<const char*>(later);
-  for (int64_t row = 0; row < rows; row += height, next += bytes / 2) {
-    const auto run = [&](auto fetch) {
-      panel_rows<D, decltype(fetch)::value, T>(std::min(height, rows - row), x + row * k, k, panel, next, bias,
+  const int64_t most = panel_size<D>(k) * sizeof(typename D::W) * (COLUMNS - COLUMNS / 2) / COLUMNS;
+  for (int64_t row = 0; row < rows; row += height) {
+    const auto run = [&](auto fetch, const char* from) {
+      panel_rows<D, decltype(fetch)::value, T>(std::min(height, rows - row), x + row * k, k, panel, from, bias,
                                                beside == nullptr ? nullptr : beside + row * stride, y + row * stride,
                                                stride, columns);
     };
     if (tiles == 1)
-      run(std::integral_constant<Fetch, Fetch::SOON>());
-    else if (row < 2 * height)  // half of the next panel each
-      run(std::integral_constant<Fetch, Fetch::LATER>());
+      run(std::integral_constant<Fetch, Fetch::SOON>(), nullptr);
+    else if (row == 0)
+      run(std::integral_constant<Fetch, Fetch::MOST>(), next);
+    else if (row == height)
+      run(std::integral_constant<Fetch, Fetch::REST>(), next + most);
     else
-      run(std::integral_constant<Fetch, Fetch::NOTHING>());
+      run(std::integral_constant<Fetch, Fetch::NOTHING>(), nullptr);
   }
 }
 
