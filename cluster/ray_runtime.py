@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +52,7 @@ T = TypeVar("T")
 NAMESPACE = "tandem"
 LAUNCHER = "services.launch:start"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
+SPARE = "spare"  # serves as nothing yet
 PLACES = 100_000
 """Of each role on this machine: the custom resources say where a role may run, not how many of it."""
 CONNECT_TIMEOUT_S = 5.0
@@ -62,19 +63,34 @@ END_TIMEOUT_S = 5.0
 
 
 class WorkerActor:
-    """One worker. The process of this actor is the worker's process."""
+    """One worker. The process of this actor is the worker's process. A spare becomes the one that start() names."""
 
     def __init__(self, worker_id: str, settings: Settings, launcher: str) -> None:
         die_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
         self._worker_id = worker_id
         self._settings = settings
         self._launcher = launcher
+        self._preparing: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._stages: list[str] = []
         self._news = asyncio.Event()
         self._told_all = False
 
-    async def start(self) -> Started:
+    async def prepare(self) -> None:
+        """Imports what a worker of a pool needs, beside the event loop."""
+        if self._preparing is None:
+            prepare = importlib.import_module(self._launcher.partition(":")[0]).prepare
+            self._preparing = asyncio.create_task(asyncio.to_thread(prepare))
+        await asyncio.shield(self._preparing)
+
+    async def start(self, worker_id: str) -> Started:
+        if self._worker_id == SPARE:
+            self._worker_id = worker_id
+        if self._worker_id != worker_id:
+            raise InternalError(f"this process serves as {self._worker_id}, not as {worker_id}")
+        return await self._start()
+
+    async def _start(self) -> Started:
         if self._starting is None:
             self._starting = asyncio.create_task(self._launch())
         try:
@@ -89,7 +105,7 @@ class WorkerActor:
             assert self._starting is not None
             self._worker_id, self._stages, self._told_all = worker_id, [], False
             self._starting = asyncio.create_task(self._launch_after(self._starting, grace_s))
-        return await self.start()
+        return await self._start()
 
     async def serves_as(self) -> str:
         return self._worker_id
@@ -98,6 +114,8 @@ class WorkerActor:
         return await self._launch(await (await before).release(grace_s))
 
     async def _launch(self, engine: Any = None) -> Any:
+        if self._preparing is not None:  # two threads must not import the same
+            await asyncio.wait({self._preparing})
         module, _, name = self._launcher.partition(":")
         launch = getattr(importlib.import_module(module), name)
         here = asyncio.get_running_loop()
@@ -138,7 +156,9 @@ class SupervisorActor:
         self._grace_s = settings.drain_grace_s
         self._owner = owner
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
-        self._loop = Supervisor(RayHost(settings, launcher), self._registry, settings.drain_grace_s)
+        self._loop = Supervisor(
+            RayHost(settings, launcher), self._registry, settings.drain_grace_s, spares=settings.spares
+        )
         self._scaling: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
 
@@ -184,8 +204,30 @@ class RayHost:
         self._settings = settings
         self._launcher = launcher
         self._prefix = _worker_prefix(settings.cluster)
+        self._spares: dict[RayLife, asyncio.Task[None]] = {}
 
     def create(self, worker_id: str) -> Life:
+        if role_of(worker_id) in POOLS:
+            for spare, prepared in self._spares.items():
+                if spare.placed and not (prepared.done() and prepared.exception()):
+                    del self._spares[spare]
+                    spare.become(worker_id)
+                    return spare
+        return self._create(worker_id, [role_of(worker_id)])
+
+    def keep_spares(self, count: int) -> None:
+        for spare, prepared in list(self._spares.items()):
+            if len(self._spares) > count or (prepared.done() and prepared.exception()):
+                del self._spares[spare]
+                prepared.cancel()
+                spare.kill()
+        while len(self._spares) < count:  # where a worker of either pool may run
+            self._prepare(self._create(SPARE, POOLS))
+
+    def _prepare(self, spare: RayLife) -> None:
+        self._spares[spare] = asyncio.create_task(spare.prepare(), name="spare")
+
+    def _create(self, worker_id: str, resources: Iterable[str]) -> RayLife:
         # The name tells lives apart: a dead actor's name is free only when Ray has noticed.
         name = f"{self._prefix}{worker_id}/{secrets.token_hex(4)}"
         actor = ray.remote(WorkerActor).options(
@@ -193,7 +235,7 @@ class RayHost:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            resources={role_of(worker_id): 1},
+            resources=dict.fromkeys(resources, 1),
             max_restarts=0,  # the supervisor starts a new life in a new actor
         )
         return RayLife(actor.remote(worker_id, self._settings, self._launcher), worker_id)
@@ -208,7 +250,9 @@ class RayHost:
                 continue
         found: dict[str, Life] = {}
         for worker_id, life in zip(await asyncio.gather(*(one.serves_as() for one in lives)), lives, strict=True):
-            if worker_id in found:  # it did not say what it has become
+            if worker_id == SPARE:  # or it has not said what it has become: prepare() finds out
+                self._prepare(life)
+            elif worker_id in found:  # it did not say what it has become
                 life.kill()
             else:
                 found[worker_id] = life
@@ -221,9 +265,26 @@ class RayLife:
     def __init__(self, actor: Any, worker_id: str) -> None:
         self._actor = actor
         self._worker_id = worker_id
+        self.placed = False  # of a spare: there is such a process, and it has told that it is one
+
+    async def prepare(self) -> None:
+        """Raises an error of the tree when this is no spare, or a dead one."""
+        try:
+            found = await self._call(self._actor.serves_as.remote())
+            if found != SPARE:
+                raise InternalError(f"it serves as {found}")
+            self.placed = True
+            await self._call(self._actor.prepare.remote())
+        except TandemError as error:
+            log.warning("a spare process is of no use: %s", error)
+            raise
+
+    def become(self, worker_id: str) -> None:
+        """start() starts this worker; before, it was a spare."""
+        self._worker_id = worker_id
 
     async def start(self, tell: Callable[[str], None]) -> Started:
-        return await self._told(self._actor.start.remote(), tell)
+        return await self._told(self._actor.start.remote(self._worker_id), tell)
 
     async def turn(self, worker_id: str, grace_s: float, tell: Callable[[str], None]) -> Started:
         self._worker_id = worker_id
@@ -235,6 +296,7 @@ class RayLife:
         try:
             async with asyncio.timeout(WHO_S):
                 self._worker_id = await self._call(self._actor.serves_as.remote())
+            self.placed = self._worker_id == SPARE
         except (TimeoutError, TandemError) as error:
             log.warning("%s does not say what it serves as: %r", self._worker_id, error)
         return self._worker_id

@@ -65,7 +65,11 @@ class Life(Protocol):
 
 
 class Host(Protocol):
-    def create(self, worker_id: str) -> Life: ...
+    def create(self, worker_id: str) -> Life:
+        """A new process, or a spare."""
+
+    def keep_spares(self, count: int) -> None:
+        """Brings the processes that may become a worker of either pool to `count`; they come in their own time."""
 
     async def survivors(self) -> dict[str, Life]:
         """Workers that an earlier life of this supervisor started."""
@@ -109,11 +113,14 @@ class _Worker:
 class Supervisor:
     """Runs from run() to the end of stop()."""
 
-    def __init__(self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic, spares: int = 0
+    ) -> None:
         self._host = host
         self._registry = registry
         self._grace_s = grace_s
         self._clock = clock
+        self._spares = spares
         self._wanted: dict[str, int] = {}
         self._workers: dict[str, _Worker] = {}
         self._backoffs: dict[str, Backoff] = {}
@@ -144,6 +151,7 @@ class Supervisor:
         """Drains everything, routers first so that no new request arrives, and ends run()."""
         self._stopping = True
         self._wake.set()
+        self._host.keep_spares(0)
         deadline = self._clock() + grace_s
         for roles in (("router",), ("decode", "prefill")):
             mine = [worker for worker in list(self._workers.values()) if role_of(worker.worker_id) in roles]
@@ -175,6 +183,8 @@ class Supervisor:
             before = self._workers[worker_id]
             before.phase, before.turned = Phase.STOPPING, True
             self._watch(place, before.life, before)
+        if self._wanted and all(worker.phase is not Phase.STARTING for worker in self._workers.values()):
+            self._host.keep_spares(self._spares)  # a spare must not delay who is needed now
         return todo.retry_at
 
     async def _follow_wanted(self) -> None:
@@ -219,6 +229,7 @@ class Supervisor:
             worker.ready_at = self._clock()
             if worker.phase is Phase.STARTING:
                 worker.phase = Phase.READY
+            self._wake.set()
             await self._tell(Kind.READY, worker)
             await worker.life.wait()
         except TandemError as caught:

@@ -129,9 +129,9 @@ class Bench:
         given = {name: value for name, value in self._given.items() if name != "autoscale_hold_s"}
         return {**given, "prefill": prefill, "decode": decode}
 
-    def scaled(self, prefill: int, decode: int, least: int = 1) -> dict[str, Any]:
+    def scaled(self, prefill: int, decode: int, least: int = 1, spares: int = 0) -> dict[str, Any]:
         """From `least` prefill workers and one decode worker."""
-        limits = {"prefill": least, "prefill_max": prefill, "decode_max": decode}
+        limits = {"prefill": least, "prefill_max": prefill, "decode_max": decode, "spares": spares}
         return {**self._given, "autoscale": "on", **limits}
 
     def run(
@@ -243,7 +243,7 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
     ]
     if given.only == "autoscaled":
-        bench.run(named(given.most, given.least), bench.scaled(given.most, 1, given.least), requests, seconds)
+        bench.run(named(given.most, given.least), bench.scaled(given.most, 1, given.least, given.spares), requests, seconds)
         return
     tried: dict[int, Run] = {}
     size = given.fixed
@@ -258,7 +258,7 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
             size -= 1
     best = min(one for one, run in tried.items() if kept(run, bench.objective))
     most = given.most or best
-    scaled = bench.run(named(most, given.least), bench.scaled(most, 1, given.least), requests, seconds)
+    scaled = bench.run(named(most, given.least), bench.scaled(most, 1, given.least, given.spares), requests, seconds)
     fixed = tried[best]
     share = 1 - scaled.worker_seconds / fixed.worker_seconds
     told = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
@@ -355,6 +355,7 @@ def main(arguments: list[str]) -> int:
         "--most", type=int, metavar="P", help="prefill workers of the autoscaler [the smallest fixed pool's]"
     )
     parser.add_argument("--least", type=int, default=1, metavar="P", help="and its fewest [1]")
+    parser.add_argument("--spares", type=int, default=0, metavar="N", help="processes that wait for the autoscaler [0]")
     parser.add_argument("--since", type=float, default=810.0, metavar="S")
     parser.add_argument("--until", type=float, default=900.0, metavar="S")
     parser.add_argument("--stretch", type=float, default=2.5)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from engine.pace import Pace
 from services import launch
-from services.launch import Service
+from services.launch import Service, prepare
 from tandem.settings import Settings
 
 if TYPE_CHECKING:  # a router is started by this as well, and loads no torch
     from engine.engine import Engine, Progress
     from engine.loop import EngineLoop
+
+__all__ = ["LAUNCHER", "Device", "prepare", "slow_down", "start"]
 
 LAUNCHER = "loadtest.slow:start"
 VARIABLE = "LOADTEST_DEVICE"

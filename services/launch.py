@@ -53,6 +53,12 @@ class Service(Protocol):
         ...
 
 
+def prepare() -> None:
+    """Imports what a worker of either pool needs, so that its `start` finds it done."""
+    for role in ("decode", "prefill"):
+        importlib.import_module(_MODULES[role])
+
+
 async def start(
     role: str,
     settings: Settings,

@@ -40,6 +40,9 @@ class Settings(BaseSettings):
     """Most decode workers, with autoscale; `decode` is the least. Absent: always as many as `decode`."""
     autoscale_hold_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """A pool shrinks when fewer workers were enough for so long."""
+    spares: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes that have imported everything and wait to become a worker of either pool: one that dies, or that the
+    autoscaler wants, is there seconds sooner. Each takes the memory of its libraries; it has no model and no device."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"

@@ -1,7 +1,8 @@
 """A service with a port and a heartbeat and nothing else, for tests of the processes around it.
 
 The environment makes it misbehave: FAKE_REFUSE names a role that refuses to start, FAKE_CRASH one whose process ends
-itself while starting, FAKE_BUSY one that uses its whole grace to stop.
+itself while starting, FAKE_BUSY one that uses its whole grace to stop. A prepared spare leaves a file in the folder
+FAKE_SPARES, named by the number of its process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from tandem.errors import CheckpointRefused
@@ -80,6 +82,10 @@ class FakeService:
             blocks_total=1000,
             prompt_rate=1000.0,
         )
+
+
+def prepare() -> None:
+    Path(os.environ["FAKE_SPARES"], str(os.getpid())).touch()
 
 
 async def start(

@@ -16,6 +16,8 @@ SOON_S = 10.0
 class FakeLife:
     def __init__(self, refuse: bool) -> None:
         self._refuse = refuse
+        self.loaded = asyncio.Event()  # what start() waits for
+        self.loaded.set()
         self.drained = asyncio.Event()  # what turn() waits for
         self.drained.set()
         self.killed = False
@@ -24,6 +26,7 @@ class FakeLife:
 
     async def start(self, tell: Callable[[str], None]) -> Started:
         tell("weights read")
+        await self.loaded.wait()
         if self._refuse:
             raise CheckpointRefused("no such model")
         return Started("127.0.0.1:1", 1, f"{id(self):x}", turns=True)
@@ -65,14 +68,30 @@ class FakeLife:
 
 
 class FakeHost:
-    def __init__(self, *, refuse: bool = False, survivors: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, refuse: bool = False, survivors: tuple[str, ...] = (), slow: tuple[str, ...] = ()) -> None:
+        self._slow = slow  # whoever starts only when the test says so
         self.lives: dict[str, FakeLife] = {}
+        self.spares: list[int] = []  # how many were asked for, each time
+        self._asked = asyncio.Event()
         self._refuse = refuse
         self._survivors = survivors
 
     def create(self, worker_id: str) -> Life:
         self.lives[worker_id] = FakeLife(self._refuse)
+        if worker_id in self._slow:
+            self.lives[worker_id].loaded.clear()
         return self.lives[worker_id]
+
+    def keep_spares(self, count: int) -> None:
+        self.spares.append(count)
+        self._asked.set()
+
+    async def asked(self, times: int) -> None:
+        """Until it was asked for spares so often."""
+        async with asyncio.timeout(SOON_S):
+            while len(self.spares) < times:
+                self._asked.clear()
+                await self._asked.wait()
 
     async def survivors(self) -> dict[str, Life]:
         return {worker_id: self.create(worker_id) for worker_id in self._survivors}
@@ -98,9 +117,11 @@ class Watch:
 
 
 @asynccontextmanager
-async def supervised(host: FakeHost, registry: Registry, **wanted: int) -> AsyncIterator[tuple[Supervisor, Watch]]:
+async def supervised(
+    host: FakeHost, registry: Registry, spares: int = 0, **wanted: int
+) -> AsyncIterator[tuple[Supervisor, Watch]]:
     await registry.want(wanted)
-    supervisor = Supervisor(host, registry, grace_s=7.0)
+    supervisor = Supervisor(host, registry, grace_s=7.0, spares=spares)
     running = asyncio.create_task(supervisor.run())
     yield supervisor, Watch(supervisor)
     async with asyncio.timeout(SOON_S):
@@ -122,6 +143,29 @@ async def test_what_is_wanted_is_started(registry: Registry) -> None:
         for worker_id in ("router-0", "decode-0", "decode-1"):
             await watch.until(Kind.STARTING, worker_id)
     assert set(host.lives) == {"router-0", "decode-0", "decode-1"}
+
+
+async def test_spares_come_when_nobody_starts_and_go_at_the_end(registry: Registry) -> None:
+    """A process for later does not take the cores from one that is wanted now."""
+    host = FakeHost(slow=("decode-0", "decode-1"))
+    async with supervised(host, registry, spares=2, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        assert host.spares == []
+        host.lives["decode-0"].loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        await host.asked(1)
+        await registry.want({"decode": 2})
+        await watch.until(Kind.LOADING, "decode-1")
+        before = len(host.spares)
+        host.lives["decode-0"].kill()  # which wakes the supervisor while decode-1 starts
+        await watch.until(Kind.LOADING, "decode-0")
+        assert len(host.spares) == before
+        for life in host.lives.values():
+            life.loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        await host.asked(before + 1)
+    assert set(host.spares[:-1]) == {2}
+    assert host.spares[-1] == 0
 
 
 async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: Registry) -> None:

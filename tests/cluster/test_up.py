@@ -218,6 +218,42 @@ def test_stop_leaves_nothing_behind(cluster: Cluster, strangers: set[psutil.Proc
     assert shared_memory() == set()
 
 
+def test_a_spare_becomes_the_worker_that_is_missing(
+    strangers: set[psutil.Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A new worker is a process that was prepared before; the next spare comes afterwards, and a restarted supervisor
+    knows it. One that is dead when it is needed is replaced. At the end none is left."""
+    monkeypatch.setenv("FAKE_SPARES", str(tmp_path))
+    known: set[int] = set()
+
+    def prepared() -> int:
+        """The process of a spare that was not there before."""
+        deadline = time.monotonic() + SOON_S
+        while not (found := {int(path.name) for path in tmp_path.iterdir()} - known):
+            assert time.monotonic() < deadline
+            cluster.events(timeout_s=0.1)
+        known.update(found)
+        assert len(found) == 1
+        return found.pop()
+
+    before = set(psutil.Process().children(recursive=True))
+    with Cluster(settings(spares=1, cluster="spares"), launcher=LAUNCHER, start_timeout_s=START_S) as cluster:
+        first = prepared()
+        want(cluster, decode=2)
+        assert pid(until(cluster, lambda seen: "decode-1" in seen)["decode-1"]) == first
+        second = prepared()
+        kill_supervisor()
+        want(cluster, decode=3)
+        assert pid(until(cluster, lambda seen: "decode-2" in seen)["decode-2"]) == second
+        third = prepared()
+        psutil.Process(third).kill()
+        want(cluster, decode=4)
+        assert pid(until(cluster, lambda seen: "decode-3" in seen)["decode-3"]) not in known
+        fourth = prepared()
+    assert not psutil.pid_exists(fourth)
+    assert not set(psutil.Process().children(recursive=True)) - before - strangers
+
+
 def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tandem up` says what the worker said, does not wait for its timeout, and leaves nothing."""
     monkeypatch.setenv("FAKE_REFUSE", "decode")

@@ -28,7 +28,7 @@ OWN = {
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
     *("redis", "ray_address", "logs", "transport"),
     # Here an HPA or KEDA sizes the pools.
-    *("autoscale", "prefill_max", "decode_max", "autoscale_hold_s"),
+    *("autoscale", "prefill_max", "decode_max", "autoscale_hold_s", "spares"),
 }
 # Which every role has a value of its own for.
 OF_A_ROLE = ("drain_grace_s",)
