@@ -26,7 +26,7 @@ from engine.blocks import BlockPool
 from engine.grammar import Filling, Grammars, Masks
 from engine.graphs import Capture, Decode, Uncapturable
 from engine.model import Model
-from engine.pace import Pace
+from engine.pace import PROMPTS_S, Pace
 from engine.pages import Pages
 from engine.sampling import Logprob, choose, logprobs
 from engine.scheduler import Chunk, Scheduler
@@ -78,6 +78,7 @@ class Engine:
         self.generates = generates
         self.pace = pace or Pace()
         self.stretch = stretch
+        self.alone_s = PROMPTS_S  # of a step without streams; whoever serves with this engine may want it shorter
         self.speculation = speculation
         self.pool = BlockPool(num_blocks, block_size)
         self.pages: Pages = model.allocate(num_blocks + spare_block, block_size)
@@ -155,7 +156,7 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One packed forward over whatever is most useful now. Empty when nothing could run."""
-        plan = self.scheduler.plan(self._beside, self.pace.prompt_tokens_alone())
+        plan = self.scheduler.plan(self._beside, self.pace.prompt_tokens_alone(self.alone_s))
         if not plan:
             return []
         self.streams = sum(chunk.tokens == 1 for chunk in plan)

@@ -14,7 +14,7 @@ from tandem.line import WEIGHT, Line
 
 LEAST_TOKENS = 8  # a step with fewer prompt tokens says nothing about their rate, and moves no prompt
 MANY = 8  # streams: what a step says is shared out to the first two numbers equally when it had one more than that
-PROMPTS_S = 0.25  # seconds of a step without streams: so long must wait who comes in the middle of it
+PROMPTS_S = 0.25  # seconds of a step without streams, at most: so long must wait who comes in the middle of it
 WORTHWHILE = 64  # tokens that a step of prompts has at least: with fewer, reading the weights is most of its work
 
 
@@ -53,6 +53,6 @@ class Pace:
         left = stretch * self.step_s - self.without_prompts(streams)
         return max(LEAST_TOKENS, int(left * self.prompt_rate))
 
-    def prompt_tokens_alone(self) -> int | None:
-        """Prompt tokens of a step without streams; None while nothing is known."""
-        return max(WORTHWHILE, int(PROMPTS_S * self.prompt_rate)) if self.prompt_rate else None
+    def prompt_tokens_alone(self, seconds: float = PROMPTS_S) -> int | None:
+        """Prompt tokens of a step without streams of so many seconds; None while nothing is known."""
+        return max(WORTHWHILE, int(seconds * self.prompt_rate)) if self.prompt_rate else None

@@ -2,12 +2,14 @@
 
     python -m loadtest.burst --trace azure2023_code_min00-30.csv.gz [--json FILE]
                              [--only burst|autoscaled|streams] [--fixed P] [--least P] [--most P]
+                             [--spares N]
 
 burst    The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and
          its lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until
          the smallest is known that keeps the objective; a load that has missed it already is ended early. Then the
          autoscaler, from --least prefill workers up to --most or that size. Compared are worker-seconds: how long
-         processes of workers existed while the load came, starting and draining included.
+         processes of workers existed while the load came, starting and draining included; --spares, which wait without
+         a model or a device, are not counted.
 streams  Long answers, then long prompts, then little: decode goes from 1 to 3 workers and back, which lends two to
          prefill. Nothing may fail, and answers must be what is said to the same prompts when all is over.
 
@@ -171,14 +173,20 @@ class Bench:
         thread = threading.Thread(target=drive, name="load", daemon=True)
         began = monotonic()
         known = set(cluster.workers)
+        alive = {one for one in known if role_of(one) != "router"}
         thread.start()
         while thread.is_alive():
             now = monotonic() - began
-            run.sizes.append((now, _workers()))
+            # Among the processes are spares, and who turns lives under two names: neither is one worker more.
+            run.sizes.append((now, min(_workers(), len(alive))))
             run.cores.append(psutil.cpu_percent() / 100 * (os.cpu_count() or 1))
             for event in cluster.events(LOOK_S):
                 if event.kind is Kind.LOADING and "with the weights" in event.text:
                     run.flips += 1
+                if event.kind is Kind.STARTING:
+                    alive.add(event.worker_id)
+                elif event.kind in (Kind.STOPPED, Kind.DIED, Kind.FAILED):
+                    alive.discard(event.worker_id)
                 if event.kind in (Kind.READY, Kind.STARTING, Kind.STOPPED, Kind.DIED, Kind.FAILED):
                     run.events.append((monotonic() - began, f"{event.worker_id} {event.kind}"))
                     say(f"  {monotonic() - began:6.1f} s  {event.worker_id} {event.kind}")
@@ -243,7 +251,8 @@ def burst(bench: Bench, given: argparse.Namespace) -> None:
         f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
     ]
     if given.only == "autoscaled":
-        bench.run(named(given.most, given.least), bench.scaled(given.most, 1, given.least, given.spares), requests, seconds)
+        sizes = bench.scaled(given.most, 1, given.least, given.spares)
+        bench.run(named(given.most, given.least), sizes, requests, seconds)
         return
     tried: dict[int, Run] = {}
     size = given.fixed

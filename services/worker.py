@@ -19,6 +19,7 @@ from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from engine.build import build_engine
 from engine.engine import Engine
 from engine.loop import EngineLoop
+from engine.pace import PROMPTS_S
 from engine.pages import Pages
 from kvtransfer.blocks import Region
 from kvtransfer.transport import make_transport
@@ -47,6 +48,7 @@ class Worker:
         self.incarnation = secrets.token_hex(8)
         self.loop = engine
         self.engine = engine.engine
+        self.engine.alone_s = alone_s(role, settings)
         self.turns = self.engine.generates  # may become a worker of the other pool
         self.layout = self.engine.pages.layout
         self.weight_bytes = self.engine.model.weight_bytes
@@ -291,6 +293,14 @@ async def load_engine(settings: Settings, say: Callable[[str], None], *, generat
     loop = EngineLoop(functools.partial(build_engine, settings, say, generates=generates))
     await loop.built()
     return loop
+
+
+def alone_s(role: str, settings: Settings) -> float:
+    """Seconds of an engine's step without streams. KV may reach a decode worker in the middle of it, and then its
+    stream waits for the rest, and for a step of its own: each may take half of the objective of the next token."""
+    if role == "decode" and settings.prefills and settings.slo_tpot_s is not None:
+        return min(PROMPTS_S, settings.slo_tpot_s / 2)
+    return PROMPTS_S
 
 
 def region_of(engine: Engine) -> Region:

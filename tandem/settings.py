@@ -187,8 +187,12 @@ class Settings(BaseSettings):
     @property
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
-        beside = self.prefill or (self.autoscale == "on" and self.prefill_max)
-        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if beside else STRETCH_ALONE)
+        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.prefills else STRETCH_ALONE)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether there may be prefill workers."""
+        return bool(self.prefill or (self.autoscale == "on" and self.prefill_max))
 
     @property
     def flips(self) -> bool:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from engine.build import _dtype
+from engine.pace import PROMPTS_S
+from services.worker import alone_s
 from tandem.settings import STRETCH_ALONE, STRETCH_BESIDE_PREFILL, Settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
@@ -21,6 +23,17 @@ def test_streams_wait_longer_for_prompts_only_where_these_have_no_other_place() 
         assert Settings(model="m", prefill=prefill).stretch == default
         assert Settings(model="m", prefill=prefill, stream_stretch=1.0).stretch == 1.0
     assert STRETCH_BESIDE_PREFILL < STRETCH_ALONE
+
+
+def test_a_stream_whose_kv_arrives_in_the_middle_of_a_prompt_waits_at_most_half_of_its_objective() -> None:
+    """For the step to end. Without prefill workers no KV arrives, and a prefill worker has no streams."""
+
+    def seconds(role: str, prefill: int, tpot_s: float | None) -> float:
+        return alone_s(role, Settings(model="m", prefill=prefill, slo_tpot_s=tpot_s))
+
+    assert seconds("decode", 1, 0.2) == 0.1
+    assert {seconds("decode", 0, 0.2), seconds("prefill", 1, 0.2)} == {PROMPTS_S}
+    assert {seconds("decode", 1, None), seconds("decode", 1, 10.0)} == {PROMPTS_S}
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,10 @@ def test_a_step_with_a_prompt_is_as_long_however_many_streams_it_has() -> None:
     assert [pace.prompt_tokens_beside(streams, 2.0) for streams in (1, 5, 9)] == [20, 16, 12]
     assert pace.prompt_tokens_beside(30, 2.0) == LEAST_TOKENS
     assert Pace().prompt_tokens_beside(1, 3.0) == LEAST_TOKENS
+
+
+def test_a_step_without_streams_ends_soon_for_whoever_may_come() -> None:
+    """A quarter of a second of prompts, or less where that is wanted; never so few that all is reading the weights."""
+    pace = Pace(0.020, 0.001, 1000)
+    assert [pace.prompt_tokens_alone(*given) for given in ((), (0.1,), (0.01,))] == [250, 100, 64]
+    assert Pace().prompt_tokens_alone(0.1) is None
