@@ -106,13 +106,20 @@ class Watch:
         self._waiting: list[Event] = []
 
     async def until(self, kind: Kind, worker_id: str) -> Event:
+        return (await self.until_all((kind, worker_id)))[0]
+
+    async def until_all(self, *wanted: tuple[Kind, str]) -> list[Event]:
+        """These events, in whatever order they come."""
+        found: dict[tuple[Kind, str], Event] = {}
         async with asyncio.timeout(SOON_S):
             while True:
                 while self._waiting:
                     event = self._waiting.pop(0)
                     self._after = event.seq
-                    if (event.kind, event.worker_id) == (kind, worker_id):
-                        return event
+                    if (event.kind, event.worker_id) in wanted:
+                        found[event.kind, event.worker_id] = event
+                    if len(found) == len(wanted):
+                        return [found[one] for one in wanted]
                 self._waiting = await self._supervisor.events(self._after)
 
 
@@ -285,7 +292,8 @@ async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Re
         await registry.want({"decode": 1, "prefill": 1})
         await watch.until(Kind.LOADING, "prefill-0")
         life.drained.set()
-        turned = await watch.until(Kind.READY, "prefill-0")
+        # Its old id is free again only when the life under it is over.
+        turned, _ = await watch.until_all((Kind.READY, "prefill-0"), (Kind.STOPPED, "decode-1"))
         assert set(host.lives) == {"decode-0", "decode-1"}
         assert not life.killed
         assert first.started
