@@ -50,7 +50,7 @@ WHO_S = 5.0  # for a worker to say what it serves as
 LAST_STAGES_S = 1.0  # longest wait for what a ready worker still has to tell of its start
 T = TypeVar("T")
 NAMESPACE = "tandem"
-LAUNCHER = "services.launch:start"
+LAUNCHER = "services.launch"  # a module with `prepare` and `start`
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
 SPARE = "spare"  # serves as nothing yet
 PLACES = 100_000
@@ -79,7 +79,7 @@ class WorkerActor:
     async def prepare(self) -> None:
         """Imports what a worker of a pool needs, beside the event loop."""
         if self._preparing is None:
-            prepare = importlib.import_module(self._launcher.partition(":")[0]).prepare
+            prepare = importlib.import_module(self._launcher).prepare
             self._preparing = asyncio.create_task(asyncio.to_thread(prepare))
         await asyncio.shield(self._preparing)
 
@@ -88,9 +88,6 @@ class WorkerActor:
             self._worker_id = worker_id
         if self._worker_id != worker_id:
             raise InternalError(f"this process serves as {self._worker_id}, not as {worker_id}")
-        return await self._start()
-
-    async def _start(self) -> Started:
         if self._starting is None:
             self._starting = asyncio.create_task(self._launch())
         try:
@@ -105,7 +102,7 @@ class WorkerActor:
             assert self._starting is not None
             self._worker_id, self._stages, self._told_all = worker_id, [], False
             self._starting = asyncio.create_task(self._launch_after(self._starting, grace_s))
-        return await self._start()
+        return await self.start(worker_id)
 
     async def serves_as(self) -> str:
         return self._worker_id
@@ -116,8 +113,7 @@ class WorkerActor:
     async def _launch(self, engine: Any = None) -> Any:
         if self._preparing is not None:  # two threads must not import the same
             await asyncio.wait({self._preparing})
-        module, _, name = self._launcher.partition(":")
-        launch = getattr(importlib.import_module(module), name)
+        launch = importlib.import_module(self._launcher).start
         here = asyncio.get_running_loop()
 
         def say(line: str) -> None:  # on any thread
@@ -270,8 +266,7 @@ class RayLife:
     async def prepare(self) -> None:
         """Raises an error of the tree when this is no spare, or a dead one."""
         try:
-            found = await self._call(self._actor.serves_as.remote())
-            if found != SPARE:
+            if not self.placed and (found := await self._call(self._actor.serves_as.remote())) != SPARE:
                 raise InternalError(f"it serves as {found}")
             self.placed = True
             await self._call(self._actor.prepare.remote())

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cluster.ray_runtime import Runtime, SupervisorHandle
 
 START_TIMEOUT_S = 600.0
-DEFAULT_LAUNCHER = "services.launch:start"
+DEFAULT_LAUNCHER = "services.launch"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ports for 0: below those that systems give to outgoing connections, one of which could take a port while it is still
 # unused.
@@ -59,7 +59,7 @@ class _Notice(Enum):
 class Cluster:
     """A running cluster. Start it from a thread that lives as long as the cluster: its processes die with that thread.
 
-    `launcher` is what a worker's process calls (`module:function`); tests put a small service there.
+    `launcher` is the module that starts a worker's service in its process; tests put a small one there.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine import kernels
+from engine.checkpoints import REAL
 from engine.facts import CallFacts, Full
 from engine.model import Model
 from engine.pages import Pages, layout_of
@@ -52,8 +53,13 @@ class Shape:
     kv_heads: int
     dim: int
 
-
-SHAPES = {"SmolLM2-135M": Shape(30, 9, 3, 64), "Qwen3-0.6B": Shape(28, 16, 8, 128)}
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """Of a model in engine.checkpoints."""
+        given = REAL[name]
+        heads = given["num_attention_heads"]
+        dim = given.get("head_dim", given["hidden_size"] // heads)
+        return cls(given["num_hidden_layers"], heads, given["num_key_value_heads"], dim)
 
 
 def decode_attention(shape: Shape, kind: Kind, batch: int, context: int) -> tuple[Callable[[], float], int]:
@@ -211,7 +217,7 @@ def quality(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("demo/model"))
-    parser.add_argument("--shape", choices=SHAPES, default="SmolLM2-135M", help="of the speed")
+    parser.add_argument("--shape", choices=REAL, default="SmolLM2-135M", help="of the speed")
     parser.add_argument("--contexts", default="2048,4096")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--repeats", type=int, default=15)
@@ -220,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if "speed" in given.only:
         batches, contexts = ([int(n) for n in one.split(",")] for one in (given.batches, given.contexts))
-        speed(SHAPES[given.shape], batches, contexts, given.repeats)
+        speed(Shape.of(given.shape), batches, contexts, given.repeats)
     if "quality" in given.only:
         quality(given.model)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a router is started by this as well, and loads no torch
 
 __all__ = ["LAUNCHER", "Device", "prepare", "slow_down", "start"]
 
-LAUNCHER = "loadtest.slow:start"
+LAUNCHER = "loadtest.slow"
 VARIABLE = "LOADTEST_DEVICE"
 
 

@@ -298,7 +298,7 @@ async def load_engine(settings: Settings, say: Callable[[str], None], *, generat
 def alone_s(role: str, settings: Settings) -> float:
     """Seconds of an engine's step without streams. KV may reach a decode worker in the middle of it, and then its
     stream waits for the rest, and for a step of its own: each may take half of the objective of the next token."""
-    if role == "decode" and settings.prefills and settings.slo_tpot_s is not None:
+    if role == "decode" and settings.disaggregated and settings.slo_tpot_s is not None:
         return min(PROMPTS_S, settings.slo_tpot_s / 2)
     return PROMPTS_S
 

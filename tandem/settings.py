@@ -187,10 +187,10 @@ class Settings(BaseSettings):
     @property
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
-        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.prefills else STRETCH_ALONE)
+        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.disaggregated else STRETCH_ALONE)
 
     @property
-    def prefills(self) -> bool:
+    def disaggregated(self) -> bool:
         """Whether there may be prefill workers."""
         return bool(self.prefill or (self.autoscale == "on" and self.prefill_max))
 

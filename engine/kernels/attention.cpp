@@ -29,7 +29,7 @@ using Fp8 = c10::Float8_e4m3fn;
 // becomes a panel, token by token in the lanes, and every query has its sum along a row of K in a lane of its own. Then the
 // logits of each query become weights, and V becomes panels too, with the elements in the lanes and the sum along the
 // tokens. So every sum has the order of the dimensions or of the positions, whatever the task holds besides.
-constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t PANEL = COLS * LANES;  // columns
 constexpr int64_t KEYS = PANEL;
 constexpr int64_t QUERIES = 8 * ROWS;     // of a task at most
 constexpr int64_t BLOCKS_AHEAD = 4;       // between the block whose scales are read and the one whose are on their way

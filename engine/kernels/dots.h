@@ -217,11 +217,11 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
 // several passes the panel behind it, MOST of it in the first and the REST in the second.
 enum class Fetch { NOTHING, SOON, MOST, REST };
 
-// Bytes between what is in work and what is on its way from memory, with R rows. One or two rows keep pace with the
-// processor's own reading ahead, which a fetch from far off only disturbs; more rows fall behind it, and then the bytes must
-// have been asked for long before: measured, docs/performance.md.
+// Bytes between what is in work and what is on its way from memory, with R rows. Few rows keep pace with the processor's
+// own reading ahead, which a fetch from far off only disturbs; more fall behind it, and then the bytes must have been asked
+// for long before. Measured: docs/performance.md.
 template <int R>
-constexpr int64_t SOON_BYTES = R < 3 ? 2048 : 6144;
+constexpr int64_t SOON_BYTES = R < 6 ? 1536 : 6144;
 
 // sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline: the sums are to stay in registers.
 template <typename D, int R, Fetch FETCH, int C>

@@ -26,7 +26,7 @@ from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
 from tandem.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = "tests.cluster.fake:start"
+LAUNCHER = "tests.cluster.fake"
 START_S = 60.0
 SOON_S = 90.0
 UP = f"""

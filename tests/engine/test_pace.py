@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
+from engine.engine import Engine
+from engine.model import Model
 from engine.pace import LEAST_TOKENS, Pace
+from engine.sequence import Sequence
 
 
 def test_all_numbers_converge_on_a_machine_of_constant_speed() -> None:
@@ -65,3 +71,15 @@ def test_a_step_without_streams_ends_soon_for_whoever_may_come() -> None:
     pace = Pace(0.020, 0.001, 1000)
     assert [pace.prompt_tokens_alone(*given) for given in ((), (0.1,), (0.01,))] == [250, 100, 64]
     assert Pace().prompt_tokens_alone(0.1) is None
+
+
+def test_an_engine_keeps_its_steps_without_streams_as_short_as_it_is_told(checkpoint: Callable[[str], Path]) -> None:
+    """At 1,000 prompt tokens a second, a tenth of a second is 100 tokens."""
+    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+    for seconds, tokens in ((0.1, 100), (0.2, 200)):
+        pace = Pace(0.020, 0.001, 1000)
+        engine = Engine(model, num_blocks=100, block_size=4, token_budget=512, max_running=2, pace=pace)
+        engine.alone_s = seconds
+        engine.add(Sequence(id="long", tokens=[7] * 300, prompt_len=300, limit=310))
+        engine.step()
+        assert engine.prompt_tokens == tokens

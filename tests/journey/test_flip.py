@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.pace import PROMPTS_S
 from services import launch
 from services.worker import Worker
 from tandem.errors import InternalError, PreconditionFailed, StaleTransfer, TandemError, Unavailable
@@ -68,10 +69,10 @@ class Load:
 async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: Any) -> None:
     """A decode worker becomes a prefill worker and a decode worker again while three clients never pause: every answer
     is the one of the undisturbed model, both new lives serve, the weights are the same objects as before, and the books
-    balance afterwards."""
+    balance afterwards. Only as a decode worker does it keep its steps short for streams that may come."""
     prompts = oracle.prompts(tiny, [30, 57, 41, 23, 66])
     expected = [oracle.greedy(tiny, prompt, NEW) for prompt in prompts]
-    async with inside(prefill=1, decode=2, transport="nixl") as cluster:
+    async with inside(prefill=1, decode=2, transport="nixl", slo_tpot_s=0.4) as cluster:
         load = Load(cluster, prompts)
         clients = [asyncio.create_task(load.client(number)) for number in range(3)]
         await load.until_seen("prefill-0", "decode-0", "decode-1")
@@ -80,8 +81,10 @@ async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: 
         await load.until_seen("prefill-1")
         assert before.incarnation != after.incarnation
         assert after.engine.model.module is module
+        assert after.engine.alone_s == PROMPTS_S
         load.seen.clear()
-        await turn(cluster, "prefill-1", "decode-1")
+        _, after = await turn(cluster, "prefill-1", "decode-1")
+        assert after.engine.alone_s == 0.2
         await load.until_seen("decode-1")
         load.stop()
         await asyncio.gather(*clients)
