@@ -19,6 +19,9 @@ from tandem.errors import CheckpointRefused
 from tandem.settings import Settings
 
 
+LAUNCHER = "tests.cluster.fake"
+
+
 class FakeService:
     def __init__(self, role: str, settings: Settings, worker_id: str) -> None:
         assert settings.redis

@@ -18,17 +18,18 @@ import pytest
 from cluster.up import Cluster
 from tandem.errors import SettingsError, Unavailable
 from tandem.settings import Settings
+from tests.cluster.fake import LAUNCHER
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 SOON_S = 20.0
-UP = """
+UP = f"""
 import sys
 from cluster.up import run_forever
 from tandem.errors import TandemError
 from tandem.settings import Settings
 try:
-    sys.exit(run_forever(Settings(model="fake", port=0, ray_address="auto"), launcher="tests.cluster.fake:start"))
+    sys.exit(run_forever(Settings(model="fake", port=0, ray_address="auto"), launcher={LAUNCHER!r}))
 except TandemError as error:
     sys.exit(error.reason)
 """

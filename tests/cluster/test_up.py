@@ -24,9 +24,9 @@ from cluster.registry import Registry
 from cluster.up import Cluster
 from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
 from tandem.settings import Settings
+from tests.cluster.fake import LAUNCHER
 
 ROOT = Path(__file__).parents[2]
-LAUNCHER = "tests.cluster.fake"
 START_S = 60.0
 SOON_S = 90.0
 UP = f"""
