@@ -18,7 +18,6 @@ from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from tandem.errors import CheckpointRefused
 from tandem.settings import Settings
 
-
 LAUNCHER = "tests.cluster.fake"
 
 
