@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class _Stream:
         return (self.at[-1] - self.at[0]) / (self.tokens - 1)
 
 
-class Side:
+class Side(ABC):
     """One way to the worker."""
 
     def __init__(self, address: str, vocab: int, prompt: int) -> None:
@@ -72,9 +73,13 @@ class Side:
     def prompt(self) -> list[int]:
         return random.choices(range(2, self._vocab), k=self._prompt)
 
+    @abstractmethod
     def events(self, max_tokens: int) -> AsyncIterator[int]:
         """The number of tokens of each message that has some."""
-        raise NotImplementedError
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """What goes with the next request."""
+        return ()
 
     async def stream(self, max_tokens: int) -> _Stream:
         stream = _Stream()
@@ -89,7 +94,8 @@ class Through(Side):
         request = generation_pb2.GenerateRequest()
         request.token_ids.ids.extend(self.prompt())
         request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
-        async for event in generation_pb2_grpc.GenerationServiceStub(self.channel).Generate(request):
+        stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        async for event in stub.Generate(request, metadata=self.headers()):
             if event.HasField("delta"):
                 yield len(event.delta.token_ids)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -128,12 +128,15 @@ class Local:
         *,
         core: int | None = None,
         program: Sequence[str] = ("services",),
+        environment: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
-        """Starts it and does not wait. `program`: a module and its first arguments that takes the place of a role."""
+        """Starts it and does not wait. `program`: a module and its first arguments that takes the place of a role.
+        `environment`: of libraries; the product's own are `settings`."""
         given = {**self._settings, **settings}
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         env |= {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
+        env |= environment or {}
         process = Process([*program, role, name], env, core)
         self._processes[name] = process
         self._stack.callback(process.stop)

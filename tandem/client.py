@@ -441,9 +441,9 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
-def _span(target: str) -> tracing.Span:
-    """Of one generation, in the application's own traces, if it has set up OpenTelemetry."""
-    return tracing.of_application().call("generate", {"server.address": target})
+def _span(name: str, target: str) -> tracing.Span:
+    """Of one generation or of jobs submitted, in the application's own traces, if it has set up OpenTelemetry."""
+    return tracing.of_application().call(name, {"server.address": target})
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,7 +546,7 @@ class AsyncClient:
         self, request: generation_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
         reader = answers.StreamReader()
-        with _span(self.target) as span:
+        with _span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
                 async for event in call:
@@ -563,13 +563,13 @@ class AsyncClient:
 
         The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
         """
-        return (await self._ask(_submit([build_request(prompt, n=n, **options)])))[0]
+        return (await self._submitted([build_request(prompt, n=n, **options)]))[0]
 
     async def submit_many(
         self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]
     ) -> list[Job]:
         """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
-        return await self._ask(_submit([build_request(prompt, n=n, **options) for prompt in prompts]))
+        return await self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
 
     async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
@@ -633,14 +633,19 @@ class AsyncClient:
         """What the cluster serves."""
         return await self._ask(_model_info())
 
-    async def _ask(self, question: _Question[Answer]) -> Answer:
+    async def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
+        with _span("submit", self.target) as span:
+            return await self._ask(_submit(requests), span)
+
+    async def _ask(self, question: _Question[Answer], span: tracing.Span = tracing.NOTHING) -> Answer:
         call = self._channel.unary_unary(
             question.path,
             request_serializer=type(question.request).SerializeToString,
             response_deserializer=question.answer.FromString,
         )
+        metadata = (*self._metadata, *span.headers)
         try:
-            return question.read(await call(question.request, timeout=question.timeout, metadata=self._metadata))
+            return question.read(await call(question.request, timeout=question.timeout, metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 
@@ -725,7 +730,7 @@ class Client:
 
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
         reader = answers.StreamReader()
-        with _span(self.target) as span:
+        with _span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:
                 for event in call:
@@ -742,11 +747,11 @@ class Client:
 
         The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
         """
-        return self._ask(_submit([build_request(prompt, n=n, **options)]))[0]
+        return self._submitted([build_request(prompt, n=n, **options)])[0]
 
     def submit_many(self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]) -> list[Job]:
         """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
-        return self._ask(_submit([build_request(prompt, n=n, **options) for prompt in prompts]))
+        return self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
 
     def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
         """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
@@ -810,14 +815,19 @@ class Client:
         """What the cluster serves."""
         return self._ask(_model_info())
 
-    def _ask(self, question: _Question[Answer]) -> Answer:
+    def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
+        with _span("submit", self.target) as span:
+            return self._ask(_submit(requests), span)
+
+    def _ask(self, question: _Question[Answer], span: tracing.Span = tracing.NOTHING) -> Answer:
         call = self._channel.unary_unary(
             question.path,
             request_serializer=type(question.request).SerializeToString,
             response_deserializer=question.answer.FromString,
         )
+        metadata = (*self._metadata, *span.headers)
         try:
-            return question.read(call(question.request, timeout=question.timeout, metadata=self._metadata))
+            return question.read(call(question.request, timeout=question.timeout, metadata=metadata))
         except grpc.RpcError as error:
             raise from_rpc(error, late=_unanswered(question)) from error
 

@@ -484,7 +484,9 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   const int64_t q_dim = rounded_up(k_dim, D::GROUP);
   const std::vector<Task> tasks = tasks_of(starts, lengths, groups);
 
-  share_out(static_cast<int64_t>(tasks.size()) * kv_heads, 1, [&](int64_t begin, int64_t end) {
+  const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads, threads = at::get_num_threads();
+  // Several at a time: of the next one the first keys are fetched.
+  share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     static thread_local std::vector<W> query_memory, panel_memory, weight_memory;
     static thread_local std::vector<float> logit_memory, sum_memory, scale_memory;
     W* panel = scratch(panel_memory, KEYS * std::max(q_dim, wide));

@@ -210,10 +210,7 @@ void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
       if (rows > 0) run(task / parts, from, rows);
     }
   };
-  if (m <= FEW)
-    at::parallel_for(0, panels * parts, grain, run_tasks);
-  else
-    share_out(panels * parts, grain, run_tasks);
+  share_out(panels * parts, grain, run_tasks);
 }
 
 // Rows of x times one panel, a tile after the other. The next panel that will be asked for is at `later`; y and beside,

@@ -13,6 +13,7 @@ import importlib.metadata
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
@@ -195,7 +196,7 @@ class Api:
 # ---- answers
 
 
-class Generating(Response):
+class Generating(Response, ABC):
     """An answer that is generated while the client stays."""
 
     def __init__(self, answer: openai_answers.Answer, events: Events, request_id: str) -> None:
@@ -225,8 +226,9 @@ class Generating(Response):
         except TandemError as error:
             await self._fail(self._answer.named(error), send)
 
+    @abstractmethod
     async def _send(self, events: Events, send: Send) -> None:
-        raise NotImplementedError
+        """All of the answer."""
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         headers = {"x-request-id": self._request_id, **openai.error_headers(error)}

@@ -35,6 +35,7 @@ from tandem.errors import (
 from tandem.settings import Settings
 from tandem.status import known_errors
 from tandem.tasks import end
+from tandem.tracing import OFF, Span, Tracing
 from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ STATES = {
 
 
 class Jobs(jobs_pb2_grpc.JobServiceServicer):
-    def __init__(self, settings: Settings, generation: GenerationServicer) -> None:
+    def __init__(self, settings: Settings, generation: GenerationServicer, tracing: Tracing = OFF) -> None:
         self._settings = settings
         self._generation = generation
+        self._tracing = tracing
         self._journal = Journal(
             settings.redis or "",
             settings.cluster,
@@ -100,9 +102,10 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
                 f"{len(request.requests)} requests", field="requests", bound=f"1 to {MOST_SUBMITTED} of them"
             )
         self._check_stays()
-        key = self._generation.who(context)
-        asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
-        return jobs_pb2.SubmitJobsResponse(jobs=[await self._submit(*one, key) for one in asked])
+        with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
+            key = self._generation.who(context)
+            asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
+            return jobs_pb2.SubmitJobsResponse(jobs=[await self._submit(*one, key, span) for one in asked])
 
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
@@ -161,12 +164,13 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
         return await self._generation.fixed(request, key), asked
 
-    async def _submit(self, request: generation_pb2.GenerateRequest, digest: str, key: Key) -> jobs_pb2.Job:
+    async def _submit(self, request: generation_pb2.GenerateRequest, digest: str, key: Key, span: Span) -> jobs_pb2.Job:
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
             layout_hash=self._generation.facts().layout_hash,
             deadline=time() + self._settings.job_timeout_s,
+            trace=dict(span.headers),
         )
         job_id = _scoped(key, request.request_id)
         if await self._journal.submit(job_id, kept.SerializeToString(), digest):
@@ -255,7 +259,8 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         ]
         left = _choices(kept.request) - sum(event.HasField("finished") for event in past)
         key = Key(kept.tenant) if kept.tenant else ANYBODY
-        events = self._generation.generate(kept.request, kept.deadline - time(), tenant=key, past=past)
+        headers = kept.trace.items
+        events = self._generation.generate(kept.request, kept.deadline - time(), tenant=key, past=past, headers=headers)
         async with aclosing(events):
             async for event in events:
                 said = event.SerializeToString()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -99,7 +100,7 @@ class Structured(BaseModel):
     grammar: str | None = None
 
 
-class Sampled(BaseModel):
+class Sampled(BaseModel, ABC):
     """What both kinds of body have. null means absent, everywhere."""
 
     model_config = ConfigDict(strict=True)
@@ -187,9 +188,9 @@ class Sampled(BaseModel):
             error.field = found[0] + error.field.removeprefix(GRAMMAR)
         return error
 
+    @abstractmethod
     def inputs(self) -> list[dict[str, Any]]:
         """For each prompt its part of a GenerateRequest."""
-        raise NotImplementedError
 
 
 class Completions(Sampled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class Piece:
     offset: int = 0  # of the text in the whole
 
 
-class Answer:
+class Answer(ABC):
     """Events of one HTTP request as JSON. A subclass knows the shapes of one endpoint."""
 
     prefix = ""
@@ -109,11 +110,13 @@ class Answer:
         choices = [self.message(pieces[index]) for index in sorted(pieces)]
         return to_json({**self._head, "choices": choices, "usage": self._usage()})
 
+    @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a piece of a stream says."""
 
+    @abstractmethod
     def message(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a whole answer says."""
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
         kind = event.WhichOneof("event")

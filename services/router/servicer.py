@@ -294,7 +294,7 @@ class Router:
         admin = AdminServicer(settings, self.registry, self.view, self.channels, generation.receipts)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
-        self.jobs = Jobs(settings, generation)
+        self.jobs = Jobs(settings, generation, self.tracing)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)
         self.http = HttpServer(settings, generation, self.view, text, defaults, admin, keys, worker_id)
         self._record = WorkerRecord(

@@ -74,16 +74,25 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class KeptJob(_message.Message):
-    __slots__ = ("request", "tenant", "layout_hash", "deadline")
+    __slots__ = ("request", "tenant", "layout_hash", "deadline", "trace")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request: _generation_pb2.GenerateRequest
     tenant: str
     layout_hash: str
     deadline: float
-    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., layout_hash: _Optional[str] = ..., deadline: _Optional[float] = ...) -> None: ...
+    trace: _containers.ScalarMap[str, str]
+    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerateRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., layout_hash: _Optional[str] = ..., deadline: _Optional[float] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ from opentelemetry.proto.common.v1 import common_pb2 as otlp
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
+from services import launch
+from services.router import jobs
 from tandem import tracing
+from tandem.client import AsyncClient
 from tandem.errors import InvalidRequest
 from tandem.settings import Settings
 from tests.faults import Harm, flip_a_byte, only_first
+from tests.journey.test_jobs import crash
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FOUR = {"application", "tandem-router", "tandem-decode", "tandem-prefill"}
@@ -184,6 +189,35 @@ async def test_a_resumed_request_stays_in_its_trace_and_so_do_its_log_lines(
     first = [*router, *(span for span in ours if span.parent in below)]
     assert phases(first) == pytest.approx(answer.receipt.phases, abs=1e-6), "the first token's attempt has them"
     assert [line["trace_id"] for line in logs if line["event"] == "attempt.failed"] == [trace]
+
+
+async def test_a_job_stays_in_the_trace_of_who_submitted_it_whichever_router_runs_it(
+    inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of its lives are under the submission: the one that its first router lost, and the one that ended it."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    with application(receiver.endpoint, monkeypatch):
+        async with inside(otlp_endpoint=receiver.endpoint, trace_ratio=0.0) as cluster:
+            second: Any = await launch.start("router", cluster.settings, "router-1")
+            job = await cluster.client.submit(list(range(2, 52)), max_tokens=200, ignore_eos=True)
+            async for piece in cluster.client.watch(job.job_id):
+                if piece.token_ids:
+                    break
+            await crash(cluster.router)
+            async with AsyncClient(second.address) as client, asyncio.timeout(30):
+                assert sum([len(piece.token_ids) async for piece in client.watch(job.job_id)]) == 200
+                assert (await client.job(job.job_id)).takeovers == 1
+            await second.stop(0.0)
+    [ours] = receiver.traces().values()
+    assert {span.service for span in ours} == FOUR
+    [root] = [span.id for span in ours if span.name == "submit" and span.service == "application"]
+    [submitted] = [span for span in ours if span.name == "submit" and span.service == "tandem-router"]
+    assert (submitted.parent, submitted.about["tandem.jobs"]) == (root, 1)
+    lives = [span for span in ours if span.name.startswith("text_completion")]
+    assert [span.parent for span in lives] == 2 * [submitted.id]
+    assert [span.about.get("gen_ai.usage.output_tokens") for span in sorted(lives, key=lambda one: one.start)] == [
+        None, 200
+    ]  # fmt: skip
 
 
 async def test_without_propagation_the_spans_are_of_different_traces(
