@@ -1,48 +1,58 @@
-"""What traces and metrics cost, from two differences that noise hides less than it would hide the sum.
+"""What traces and metrics cost: CPU for a token, of a cluster that has them over that of one that has not.
 
-- All requests traced against none, in turn, in the same processes: the caller says which, as W3C's `traceparent` does.
-  Of one request in ten it is a tenth, and so is what noise adds to it.
-- None traced, and metrics asked for, against another cluster that has no telemetry.
+Both have the same load at the same time, so that what the machine does at that moment it does to both. A third one that
+has none either is the control: what the method itself gets wrong. The caller says which requests are traced, as W3C's
+`traceparent` does: all of them, or none; of one in ten a tenth of what lies between counts, and of its noise.
 
-The receiver of the spans keeps nothing, as its work would be another machine's.
+How a step batches its streams differs by more than telemetry costs, so the same is measured directly, too: the CPU of
+making and sending the spans of one request, of one that is not traced, and of asking for the metrics once, each as a
+share of what a request takes. The receiver of the spans keeps nothing, as its work would be another machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, process_time
 
 import grpc
 
 from loadtest.hop import ROUTER, WORKER, Through
 from loadtest.local import Local, cpu_seconds
-from loadtest.stats import Row, Section, Spread, Tick, ratios, sure
+from loadtest.stats import Row, Section, Spread, Tick, sure
 from loadtest.web import free_port
 from tandem.client import AsyncClient
 from tandem.errors import InternalError
+from tandem.settings import Settings
+from tandem.tracing import of_process
 
 OTLP = "opentelemetry.proto.collector.trace.v1.TraceService"
 PREFILL = "prefill-0"
 PROCESSES = (ROUTER, PREFILL, WORKER)
-SCRAPE_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0
 EXPORT_S = 20.0
 SEND_S = 0.5  # how often spans are sent here, where the SDK's own is 5 s: a round's are sent before the next begins
 SHARE = 0.1  # of requests traced, that the result is for
+ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
+ALL, NONE, CONTROL = "every request traced", "none traced", "control: none has telemetry"
+AT_ONCE = 50  # requests whose spans are sent together
+SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`rounds` of each kind, in each of which `streams` at once send `requests` each, one after another."""
+    """`rounds` of each kind, in each of which `streams` at once send `requests` each to both clusters, one after
+    another. What is measured directly is measured so many times, too."""
 
-    rounds: int = 80
-    streams: int = 16
-    requests: int = 2
+    rounds: int = 60
+    streams: int = 8
+    requests: int = 3
     prompt: int = 64
     tokens: int = 64
 
@@ -67,71 +77,21 @@ class _Receiver:
         return b""
 
 
-@dataclass(frozen=True)
-class _Round:
-    tokens_s: float
-    cpu: float  # seconds for a token, of all processes
+class _Cluster:
+    """One router, one prefill and one decode worker, and the channels to it."""
 
+    def __init__(self, local: Local, vocab: int, prompt: int) -> None:
+        address = local.address(ROUTER)
+        self.address = address
+        self.ways = {sampled: _Traced(address, vocab, prompt, sampled) for sampled in (False, True)}
+        self._pids = [local.pid(process) for process in PROCESSES]
 
-def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
-    """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows. Raises InternalError when the
-    spans of the traced requests did not come, so that nothing would have been measured."""
-    return asyncio.run(_run(model, vocab, plan, tick))
+    def cpu(self) -> float:
+        return sum(map(cpu_seconds, self._pids))
 
-
-async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
-    tick("starting two clusters")
-    port = free_port()
-    about = {"otlp_endpoint": f"http://127.0.0.1:{port}", "trace_ratio": 0.0, "metrics_port": 0}
-    shared = {"model": model, "kv_blocks": 1024}
-    often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
-    with Local(**shared) as off, Local(**shared, **about) as on:
-        for local in (on, off):
-            local.launch("router", ROUTER, environment=often)
-            local.launch("prefill", PREFILL, environment=often)
-            local.launch("decode", WORKER, environment=often)
-        async with _receiver(port) as receiver:  # not before: gRPC and a fork do not go together
-            for local in (on, off):
-                await asyncio.to_thread(local.wait_seen, ROUTER, 2)
-            tick(f"{plan.rounds} rounds of each")
-            found = await _rounds(on, off, vocab, plan)
-            try:
-                async with asyncio.timeout(EXPORT_S):
-                    await receiver.came.wait()
-            except TimeoutError as error:
-                raise InternalError("no span came to the receiver: the telemetry was not on") from error
-    rows, cost = [], {}
-    for one, other in (("all traced", "none traced"), ("none traced", "without")):
-        rounds = {name: found[name] for name in (one, other)}
-        cost[one] = [a.cpu / b.cpu for a, b in zip(*rounds.values(), strict=True)]
-        cpu = {name: (Spread.of([each.cpu for each in of]), "s") for name, of in rounds.items()}
-        rates = [[each.tokens_s for each in of] for of in rounds.values()]
-        beside = {name: (Spread.of(of), "1") for name, of in zip(rounds, rates, strict=True)}
-        rows += [
-            Row(f"CPU for a token, {one} / {other}", Spread.of(cost[one]), cpu),
-            Row(f"tokens a second, {one} / {other}", ratios(*rates), beside),
-        ]
-    notes = [
-        *(f"{name}: 95 % interval of the median {_interval(*sure(values))}" for name, values in cost.items()),
-        _together(cost["all traced"], cost["none traced"]),
-        f"{receiver.bytes} bytes of spans came over OTLP, of {plan.streams * plan.requests * plan.rounds} requests; "
-        "metrics were asked for in each round of the cluster that has them",
-        f"the demo model, prefill/decode, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out; CPU "
-        "of router, prefill and decode worker, all of which share the cores",
-    ]
-    return Section("What telemetry costs", "see each row", rows, notes)
-
-
-def _together(traced: list[float], rest: list[float]) -> str:
-    """The two differences as one, for `SHARE` of the requests traced. Their errors are independent."""
-    middle = SHARE * (Spread.of(traced).median - 1) + Spread.of(rest).median - 1
-    (low, high), (least, most) = sure(traced), sure(rest)
-    error = ((SHARE * (high - low) / 2) ** 2 + ((most - least) / 2) ** 2) ** 0.5
-    return f"with {SHARE:.0%} of the requests traced: {middle:+.2%} CPU for a token, give or take {error:.2%} (95 %)"
-
-
-def _interval(low: float, high: float) -> str:
-    return f"{low:.4f} to {high:.4f}"
+    async def close(self) -> None:
+        for way in self.ways.values():
+            await way.channel.close()
 
 
 class _Traced(Through):
@@ -143,6 +103,89 @@ class _Traced(Through):
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         return (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{self._flags}"),)
+
+
+def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
+    """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows. Raises InternalError when the
+    spans of the traced requests did not come, so that nothing would have been measured."""
+    return asyncio.run(_run(model, vocab, plan, tick))
+
+
+async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
+    tick("starting three clusters")
+    port = free_port()
+    about = {"otlp_endpoint": f"http://127.0.0.1:{port}", "trace_ratio": 0.0, "metrics_port": 0}
+    shared = {"model": model, "kv_blocks": 512}
+    often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
+    with Local(**shared) as off, Local(**shared) as other, Local(**shared, **about) as on:
+        locals_ = (on, off, other)
+        for local in locals_:
+            local.launch("router", ROUTER, environment=often)
+            local.launch("prefill", PREFILL, environment=often)
+            local.launch("decode", WORKER, environment=often)
+        async with _receiver(port) as receiver:  # not before: gRPC and a fork do not go together
+            for local in locals_:
+                await asyncio.to_thread(local.wait_seen, ROUTER, 2)
+            tick(f"{plan.rounds} rounds of each")
+            clusters = [_Cluster(local, vocab, plan.prompt) for local in locals_]
+            try:
+                rounds = await _rounds(*clusters, plan)
+                asked = await _asked(clusters[0], plan)
+                came = receiver.bytes
+                spans = {sampled: await _spans(f"http://127.0.0.1:{port}", sampled, plan) for sampled in (True, False)}
+                if receiver.bytes == came:
+                    raise InternalError("none of the spans made here came to the receiver")
+                async with asyncio.timeout(EXPORT_S):
+                    await receiver.came.wait()
+            except TimeoutError as error:
+                raise InternalError("no span came to the receiver: the telemetry was not on") from error
+            finally:
+                for cluster in clusters:
+                    await cluster.close()
+    cost = {name: [with_ / without for with_, without in pairs] for name, pairs in rounds.items()}
+    request_s = plan.tokens * _spread(rounds[NONE], 1)[0].median
+    busy_s = ASKED_S * len(os.sched_getaffinity(0))
+    direct = {
+        f"{ALL}: the spans alone": (spans[True], request_s),
+        f"{NONE}: the spans alone": (spans[False], request_s),
+        f"metrics asked for every {ASKED_S:.0f} s, of cores that are busy": (asked, busy_s),
+    }
+    rows = [
+        *(
+            Row(f"{name} / without", Spread.of(cost[name]), {"with": _spread(pairs, 0), "without": _spread(pairs, 1)})
+            for name, pairs in rounds.items()
+        ),
+        *(
+            Row(name, Spread.of([1 + one / whole for one in seconds]), {"CPU": (Spread.of(seconds), "s")})
+            for name, (seconds, whole) in direct.items()
+        ),
+    ]
+    traced, untraced, questions = (row.ratio.median - 1 for row in rows[len(rounds) :])
+    notes = [
+        f"with {SHARE:.0%} of the requests traced: {SHARE * traced + (1 - SHARE) * untraced + questions:+.2%} by what was"
+        f" measured directly; {_difference(cost)} by the clusters",
+        *(f"{name}: 95 % interval of the median {low:.4f} to {high:.4f}" for name, (low, high) in _sure(cost)),
+        f"{receiver.bytes} bytes of spans came over OTLP",
+        f"the demo model, prefill/decode, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out to"
+        " either cluster; CPU of router, prefill and decode worker",
+    ]
+    return Section("What telemetry costs", "CPU for a token, with / without", rows, notes)
+
+
+def _spread(pairs: list[tuple[float, float]], which: int) -> tuple[Spread, str]:
+    return Spread.of([pair[which] for pair in pairs]), "s"
+
+
+def _sure(cost: dict[str, list[float]]) -> list[tuple[str, tuple[float, float]]]:
+    return [(name, sure(values)) for name, values in cost.items()]
+
+
+def _difference(cost: dict[str, list[float]]) -> str:
+    """For `SHARE` of the requests traced. The errors are independent."""
+    share = {NONE: 1 - SHARE, ALL: SHARE}
+    middle = sum(part * (Spread.of(cost[name]).median - 1) for name, part in share.items())
+    error = sum((part * (high - low) / 2) ** 2 for name, part in share.items() for low, high in [sure(cost[name])])
+    return f"{middle:+.2%}, give or take {error**0.5:.2%} (95 %),"
 
 
 @asynccontextmanager
@@ -157,41 +200,64 @@ async def _receiver(port: int) -> AsyncIterator[_Receiver]:
         await server.stop(None)
 
 
-async def _rounds(on: Local, off: Local, vocab: int, plan: Plan) -> dict[str, list[_Round]]:
-    kinds = {"all traced": (on, True), "none traced": (on, False), "without": (off, False)}
-    found: dict[str, list[_Round]] = {name: [] for name in kinds}
-    through = {
-        name: _Traced(local.address(ROUTER), vocab, plan.prompt, sampled) for name, (local, sampled) in kinds.items()
-    }
-    async with AsyncClient(on.address(ROUTER)) as client:
-        scraped = [worker.metrics_address for worker in (await client.workers()).workers if worker.metrics_address]
-    try:
-        for number in range(plan.rounds + 1):
-            for name, (local, _) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
-                pids = [local.pid(process) for process in PROCESSES]
-                one = await _round(through[name], pids, scraped if local is on else [], plan)
-                if number:  # the first one warms up
-                    found[name].append(one)
-    finally:
-        for side in through.values():
-            await side.channel.close()
+async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[tuple[float, float]]]:
+    """CPU seconds for a token of the one and of `off`, by what the one is."""
+    kinds = {ALL: (on, True), NONE: (on, False), CONTROL: (other, False)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for number in range(plan.rounds + 1):
+        for name, (cluster, sampled) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
+            pair = await _round(cluster, sampled, off, plan)
+            if number:  # the first one warms up
+                found[name].append(pair)
     return found
 
 
-async def _round(through: Through, pids: list[int], scraped: list[str], plan: Plan) -> _Round:
-    async def stream() -> None:
+async def _round(one: _Cluster, sampled: bool, off: _Cluster, plan: Plan) -> tuple[float, float]:
+    async def stream(way: Through) -> None:
         for _ in range(plan.requests):
-            await through.stream(plan.tokens)
+            await way.stream(plan.tokens)
 
-    before, began = sum(map(cpu_seconds, pids)), perf_counter()
-    await asyncio.gather(
-        *(stream() for _ in range(plan.streams)), *(asyncio.to_thread(_scrape, address) for address in scraped)
-    )
-    seconds, tokens = perf_counter() - began, plan.streams * plan.requests * plan.tokens
+    clusters = (one, off)
+    before = [cluster.cpu() for cluster in clusters]
+    ways = (one.ways[sampled], off.ways[sampled])  # what the caller says is read by one of them only
+    await asyncio.gather(*(stream(way) for _ in range(plan.streams) for way in ways))
     await asyncio.sleep(2 * SEND_S)  # until the spans of this round are sent, whose work is of this round, too
-    return _Round(tokens / seconds, (sum(map(cpu_seconds, pids)) - before) / tokens)
+    tokens = plan.streams * plan.requests * plan.tokens
+    first, second = ((cluster.cpu() - used) / tokens for cluster, used in zip(clusters, before, strict=True))
+    return first, second
 
 
-def _scrape(address: str) -> None:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_TIMEOUT_S) as answer:
+async def _asked(cluster: _Cluster, plan: Plan) -> list[float]:
+    """CPU seconds of asking all its processes for their metrics once."""
+    async with AsyncClient(cluster.address) as client:
+        addresses = [worker.metrics_address for worker in (await client.workers()).workers if worker.metrics_address]
+    found = []
+    for _ in range(plan.rounds):
+        before = cluster.cpu()
+        await asyncio.gather(*(asyncio.to_thread(_ask, address) for address in addresses))
+        found.append(cluster.cpu() - before)
+    return found
+
+
+def _ask(address: str) -> None:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=ASK_TIMEOUT_S) as answer:
         answer.read()
+
+
+async def _spans(endpoint: str, sampled: bool, plan: Plan) -> list[float]:
+    """CPU seconds of the spans of one request in its three processes, made and sent from this one, and received here,
+    which is counted, too."""
+    settings = Settings(model="bench", otlp_endpoint=endpoint, trace_ratio=0.0)
+    header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{sampled:02x}"),)
+    found = []
+    for _ in range(plan.rounds):
+        tracing = of_process(settings, "router", "bench")
+        before = process_time()
+        for _ in range(AT_ONCE):
+            for parts in SPANS:
+                with tracing.serve("request", lambda: header, {"bench.parts": parts}) as span:
+                    for number in range(parts):
+                        span.phase(f"phase {number}", monotonic(), 0.001)
+        await asyncio.to_thread(tracing.close)  # sends them
+        found.append((process_time() - before) / AT_ONCE)
+    return found
