@@ -74,6 +74,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         token_budget=settings.max_num_batched_tokens,
         max_running=settings.max_num_seqs,
         stretch=settings.stretch,
+        beside_s=settings.beside_s,
         pace=pace,
         speculation=Speculation(drafter, settings.speculation_tokens) if drafter else None,
         grammars=Grammars(weights.resolve(settings.model), model.vocab_size, model.eos_token_ids),

@@ -65,6 +65,7 @@ class Engine:
         token_budget: int,
         max_running: int,
         stretch: float | None = None,
+        beside_s: float = 0.0,
         pace: Pace | None = None,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
@@ -72,12 +73,14 @@ class Engine:
         generates: bool = True,
     ) -> None:
         """`stretch`: how many times as long as a step of one stream one with prompts may take; None: no bound.
+        `beside_s`: seconds that it may take also where that is less.
         `spare_block`: the pages have one block more, which is never in a table; `capture` needs it.
         `generates`: it has all that the settings say of decoding; without, it serves a prefill worker only."""
         self.model = model
         self.generates = generates
         self.pace = pace or Pace()
         self.stretch = stretch
+        self.beside_s = beside_s
         self.alone_s = PROMPTS_S  # of a step without streams; whoever serves with this engine may want it shorter
         self.speculation = speculation
         self.pool = BlockPool(num_blocks, block_size)
@@ -176,7 +179,7 @@ class Engine:
 
     def _beside(self, streams: int) -> int | None:
         """Prompt tokens at most in a step with so many streams."""
-        return self.pace.prompt_tokens_beside(streams, self.stretch) if self.stretch else None
+        return self.pace.prompt_tokens_beside(streams, self.stretch, self.beside_s) if self.stretch else None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         logits = self.decode.logits(batch) if self.decode else None

@@ -47,10 +47,10 @@ class Pace:
         """Seconds of a step of so many streams alone."""
         return self._steps.at(streams - 1) if streams else 0.0
 
-    def prompt_tokens_beside(self, streams: int, stretch: float) -> int:
-        """Prompt tokens with which a step of so many streams takes `stretch` times as long as one of one stream alone;
-        LEAST_TOKENS where the streams alone take so long."""
-        left = stretch * self.step_s - self.without_prompts(streams)
+    def prompt_tokens_beside(self, streams: int, stretch: float, beside_s: float = 0.0) -> int:
+        """Prompt tokens with which a step of so many streams takes `stretch` times as long as one of one stream alone,
+        or `beside_s` seconds if that is longer; LEAST_TOKENS where the streams alone take so long."""
+        left = max(stretch * self.step_s, beside_s) - self.without_prompts(streams)
         return max(LEAST_TOKENS, int(left * self.prompt_rate))
 
     def prompt_tokens_alone(self, seconds: float = PROMPTS_S) -> int | None:

@@ -61,6 +61,8 @@ def disaggregated(
 ) -> Report:
     """Every side in each round, the order turned round each time. Raises SettingsError, Unavailable."""
     found = {side: Side(TITLES[side], "", SHAPE) for side in sides}
+    told = {"slo_ttft_s": str(objective.ttft), "slo_tpot_s": str(objective.tpot)}
+    peers = replace(peers, settings={**told, **peers.settings})
     notes: list[str] = []
     for number in range(sizes.rounds):
         for side in list(sides)[:: -1 if number % 2 else 1]:
@@ -73,6 +75,7 @@ def disaggregated(
     notes = [
         *notes,
         *_same(sides),
+        "Tandem knows the objective (slo_ttft_s, slo_tpot_s): it refuses what would be late",
         f"{sizes.rounds} search{'es' * (sizes.rounds > 1)} of each side, in turn, each on a system newly started",
     ]
     title = "Goodput: " + " against ".join(TITLES[side] for side in sides)

@@ -15,6 +15,7 @@ from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
 STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
+WITHIN = 0.8  # of `slo_tpot_s`: what a step of streams and prompts aims at, for estimates err
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 
@@ -127,7 +128,8 @@ class Settings(BaseSettings):
     """Token budget of one step; prompts longer than this are computed in chunks."""
     stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
     """Where a worker computes prompts beside its streams: how many times as long as a step of one stream alone such a
-    step may take. Absent: 2 with prefill workers, 8 without, where prompts have no other place."""
+    step may take. Absent: with `slo_tpot_s` as long as keeps it, else 2 with prefill workers, and 8 without, where
+    prompts have no other place."""
     local_prefill: Literal["measured", "never", "always"] = "measured"
     """measured: the decode worker computes a prompt where that costs everybody together less time than waiting for a
     prefill worker. never: only where there is no prefill worker. always: it computes every prompt."""
@@ -137,8 +139,8 @@ class Settings(BaseSettings):
     """Objective: seconds to the first token. A request that would wait and then miss it is refused at once, with the
     time after which to try again. Absent: none is refused for that."""
     slo_tpot_s: Annotated[float, Field(gt=0, le=3600)] | None = None
-    """Objective: seconds from token to token. No decode worker gets a stream with which its steps would take longer.
-    Absent: as many as have room."""
+    """Objective: seconds from token to token. No decode worker gets a stream with which its steps would take longer,
+    and its streams make way for prompts as far as it is kept. Absent: as many as have room."""
     memory_utilization: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
     """Share of the memory that is free after loading and a profiling step that one worker may use for KV.
     Absent: 0.9 on CUDA, 0.15 on CPU, where workers share the host."""
@@ -187,7 +189,13 @@ class Settings(BaseSettings):
     @property
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
-        return self.stream_stretch or (STRETCH_BESIDE_PREFILL if self.disaggregated else STRETCH_ALONE)
+        alone = not self.disaggregated and self.slo_tpot_s is None
+        return self.stream_stretch or (STRETCH_ALONE if alone else STRETCH_BESIDE_PREFILL)
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds that a step of streams and prompts may take, also where `stretch` would allow less; 0: none may."""
+        return 0.0 if self.stream_stretch or self.slo_tpot_s is None else WITHIN * self.slo_tpot_s
 
     @property
     def disaggregated(self) -> bool:

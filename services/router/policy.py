@@ -10,7 +10,7 @@ from what earlier requests met on their way.
             for this one
             + the way there and back, and what moving the KV delays the second token
     here    the same on the decode worker, which also goes on with its streams
-            + what its streams lose: each of them waits for this prompt's tokens
+            + what its streams lose: each of them waits for this prompt's tokens; nothing where an objective is kept
             + the way there
 
 Workers compute the shorter prompt first (engine.scheduler), so of one that is longer than this one no more than this
@@ -98,6 +98,7 @@ class Rules:
 
     local: Local = "measured"  # whether decode workers compute what others could
     stretch: float = 2.0  # how many times as long as a step of one stream one with prompts may take
+    beside_s: float = 0.0  # seconds that it may take also where that is less, for the objective is kept; 0: none
     ttft: float | None = None  # seconds after which a first token is of no use; None: no objective
     tpot: float | None = None  # seconds that a step of streams may take; None: no objective
 
@@ -148,7 +149,7 @@ def place(
         return None
     decode = _decode(roomy, tokens, rules, ways)
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
-    here = _estimate(decode, _share(decode, rules.stretch), tokens)
+    here = _estimate(decode, _share(decode, rules), tokens)
     if rules.local == "always" or not able:
         return Placement(decode, None, _why_alone(decode, prefills, rules), here)
     prefill = _prefill(able, decode, tokens, ways)
@@ -156,7 +157,7 @@ def place(
     if rules.local == "never" or here is None or there is None:
         return Placement(decode, prefill, "", there)
     costs = {
-        "here_s": cost_here(decode, tokens, rules.stretch, ways),
+        "here_s": cost_here(decode, tokens, rules, ways),
         "there_s": cost_there(prefill, decode, tokens, behind / len(able), ways),
     }
     if costs["here_s"] >= CLEARLY * costs["there_s"]:
@@ -180,7 +181,8 @@ def expected_wait(
     """Seconds that a prompt of `tokens` tokens waits, and then is computed for, when prompts of `queued` tokens in all
     are placed before it. Zeros where no worker has said how fast it computes."""
     able = [(one, 1.0) for one in prefills if one.usable and one.prompt_rate]
-    able = able or [(one, _share(one, rules.stretch)) for one in decodes if one.usable and one.prompt_rate]
+    if not able or (rules.beside_s and rules.local == "measured"):  # or they compute only what nobody would wait for
+        able += [(one, _share(one, rules)) for one in decodes if one.usable and one.prompt_rate]
     if not able:
         return 0.0, 0.0
     rate = sum(one.prompt_rate * share for one, share in able)
@@ -193,8 +195,8 @@ def _decode(roomy: Sequence[Candidate], tokens: int, rules: Rules, ways: Ways) -
     more = [one for one in roomy if one.cached > least.cached and one.prompt_rate and rules.local != "never"]
     if not more or not least.prompt_rate:
         return least
-    best = min(more, key=lambda one: (cost_here(one, tokens, rules.stretch, ways), *_turn(one)))
-    better = cost_here(best, tokens, rules.stretch, ways) < CLEARLY * cost_here(least, tokens, rules.stretch, ways)
+    best = min(more, key=lambda one: (cost_here(one, tokens, rules, ways), *_turn(one)))
+    better = cost_here(best, tokens, rules, ways) < CLEARLY * cost_here(least, tokens, rules, ways)
     return best if better else least
 
 
@@ -266,11 +268,12 @@ def cost_there(
     return own + _way(ways, decode, prefill).seconds(_to_move(decode, tokens))
 
 
-def cost_here(decode: Candidate, tokens: int, stretch: float, ways: Ways = MappingProxyType({})) -> float:
-    """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it."""
-    share = _share(decode, stretch)
+def cost_here(decode: Candidate, tokens: int, rules: Rules, ways: Ways = MappingProxyType({})) -> float:
+    """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it:
+    nothing where its steps keep to an objective."""
+    share = _share(decode, rules)
     before = decode.before(decode.fresh(tokens)) / (decode.prompt_rate * share)
-    lost = decode.streams * decode.fresh(tokens) / decode.prompt_rate
+    lost = 0.0 if rules.beside_s else decode.streams * decode.fresh(tokens) / decode.prompt_rate
     return before + _computing(decode, share, tokens) + lost + _way(ways, decode).first_s
 
 
@@ -283,12 +286,13 @@ def _to_move(decode: Candidate, tokens: int) -> int:
     return -(-decode.fresh(tokens) // decode.block_size)
 
 
-def _share(decode: Candidate, stretch: float) -> float:
+def _share(decode: Candidate, rules: Rules) -> float:
     """Of its time, what goes to prompts while its streams go on (engine.pace bounds a step so)."""
     if not (decode.streams and decode.step_s and decode.prompt_rate):
         return 1.0
     streams_s = decode.step_s + decode.stream_s * (decode.streams - 1)
-    prompts_s = max(stretch * decode.step_s - streams_s, LEAST_TOKENS / decode.prompt_rate)
+    most_s = max(rules.stretch * decode.step_s, rules.beside_s)
+    prompts_s = max(most_s - streams_s, LEAST_TOKENS / decode.prompt_rate)
     return prompts_s / (streams_s + prompts_s)
 
 

@@ -67,6 +67,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         rules = Rules(
             local=settings.local_prefill,
             stretch=settings.stretch,
+            beside_s=settings.beside_s,
             ttft=settings.slo_ttft_s,
             tpot=settings.slo_tpot_s,
         )

@@ -66,6 +66,12 @@ def test_a_step_with_a_prompt_is_as_long_however_many_streams_it_has() -> None:
     assert Pace().prompt_tokens_beside(1, 3.0) == LEAST_TOKENS
 
 
+def test_a_step_with_a_prompt_may_be_as_long_as_the_objective_allows() -> None:
+    """However short one stream's is, and not shorter than without."""
+    pace = Pace(0.020, 0.001, 1000)
+    assert [pace.prompt_tokens_beside(5, 2.0, seconds) for seconds in (0.0, 0.03, 0.08)] == [16, 16, 56]
+
+
 def test_a_step_without_streams_ends_soon_for_whoever_may_come() -> None:
     """A quarter of a second of prompts, or less where that is wanted; never so few that all is reading the weights."""
     pace = Pace(0.020, 0.001, 1000)

@@ -113,17 +113,41 @@ def test_streams_beside_it_count() -> None:
 def test_a_prompt_beside_streams_takes_as_long_as_they_leave_it_time() -> None:
     """A step is bounded to 60 ms. One stream takes 20 of them, eleven take 30, sixty take 79 and all of them: there a
     step has the fewest tokens that one has. The router reckons as the engine does."""
-    alone, beside = cost_here(DECODE, 300, 3.0), {}
+    alone, beside = cost_here(DECODE, 300, RULES), {}
     for streams in (1, 11, 60):
         one = replace(DECODE, streams=streams)
         tokens = pace.Pace(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
-        beside[streams] = cost_here(one, 300, 3.0) - streams * 0.3
+        beside[streams] = cost_here(one, 300, RULES) - streams * 0.3
         step_s = 0.020 + 0.001 * (streams - 1) + tokens / 1000
         assert beside[streams] == pytest.approx(0.020 + 300 / tokens * step_s, rel=0.03)  # there are no parts of tokens
     assert alone == pytest.approx(0.32)
     assert beside[1] == pytest.approx(0.47, rel=0.03)
     assert beside[11] == pytest.approx(0.62, rel=0.03)
     assert LEAST_TOKENS == pace.LEAST_TOKENS
+
+
+def test_streams_make_way_for_a_prompt_as_far_as_their_objective_is_kept() -> None:
+    """A step of eight streams takes 27 ms, and may take 80: two thirds of the time are the prompt's, and nobody is the
+    worse for it. Without an objective they would lose four seconds together, and the prompt waits its turn."""
+    busy, queue = replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500,))
+    objective = Rules("measured", stretch=2.0, tpot=0.1, beside_s=0.08)
+    found = placed(busy, queue, rules=objective)
+    assert found.prefill is None
+    assert found.estimate
+    assert found.estimate.here_s == pytest.approx(0.02 + 0.5 * 80 / 53, rel=0.01)
+    assert placed(busy, queue, rules=replace(objective, beside_s=0.0)).prefill is queue
+    tokens = pace.Pace(0.020, 0.001, 1000).prompt_tokens_beside(8, 2.0, 0.08)
+    assert tokens == 53, "as the engine does"
+
+
+def test_where_streams_make_way_a_prompt_is_expected_as_soon_as_either_pool_can_compute_it() -> None:
+    """500 tokens before it at the prefill worker, and a decode worker with two thirds of a second in each."""
+    busy, queue = replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500,))
+    objective = Rules("measured", stretch=2.0, tpot=0.1, beside_s=0.08)
+    wait_s, own_s = expected_wait([busy], [queue], 500, 0, objective)
+    assert (wait_s, own_s) == (pytest.approx(0.5 / (1 + 53 / 80), rel=0.01), pytest.approx(0.52))
+    for rules in (replace(objective, beside_s=0.0), replace(objective, local="never")):
+        assert expected_wait([busy], [queue], 500, 0, rules) == (pytest.approx(0.5), pytest.approx(0.52))
 
 
 def test_a_way_costs_what_it_cost_others() -> None:
@@ -179,7 +203,7 @@ def test_the_choice_is_monotone_in_load(
         assert placed(decode, replace(prefill, prompts=queue + more), tokens).prefill is None
     elif running < 15:
         assert placed(replace(decode, streams=running + 1), prefill, tokens).prefill is not None
-    assert here == (cost_here(decode, tokens, 3.0) < CLEARLY * cost_there(prefill, decode, tokens))
+    assert here == (cost_here(decode, tokens, RULES) < CLEARLY * cost_there(prefill, decode, tokens))
 
 
 def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
