@@ -129,7 +129,7 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
             tick(f"{plan.rounds} rounds of each")
             clusters = [_Cluster(local, vocab, plan.prompt) for local in locals_]
             try:
-                rounds = await _rounds(*clusters, plan)
+                rounds = await _rounds(clusters[0], clusters[1], clusters[2], plan)
                 asked = await _asked(clusters[0], plan)
                 came = receiver.bytes
                 spans = {sampled: await _spans(f"http://127.0.0.1:{port}", sampled, plan) for sampled in (True, False)}
@@ -162,8 +162,8 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     ]
     traced, untraced, questions = (row.ratio.median - 1 for row in rows[len(rounds) :])
     notes = [
-        f"with {SHARE:.0%} of the requests traced: {SHARE * traced + (1 - SHARE) * untraced + questions:+.2%} by what was"
-        f" measured directly; {_difference(cost)} by the clusters",
+        f"with {SHARE:.0%} of the requests traced: {SHARE * traced + (1 - SHARE) * untraced + questions:+.2%} by what"
+        f" was measured directly; {_difference(cost)} by the clusters",
         *(f"{name}: 95 % interval of the median {low:.4f} to {high:.4f}" for name, (low, high) in _sure(cost)),
         f"{receiver.bytes} bytes of spans came over OTLP",
         f"the demo model, prefill/decode, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out to"
