@@ -30,7 +30,7 @@ from services.server import GrpcServer
 from tandem import tracing
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.metrics import Load, Served, WorkerMetrics
-from tandem.settings import Settings
+from tandem.settings import WITHIN, Settings
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -299,7 +299,7 @@ def alone_s(role: str, settings: Settings) -> float:
     """Seconds of an engine's step without streams. KV may reach a decode worker in the middle of it, and then its
     stream waits for the rest, and for a step of its own: each may take half of the objective of the next token."""
     if role == "decode" and settings.disaggregated and settings.slo_tpot_s is not None:
-        return min(PROMPTS_S, settings.slo_tpot_s / 2)
+        return min(PROMPTS_S, WITHIN * settings.slo_tpot_s)
     return PROMPTS_S
 
 

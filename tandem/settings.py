@@ -15,7 +15,7 @@ from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
 STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
-WITHIN = 0.5  # of `slo_tpot_s`: KV may come in the middle of a step, and its stream waits for the rest and its own step
+WITHIN = 0.5  # of `slo_tpot_s`, for a step with prompts: a stream may come in its middle, and waits for its own, too
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 

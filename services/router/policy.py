@@ -98,7 +98,7 @@ class Rules:
 
     local: Local = "measured"  # whether decode workers compute what others could
     stretch: float = 2.0  # how many times as long as a step of one stream one with prompts may take
-    beside_s: float = 0.0  # seconds that it may take also where that is less, for the objective is kept; 0: none
+    beside_s: float = 0.0  # seconds that it may take also where that is less; 0: none
     ttft: float | None = None  # seconds after which a first token is of no use; None: no objective
     tpot: float | None = None  # seconds that a step of streams may take; None: no objective
 
@@ -181,8 +181,11 @@ def expected_wait(
     """Seconds that a prompt of `tokens` tokens waits, and then is computed for, when prompts of `queued` tokens in all
     are placed before it. Zeros where no worker has said how fast it computes."""
     able = [(one, 1.0) for one in prefills if one.usable and one.prompt_rate]
-    if not able or (rules.beside_s and rules.local == "measured"):  # or they compute only what nobody would wait for
-        able += [(one, _share(one, rules)) for one in decodes if one.usable and one.prompt_rate]
+    able += [
+        (one, _share(one, rules))
+        for one in decodes
+        if one.usable and one.prompt_rate and (not able or (rules.local == "measured" and _makes_way(one, rules)))
+    ]
     if not able:
         return 0.0, 0.0
     rate = sum(one.prompt_rate * share for one, share in able)
@@ -273,7 +276,7 @@ def cost_here(decode: Candidate, tokens: int, rules: Rules, ways: Ways = Mapping
     nothing where its steps keep to an objective."""
     share = _share(decode, rules)
     before = decode.before(decode.fresh(tokens)) / (decode.prompt_rate * share)
-    lost = 0.0 if rules.beside_s else decode.streams * decode.fresh(tokens) / decode.prompt_rate
+    lost = 0.0 if _makes_way(decode, rules) else decode.streams * decode.fresh(tokens) / decode.prompt_rate
     return before + _computing(decode, share, tokens) + lost + _way(ways, decode).first_s
 
 
@@ -294,6 +297,11 @@ def _share(decode: Candidate, rules: Rules) -> float:
     most_s = max(rules.stretch * decode.step_s, rules.beside_s)
     prompts_s = max(most_s - streams_s, LEAST_TOKENS / decode.prompt_rate)
     return prompts_s / (streams_s + prompts_s)
+
+
+def _makes_way(decode: Candidate, rules: Rules) -> bool:
+    """Whether its streams keep the objective beside prompts: not where `stretch` alone is more than that."""
+    return rules.beside_s > 0 and rules.tpot is not None and rules.stretch * decode.step_s <= rules.tpot
 
 
 def _turn(one: Candidate) -> tuple[int, str]:

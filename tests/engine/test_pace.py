@@ -89,3 +89,16 @@ def test_an_engine_keeps_its_steps_without_streams_as_short_as_it_is_told(checkp
         engine.add(Sequence(id="long", tokens=[7] * 300, prompt_len=300, limit=310))
         engine.step()
         assert engine.prompt_tokens == tokens
+
+
+def test_an_engine_computes_prompts_beside_streams_for_as_long_as_it_is_told(checkpoint: Callable[[str], Path]) -> None:
+    """A step of one stream takes 20 ms. In twice that there is room for 20 tokens of a prompt, in 80 ms for 60."""
+    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+    for beside_s, tokens in ((0.0, 20), (0.08, 60)):
+        engine = Engine(model, num_blocks=100, block_size=4, token_budget=512, max_running=2, stretch=2.0,
+                        beside_s=beside_s, pace=Pace(0.020, 0.001, 1000))  # fmt: skip
+        engine.add(Sequence(id="stream", tokens=[7] * 4, prompt_len=4, limit=40))
+        engine.step()
+        engine.add(Sequence(id="long", tokens=[7] * 200, prompt_len=200, limit=210))
+        engine.step()
+        assert (engine.streams, engine.prompt_tokens) == (1, tokens)

@@ -136,6 +136,8 @@ def test_streams_make_way_for_a_prompt_as_far_as_their_objective_is_kept() -> No
     assert found.estimate
     assert found.estimate.here_s == pytest.approx(0.02 + 0.5 * 80 / 53, rel=0.01)
     assert placed(busy, queue, rules=replace(objective, beside_s=0.0)).prefill is queue
+    tight = replace(objective, tpot=0.03, beside_s=0.015)
+    assert placed(busy, queue, rules=tight).prefill is queue, "twice a step is more than that, and they would lose"
     tokens = pace.Pace(0.020, 0.001, 1000).prompt_tokens_beside(8, 2.0, 0.08)
     assert tokens == 53, "as the engine does"
 
