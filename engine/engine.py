@@ -25,6 +25,7 @@ import torch
 from engine.blocks import BlockPool
 from engine.grammar import Filling, Grammars, Masks
 from engine.graphs import Capture, Decode, Uncapturable
+from engine.kernels import REFERENCE
 from engine.model import Model
 from engine.pace import PROMPTS_S, Pace
 from engine.pages import Pages
@@ -271,7 +272,8 @@ class Engine:
         while going:
             rows = [run.row + place for run in going]
             some = logits if len(rows) == len(logits) else logits[rows]
-            chosen = choose(some, [run.sequence for run in going], filling if place == 0 else None)
+            masks = filling if place == 0 else None
+            chosen = choose(some, [run.sequence for run in going], masks, compiled=self.model.kernels != REFERENCE)
             still: list[_Run] = []
             for run, (token, logprob, error) in zip(going, chosen, strict=True):
                 sequence = run.sequence

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine import grammar
+from engine import grammar, kernels
 from engine.sequence import Sampling, Sequence
 from engine.step import on_device
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import InternalError, InvalidRequest, TandemError
 
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
 # three times slower), and what keeps a GPU busy without taking memory from the pages.
@@ -54,18 +54,22 @@ class Choice(NamedTuple):
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, sequences: Seq[Sequence], filling: grammar.Filling | None = None) -> list[Choice]:
+def choose(
+    logits: torch.Tensor, sequences: Seq[Sequence], filling: grammar.Filling | None = None, *, compiled: bool = True
+) -> list[Choice]:
     """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten. `filling`: the masks
-    of those with a grammar."""
+    of those with a grammar. `compiled`: by the operator, where there is one."""
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
     adjust(logits, sequences)
     failed = _mask(logits, sequences, filling) if filling else {}
-    tokens = sample(logits, [s.sampling for s in sequences], [len(s.tokens) for s in sequences])
+    how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
+    tokens = sample(logits, how, positions, compiled=compiled)
+    failed |= {row: _unknown(sequences[row]) for row, token in enumerate(tokens) if token < 0}
     known: dict[int, Logprob] = {}
     if asked:
         tops = [sequences[row].sampling.logprobs or 0 for row in asked]
-        known = dict(zip(asked, logprobs(raw, [tokens[row] for row in asked], tops), strict=True))
+        known = dict(zip(asked, logprobs(raw, [max(0, tokens[row]) for row in asked], tops), strict=True))
     return [
         Choice(None, None, failed[row]) if row in failed else Choice(token, known.get(row))
         for row, token in enumerate(tokens)
@@ -99,6 +103,15 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
         reason="GRAMMAR_DEAD_END",
         field="sampling.grammar",
         bound="a grammar whose every beginning can be ended",
+    )
+
+
+def _unknown(sequence: Sequence) -> InternalError:
+    """Weights or KV with NaN or infinity in them, or a sum beyond the type's range: any token would be a guess."""
+    return InternalError(
+        f"the model's logits after {len(sequence.tokens)} tokens are no finite numbers; the stream was stopped to keep"
+        " it exact",
+        reason="LOGITS_NOT_FINITE",
     )
 
 
@@ -164,22 +177,45 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
-    """Choose a token for each row. `logits` is [rows, vocab] float32; `positions` are those of the new tokens.
+def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> list[int]:
+    """Choose a token for each row; -1 where the largest logit is no finite number, so that nothing can be said.
+    `logits` is [rows, vocab] float32; `positions` are those of the new tokens.
 
-    The device is waited for once, at the end (and once in each pass that filters by top-p).
+    `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
+    bits decide a token in some 10^13.
     """
-    tokens = logits.argmax(dim=-1)  # [rows]
+    if not compiled or kernels.serving(logits.device) == kernels.REFERENCE:
+        return _sample(logits, sampling, positions)
+    chosen: list[int] = torch.ops.tandem.sample.default(
+        logits.contiguous(),
+        [how.temperature for how in sampling],
+        [how.top_k for how in sampling],
+        [how.top_p for how in sampling],
+        [how.min_p for how in sampling],
+        _numbers(sampling, positions),
+    ).tolist()
+    return chosen
+
+
+def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
+    """In plain PyTorch. The device is waited for once, at the end (and once in each pass that filters by top-p)."""
+    tokens = logits.argmax(dim=-1)  # [rows], of NaN where there is one
+    known = logits.gather(1, tokens[:, None])[:, 0].isfinite()  # [rows]
     drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
     size = max(1, PASS_ELEMENTS[logits.device.type] // logits.shape[-1])
     for start in range(0, len(drawn), size):
         rows = drawn[start : start + size]
         how = [sampling[row] for row in rows]
-        numbers = [uniform(one.seed, positions[row]) for one, row in zip(how, rows, strict=True)]
+        numbers = _numbers(how, [positions[row] for row in rows])
         at = on_device(rows, torch.int64, logits.device)
-        tokens[at] = _draw(weights(logits[at], how), numbers)
-    chosen: list[int] = tokens.tolist()
+        some = logits[at].where(known[at][:, None], 0.0)  # what is drawn there is thrown away
+        tokens[at] = _draw(weights(some, how), numbers)
+    chosen: list[int] = tokens.where(known, -1).tolist()
     return chosen
+
+
+def _numbers(sampling: Seq[Sampling], positions: Seq[int]) -> list[float]:
+    return [uniform(how.seed, at) if how.temperature > 0 else 0.0 for how, at in zip(sampling, positions, strict=True)]
 
 
 def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:

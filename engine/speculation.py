@@ -277,7 +277,7 @@ class ModelDrafter:
         sequences = [asked[index].sequence for index in ready]
         places = [len(one.tokens) + len(drafts[index]) for one, index in zip(sequences, ready, strict=True)]
         for index, token in zip(ready, sample(logits, [one.sampling for one in sequences], places), strict=True):
-            drafts[index].append(token)
+            drafts[index].append(max(0, token))  # where nothing can be said any guess will do: the target decides
         return ready
 
     def _progress(self, sequence: Sequence) -> int:

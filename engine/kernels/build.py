@@ -19,7 +19,7 @@ from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
 HEADERS = ("dots.h", "functions.h", "ops.h")
-SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp")
+SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp", "sampling.cpp")
 OPTIONS = (
     "-std=c++20",
     "-O3",

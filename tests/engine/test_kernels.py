@@ -45,7 +45,9 @@ def test_what_differs_by_instruction_set_compiles_for_the_others(level: str) -> 
     options = [option for option in build.OPTIONS if not option.startswith(("-march", "-O"))]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *options, f"-march={level}", *includes, "-fsyntax-only"]
-    both = "".join(f'#include "{build.HERE / source}"\n' for source in ("lowbit.cpp", "rows.cpp"))  # torch's once
+    both = "".join(
+        f'#include "{build.HERE / source}"\n' for source in ("lowbit.cpp", "rows.cpp", "sampling.cpp")
+    )  # torch's once
     done = subprocess.run([*compiler, "-xc++", "-"], input=both, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[:2000]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine import sampling
+from engine import kernels, sampling
 from engine.sampling import adjust, choose, sample, uniform, weights
 from engine.sequence import Sampling, Sequence
+from tandem.errors import InternalError
 from tests.engine.stand_ins import Asked
 
 
@@ -23,6 +26,16 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     """[rows, vocab] from [rows, vocab], each row sampled in the same way."""
     result = weights(logits, [how] * len(logits))
     return result / result.sum(dim=-1, keepdim=True)
+
+
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every promise is kept by the operator and by plain PyTorch."""
+    if request.param == "plain":
+        monkeypatch.setattr(kernels, "serving", lambda device: kernels.REFERENCE)
+    elif kernels.serving(torch.device("cpu")) == kernels.REFERENCE:
+        pytest.skip("not built: python -m engine.kernels.build")
+    return str(request.param)
 
 
 def test_the_same_seed_and_position_give_the_same_token_whatever_else_is_in_the_batch() -> None:
@@ -126,6 +139,61 @@ def _expected(logits: list[float], how: Sampling) -> list[float]:
     kept = [token for token in kept if mass[token] >= how.min_p * mass[order[0]]]
     total = sum(mass[token] for token in kept)
     return [mass[token] / total if token in kept else 0.0 for token in range(len(mass))]
+
+
+VALUES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.05, 0.7, 1.0, 2.0],
+    "top_k": [0, 1, 2, 40, 3000, 10**9],
+    "top_p": [1.0, 0.999999, 0.95, 0.5, 1e-9],
+    "min_p": [0.0, 1e-6, 0.1, 1.0],
+}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("vocab", [1, 7, 256, 257, 5003, 40_000])
+def test_both_paths_choose_the_same(vocab: int, spread: float, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any filters, flat rows and steep ones, ties, masked tokens, and any number of threads."""
+    if path == "plain":
+        pytest.skip("compared below")
+    chance = random.Random(f"{vocab} {spread}")
+    logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    logits[::3] = logits[::3].round()  # ties
+    logits[1::3, 1 : vocab // 2] = -torch.inf  # a grammar
+    how = [Sampling(seed=row, **{name: chance.choice(values) for name, values in VALUES.items()}) for row in range(24)]
+    found = []
+    for threads in (1, 2, 3):
+        with threads_of(threads):
+            found.append(sample(logits, how, [9] * 24))
+    assert found == [sample(logits, how, [9] * 24, compiled=False)] * 3
+    assert found[0] == [sample(logits[row : row + 1], how[row : row + 1], [9])[0] for row in range(24)]
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("how", [Sampling(logprobs=2), Sampling(temperature=1.0), Sampling(temperature=0.5, top_p=0.9)])
+def test_no_token_is_chosen_where_a_logit_is_no_number(bad: float, how: Sampling) -> None:
+    """The request fails, and its neighbours do not."""
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
+    alone = [choose(logits[row : row + 1].clone(), [sequence([1, 2], [], how)])[0] for row in range(3)]
+    logits[1, 300] = bad
+    choices = choose(logits, [sequence([1, 2], [], how) for _ in range(3)])
+    assert [choices[0], choices[2]] == [alone[0], alone[2]]
+    assert choices[1].token is None
+    assert isinstance(choices[1].error, InternalError)
+    assert choices[1].error.reason == "LOGITS_NOT_FINITE"
+
+
+def test_nothing_is_left_of_a_row_that_is_masked_whole() -> None:
+    assert sample(torch.full((1, 9), -torch.inf), [Sampling(temperature=1.0)], [3]) == [-1]
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
@@ -257,8 +325,12 @@ def test_logprobs_are_the_models_own() -> None:
     assert len(few.logprob.top) == 3
 
 
-def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the tokens are read, no number comes from the device; top-p asks whether the likely tokens suffice."""
+def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain PyTorch, as on a GPU: until the tokens are read, no number comes from the device; top-p asks whether the
+    likely tokens suffice."""
+
+    if path == "compiled":
+        pytest.skip("the operator waits for no device")
 
     def unwatched(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with _disable_current_modes():
