@@ -114,6 +114,12 @@ class BlockPool:
             self._hash_of[block] = digest
             self._tell(digest, True)
 
+    def distrust(self, owner: str) -> None:
+        """What the owner's blocks hold is in doubt: nobody finds them by their hashes any more."""
+        for block in self._tables[owner]:
+            if block in self._hash_of:
+                self._forget(block)
+
     def drop(self, owner: str) -> None:
         """Give up the owner's blocks: known prefixes become cached, the rest free."""
         for block in reversed(self._tables.pop(owner)):  # the tail first, so that it is also evicted first

@@ -34,7 +34,7 @@ from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.speculation import Ask, Speculation
 from engine.step import Batch
-from tandem.errors import Busy, TandemError, TooLarge
+from tandem.errors import Busy, InternalError, TandemError, TooLarge
 
 
 class Progress(NamedTuple):
@@ -256,6 +256,8 @@ class Engine:
         for (sequence, _), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
         for sequence, _, _, finish, _, error in progress:
+            if isinstance(error, InternalError):
+                self.pool.distrust(sequence.id)
             over = finish is not None or error is not None
             if over and sequence.handoff:
                 self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()

@@ -1,0 +1,88 @@
+"""A sequence whose KV or logits are no numbers any more ends, is not handed on, and takes nobody with it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.blocks import BlockPool
+from engine.engine import Engine
+from engine.model import Model
+from engine.sequence import Sampling, Sequence
+from tandem.errors import InternalError, TandemError
+
+SIZE, NEW = 4, 12
+FULL = 5  # blocks of a prompt
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Model:
+    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def build(model: Model) -> Engine:
+    return Engine(model, num_blocks=64, block_size=SIZE, token_budget=64, max_running=8)
+
+
+def sequence(name: str, seed: int, how: Sampling) -> Sequence:
+    tokens = random.Random(seed).choices(range(384), k=FULL * SIZE + 1)
+    return Sequence(name, tokens, len(tokens), len(tokens) + NEW, sampling=how)
+
+
+def finish(engine: Engine) -> dict[str, TandemError]:
+    """Runs to the end. The errors by sequence."""
+    failed: dict[str, TandemError] = {}
+    while engine.scheduler.has_work:
+        failed |= {item.sequence.id: item.error for item in engine.step() if item.error}
+    assert engine.pool.check(live=[]) == []
+    return failed
+
+
+def check_one_that_falls_ill(model: Model, how: Sampling, steps: int) -> None:
+    engine = build(model)
+    alone = [sequence(name, seed, how) for seed, name in enumerate(("ill", "well"))]
+    for one in alone:
+        engine.add(one)
+        assert finish(engine) == {}
+    expected = [one.tokens for one in alone]
+
+    engine = build(model)
+    ill, well = (sequence(name, seed, how) for seed, name in enumerate(("ill", "well")))
+    engine.add(ill)
+    engine.add(well)
+    for _ in range(steps):
+        engine.step()
+    hashes = ill.hashes(SIZE)[:FULL]
+    assert engine.pool.match(hashes) == FULL
+    block = engine.pool.table("ill")[1]
+    for of_call in (engine.pages.k(0), engine.pages.v(0)):  # [blocks, heads, tokens, dim]
+        of_call[block] = math.nan
+    failed = finish(engine)
+    assert failed.keys() == {"ill"}
+    assert isinstance(failed["ill"], InternalError)
+    assert failed["ill"].reason == "LOGITS_NOT_FINITE"
+    assert ill.tokens == expected[0][: len(ill.tokens)]
+    assert well.tokens == expected[1]
+    assert engine.pool.match(hashes) == 0
+    again = sequence("again", 0, how)
+    engine.add(again)
+    assert finish(engine) == {}
+    assert again.tokens == expected[0]
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4, logprobs=2)])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(model: Model, how: Sampling, steps: int) -> None:
+    """With its status; who shares its steps has the tokens of one that is alone, and so has the same prompt after it."""
+    check_one_that_falls_ill(model, how, steps)
+
+
+def test_control_ill_blocks_that_are_kept_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "distrust", lambda pool, owner: None)
+    with pytest.raises(AssertionError):
+        check_one_that_falls_ill(model, Sampling(), 1)
