@@ -78,7 +78,7 @@ def check_one_that_falls_ill(model: Model, how: Sampling, steps: int) -> None:
 @pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4, logprobs=2)])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(model: Model, how: Sampling, steps: int) -> None:
-    """With its status; who shares its steps has the tokens of one that is alone, and so has the same prompt after it."""
+    """With its status; who shares its steps has the tokens of one that is alone, and so has that prompt after it."""
     check_one_that_falls_ill(model, how, steps)
 
 
