@@ -71,6 +71,7 @@ def test_what_came_before_an_error_must_be_the_beginning() -> None:
 def test_no_job_fails_and_no_stream_for_another_reason_than_a_loss() -> None:
     assert judged(Answer(), LOST, how="job")
     assert judged(Answer(), InternalError("bug"))
+    assert judged(Answer(), InternalError("two died with it", reason="KILLS_WORKERS"), how="job") == []
 
 
 def test_a_book_is_made_of_its_seed_alone() -> None:
