@@ -1,12 +1,11 @@
-"""What traces and metrics cost: CPU for a token, of a cluster that has them over that of one that has not.
+"""What traces and metrics cost: CPU of router, prefill and decode worker for a request, over that of one without.
 
-Both have the same load at the same time, so that what the machine does at that moment it does to both. A third one that
-has none either is the control: what the method itself gets wrong. The caller says which requests are traced, as W3C's
-`traceparent` does: all of them, or none; of one in ten a tenth of what lies between counts, and of its noise.
-
-How a step batches its streams differs by more than telemetry costs, so the same is measured directly, too: the CPU of
-making and sending the spans of one request, of one that is not traced, and of asking for the metrics once, each as a
-share of what a request takes. The receiver of the spans keeps nothing, as its work would be another machine's.
+How a step batches its streams differs by more than telemetry costs, so requests come one after another here, and what
+is found is a share of what a request takes under load. The same cluster gets requests that their caller traces (W3C's
+`traceparent` says so) and such that nobody traces, in turn; so does one without telemetry; and another one without, for
+control: two processes that do the same differ, too. Therefore the CPU of making the spans that nobody traces, and of
+asking for the metrics, is measured by itself as well. The receiver of the spans keeps nothing, as its work would be
+another machine's.
 """
 
 from __future__ import annotations
@@ -36,28 +35,30 @@ OTLP = "opentelemetry.proto.collector.trace.v1.TraceService"
 PREFILL = "prefill-0"
 PROCESSES = (ROUTER, PREFILL, WORKER)
 ASK_TIMEOUT_S = 5.0
-SEND_S = 0.5  # how often spans are sent here, where the SDK's own is 5 s: a round's are sent before the next begins
+SEND_S = 0.2  # how often spans are sent here, where the SDK's own is 5 s: a group's are sent before the next begins
 SHARE = 0.1  # of requests traced, that the result is for
 ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
-ALL, NONE, CONTROL = "every request traced", "none traced", "control: none has telemetry"
-AT_ONCE = 50  # requests whose spans are sent together
+TRACED, UNTRACED, WITHOUT, CONTROL = "traced", "not traced", "without telemetry", "another one without"
+LOADS = 5  # measurements of what a request takes under load
+AT_ONCE = 50  # requests whose spans are sent together, in what is measured by itself
 SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`rounds` of each kind, in each of which `streams` at once send `requests` each to both clusters, one after
-    another. What is measured directly is measured so many times, too."""
+    """`rounds` of groups of `requests`, one after another, of `few` tokens each, whose number spans do not depend on.
+    Under load `streams` at once send `requests` each, of `tokens`. All prompts have `prompt` tokens."""
 
-    rounds: int = 60
+    rounds: int = 100
+    requests: int = 10
+    few: int = 4
     streams: int = 8
-    requests: int = 3
     prompt: int = 64
     tokens: int = 64
 
     @property
     def ticks(self) -> int:
-        return 2
+        return 3
 
 
 class _Receiver:
@@ -111,7 +112,8 @@ def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
 async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
     tick("starting three clusters")
     port = free_port()
-    about = {"otlp_endpoint": f"http://127.0.0.1:{port}", "trace_ratio": 0.0, "metrics_port": 0}
+    endpoint = f"http://127.0.0.1:{port}"
+    about = {"otlp_endpoint": endpoint, "trace_ratio": 0.0, "metrics_port": 0}
     shared = {"model": model, "kv_blocks": 512}
     often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
     with Local(**shared) as off, Local(**shared) as other, Local(**shared, **about) as on:
@@ -123,65 +125,65 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
         async with _receiver(port) as receiver:  # not before: gRPC and a fork do not go together
             for local in sides:
                 await asyncio.to_thread(local.wait_seen, ROUTER, 2)
-            tick(f"{plan.rounds} rounds of each")
             clusters = [_Cluster(local, vocab, plan.prompt) for local in sides]
             try:
-                rounds = await _rounds(clusters[0], clusters[1], clusters[2], plan)
-                asked = await _asked(clusters[0], plan)
+                tick(f"{plan.rounds} rounds of {plan.requests} requests of each kind")
+                found = await _rounds(clusters[0], clusters[1], clusters[2], plan)
                 came = [receiver.bytes]
-                spans = {}
-                for sampled in (True, False):
-                    spans[sampled] = await _spans(f"http://127.0.0.1:{port}", sampled, plan)
-                    came.append(receiver.bytes)
+                tick(f"requests of {plan.streams} streams, questions for metrics, and spans by themselves")
+                under_load = await _under_load(clusters[1], plan)
+                asked = await _asked(clusters[0], plan)
+                spans = await _spans(endpoint, plan)
+                came.append(receiver.bytes)
             finally:
                 for cluster in clusters:
                     await cluster.close()
-    if not 0 < came[0] < came[1] == came[2]:
-        raise InternalError(f"{came} bytes of spans came: of the cluster's, made here, and of those that nobody traces")
-    cost = {name: [with_ / without for with_, without in pairs] for name, pairs in rounds.items()}
-    request_s = plan.tokens * _spread(rounds[NONE], 1)[0].median
-    busy_s = ASKED_S * len(os.sched_getaffinity(0))
-    direct = {
-        f"{ALL}: the spans alone": (spans[True], request_s),
-        f"{NONE}: the spans alone": (spans[False], request_s),
-        f"metrics asked for every {ASKED_S:.0f} s, of cores that are busy": (asked, busy_s),
+    if not 0 < came[0] == came[1]:
+        raise InternalError(f"{came} bytes of spans came: of the traced requests, and in all")
+    return _section(found, under_load, asked, spans, came[0], plan)
+
+
+def _section(
+    found: dict[str, list[float]],
+    under_load: list[float],
+    asked: list[float],
+    spans: list[float],
+    sent: int,
+    plan: Plan,
+) -> Section:
+    request_s, busy_s = Spread.of(under_load).median, ASKED_S * len(os.sched_getaffinity(0))
+    more = {  # CPU seconds of what, and of how many seconds they are a share
+        f"{TRACED} / {UNTRACED}, the same cluster": (_less(found[TRACED], found[UNTRACED]), request_s),
+        f"{UNTRACED} / {WITHOUT}": (_less(found[UNTRACED], found[WITHOUT]), request_s),
+        f"control: {CONTROL} / {WITHOUT}": (_less(found[CONTROL], found[WITHOUT]), request_s),
+        f"{UNTRACED} / {WITHOUT}, its spans by themselves": (spans, request_s),
+        f"metrics asked for every {ASKED_S:.0f} s, of busy cores": (asked, busy_s),
     }
     rows = [
-        *(
-            Row(f"{name} / without", Spread.of(cost[name]), {"with": _spread(pairs, 0), "without": _spread(pairs, 1)})
-            for name, pairs in rounds.items()
-        ),
-        *(
-            Row(name, Spread.of([1 + one / whole for one in seconds]), {"CPU": (Spread.of(seconds), "s")})
-            for name, (seconds, whole) in direct.items()
-        ),
+        Row(name, Spread.of([1 + one / whole for one in seconds]), {"CPU": (Spread.of(seconds), "s")})
+        for name, (seconds, whole) in more.items()
     ]
-    traced, untraced, questions = (row.ratio.median - 1 for row in rows[len(rounds) :])
+    traced, _, _, nobody, questions = (
+        [share / whole for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, whole in more.values()
+    )
+    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, nobody, questions, strict=True))
     notes = [
-        f"with {SHARE:.0%} of the requests traced: {SHARE * traced + (1 - SHARE) * untraced + questions:+.2%} by what"
-        f" was measured directly; {_difference(cost)} by the clusters",
+        f"with {SHARE:.0%} of the requests traced: {middle:.2%} of the CPU of requests under load, {low:.2%} to"
+        f" {high:.2%} (first, fourth and fifth row, 95 % intervals of their medians)",
         *(
-            f"{name}: 95 % interval of the median {low:.4f} to {high:.4f}"
-            for name in cost
-            for low, high in [sure(cost[name])]
+            f"{name}: 95 % interval of the median {1 + low / whole:.4f} to {1 + high / whole:.4f}"
+            for name, (seconds, whole) in more.items()
+            for low, high in [sure(seconds)]
         ),
-        f"{came[0]} bytes of spans came over OTLP",
-        f"the demo model, prefill/decode, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out to"
-        " either cluster; CPU of router, prefill and decode worker",
+        f"a request under load, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out:"
+        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(found[WITHOUT]).median:.4f} s",
+        f"{sent} bytes of spans came over OTLP; the demo model, prefill/decode",
     ]
-    return Section("What telemetry costs", "CPU for a token, with / without", rows, notes)
+    return Section("What telemetry costs", "CPU for a request, with / without", rows, notes)
 
 
-def _spread(pairs: list[tuple[float, float]], which: int) -> tuple[Spread, str]:
-    return Spread.of([pair[which] for pair in pairs]), "s"
-
-
-def _difference(cost: dict[str, list[float]]) -> str:
-    """For `SHARE` of the requests traced. The errors are independent."""
-    share = {NONE: 1 - SHARE, ALL: SHARE}
-    middle = sum(part * (Spread.of(cost[name]).median - 1) for name, part in share.items())
-    error = sum((part * (high - low) / 2) ** 2 for name, part in share.items() for low, high in [sure(cost[name])])
-    return f"{middle:+.2%}, give or take {error**0.5:.2%} (95 %),"
+def _less(these: list[float], those: list[float]) -> list[float]:
+    return [one - other for one, other in zip(these, those, strict=True)]
 
 
 @asynccontextmanager
@@ -196,31 +198,34 @@ async def _receiver(port: int) -> AsyncIterator[_Receiver]:
         await server.stop(None)
 
 
-async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[tuple[float, float]]]:
-    """CPU seconds for a token of the one and of `off`, by what the one is."""
-    kinds = {ALL: (on, True), NONE: (on, False), CONTROL: (other, False)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[float]]:
+    """CPU seconds for a request, of each kind in each round."""
+    kinds = {TRACED: (on, True), UNTRACED: (on, False), WITHOUT: (off, False), CONTROL: (other, False)}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(plan.rounds + 1):
         for name, (cluster, sampled) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
-            pair = await _round(cluster, sampled, off, plan)
+            before = cluster.cpu()
+            for _ in range(plan.requests):
+                await cluster.ways[sampled].stream(plan.few)
+            await asyncio.sleep(2 * SEND_S)  # until the spans of this group are sent, whose work is of this group, too
             if number:  # the first one warms up
-                found[name].append(pair)
+                found[name].append((cluster.cpu() - before) / plan.requests)
     return found
 
 
-async def _round(one: _Cluster, sampled: bool, off: _Cluster, plan: Plan) -> tuple[float, float]:
-    async def stream(way: Through) -> None:
-        for _ in range(plan.requests):
-            await way.stream(plan.tokens)
+async def _under_load(cluster: _Cluster, plan: Plan) -> list[float]:
+    """CPU seconds for a request while `streams` have one each."""
 
-    clusters = (one, off)
-    before = [cluster.cpu() for cluster in clusters]
-    ways = (one.ways[sampled], off.ways[sampled])  # what the caller says is read by one of them only
-    await asyncio.gather(*(stream(way) for _ in range(plan.streams) for way in ways))
-    await asyncio.sleep(2 * SEND_S)  # until the spans of this round are sent, whose work is of this round, too
-    tokens = plan.streams * plan.requests * plan.tokens
-    first, second = ((cluster.cpu() - used) / tokens for cluster, used in zip(clusters, before, strict=True))
-    return first, second
+    async def stream() -> None:
+        for _ in range(plan.requests):
+            await cluster.ways[False].stream(plan.tokens)
+
+    found = []
+    for _ in range(LOADS):
+        before = cluster.cpu()
+        await asyncio.gather(*(stream() for _ in range(plan.streams)))
+        found.append((cluster.cpu() - before) / (plan.streams * plan.requests))
+    return found
 
 
 async def _asked(cluster: _Cluster, plan: Plan) -> list[float]:
@@ -240,11 +245,10 @@ def _ask(address: str) -> None:
         answer.read()
 
 
-async def _spans(endpoint: str, sampled: bool, plan: Plan) -> list[float]:
-    """CPU seconds of the spans of one request in its three processes, made and sent from this one, and received here,
-    which is counted, too."""
+async def _spans(endpoint: str, plan: Plan) -> list[float]:
+    """CPU seconds of the spans of one request that nobody traces, in its three processes, made in this one."""
     settings = Settings(model="bench", otlp_endpoint=endpoint, trace_ratio=0.0)
-    header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{sampled:02x}"),)
+    header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"),)
     found = []
     for _ in range(plan.rounds):
         tracing = of_process(settings, "router", "bench")
@@ -254,6 +258,6 @@ async def _spans(endpoint: str, sampled: bool, plan: Plan) -> list[float]:
                 with tracing.serve("request", lambda: header, {"bench.parts": parts}) as span:
                     for number in range(parts):
                         span.phase(f"phase {number}", monotonic(), 0.001)
-        await asyncio.to_thread(tracing.close)  # sends them
         found.append((process_time() - before) / AT_ONCE)
+        await asyncio.to_thread(tracing.close)
     return found
