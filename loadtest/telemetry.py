@@ -49,8 +49,8 @@ class Plan:
     """`rounds` of groups of `requests`, one after another, of `few` tokens each, whose number spans do not depend on.
     Under load `streams` at once send `requests` each, of `tokens`. All prompts have `prompt` tokens."""
 
-    rounds: int = 100
-    requests: int = 10
+    rounds: int = 60
+    requests: int = 20
     few: int = 4
     streams: int = 8
     prompt: int = 64
