@@ -83,7 +83,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 raise InvalidRequest(f"there is no pool {role!r}", field="wanted", bound="prefill or decode")
             if not LEAST[role] <= size <= MOST:
                 raise InvalidRequest(f"{role} is {size}", field=f"wanted.{role}", bound=f"{LEAST[role]} to {MOST}")
-        if not await self._wanted_sizes():
+        if not (self._wanted or await self._registry.wanted()):  # one that does not answer says nothing of a supervisor
             raise PreconditionFailed(
                 "nobody follows wanted sizes here: these pools have no supervisor. Scale them where their workers are"
                 " started, on Kubernetes by kubectl scale",

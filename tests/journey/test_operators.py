@@ -86,6 +86,18 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 
 
+async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answers(
+    admin: AdminServicer, valkey: EmbeddedValkey
+) -> None:
+    """A new router, whose registry is lost at that moment, knows of no sizes either."""
+    three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
+    with pytest.raises(PreconditionFailed, match="no supervisor"):
+        await admin.ScalePools(three, CONTEXT)
+    valkey.stop()
+    with pytest.raises(Unavailable):
+        await admin.ScalePools(three, CONTEXT)
+
+
 async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, registry: Registry) -> None:
     """With prefill=0 wanted, a cluster without prefill workers is healthy; with one wanted, it is not."""
     await registry.beat(DECODE)
