@@ -416,6 +416,7 @@ def _channel_options(target: str) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: another one may get another router
         ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; the pings must go on
         # This machine is never behind the proxy that the environment may name.
         ("grpc.enable_http_proxy", 0 if host in ("localhost", "127.0.0.1", "::1") else 1),

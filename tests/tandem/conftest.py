@@ -99,6 +99,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         self.target = ""
         self.script: Script = whole
         self.requests: list[Any] = []
+        self.peers: set[str] = set()  # connections that asked
         self.cancelled = asyncio.Event()
         self.receipts: list[generation_pb2.Receipt] = []
         self.workers = [worker("prefill-0", "prefill"), worker("decode-0", "decode")]
@@ -118,6 +119,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Event]:
         self.requests.append(request)
+        self.peers.add(context.peer())
         try:
             async for event in self.script(request):
                 yield event

@@ -120,10 +120,18 @@ async def test_a_cancelled_task_cancels_the_server(fake: Any, events: Any) -> No
         await asyncio.wait_for(fake.cancelled.wait(), 5)
 
 
-async def test_many_streams_share_one_connection(client: Any) -> None:
+async def test_many_streams_share_one_connection(client: Any, fake: Any) -> None:
     """Streams at the same time on one client do not mix."""
     answers = await asyncio.gather(*(client.generate(f"prompt {number}") for number in range(20)))
     assert {answer.text for answer in answers} == {"Hello!"}
+    assert len(fake.peers) == 1
+
+
+async def test_each_client_has_a_connection_of_its_own(fake: Any) -> None:
+    """Of several routers behind one address another client may get another one."""
+    async with AsyncClient(fake.target) as one, AsyncClient(fake.target) as other:
+        await asyncio.gather(one.generate("a"), other.generate("b"))
+    assert len(fake.peers) == 2
 
 
 # ---- what is refused
