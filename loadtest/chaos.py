@@ -1,7 +1,7 @@
 """Everything is killed, frozen, drained and resized by chance, under load, and no answer may differ by a token.
 
     python -m loadtest.chaos [--minutes 10] [--seed 1] [--at-once 12] [--requests 48] [--every 4] [--only FAULT,...]
-                             [--quick] [--json FILE]
+                             [--set NAME=VALUE]... [--quick] [--json FILE]
 
 Starts `tandem up` with two routers, two prefill and two decode workers of the demo's model, with so few KV blocks that
 streams are preempted. A book of requests (greedy, sampled, penalties, log probabilities, grammars, stop strings, n > 1,
@@ -305,10 +305,10 @@ class Up:
 
 
 @contextmanager
-def up() -> Iterator[tuple[Process, str]]:
+def up(settings: dict[str, object]) -> Iterator[tuple[Process, str]]:
     """`tandem up` and where its routers listen. Raises InternalError when a process outlives it."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-    env |= {f"TANDEM_{key.upper()}": str(value) for key, value in SETTINGS.items()}
+    env |= {f"TANDEM_{key.upper()}": str(value) for key, value in settings.items()}
     process = Process(["tandem", "up"], env)
     whole: list[psutil.Process] = []
     try:
@@ -349,7 +349,7 @@ async def lane(
         number = chance.randrange(len(requests))
         job, leaves = chance.random() < JOBS, chance.random() < LEAVES
         said, error, began = Answer(), None, monotonic()
-        async with AsyncClient(up.target) as client:  # a connection of its own, so both routers get some
+        async with AsyncClient(up.target) as client:  # a connection of its own: both routers get some
             try:
                 async with asyncio.timeout(2 * REQUEST_S):
                     await ask(client, requests[number], said, job, chance.randint(1, 6) if leaves else None)
@@ -442,6 +442,11 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
 
 
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["kill", "pool", "freeze", "registry", "supervisor", "drain", "scale"]
@@ -451,6 +456,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=48, metavar="N", help="in the book")
     parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="from one fault to the next")
     parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="FAULT,...")
+    parser.add_argument(
+        "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="of the cluster"
+    )
     parser.add_argument("--quick", action="store_true", help="twelve seconds, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -465,7 +473,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     say("starting two routers, two prefill and two decode workers")
-    with up() as (process, target):
+    with up({**SETTINGS, **dict(args.set)}) as (process, target):
         tally = asyncio.run(run(process, target, args, say))
     for name, counts in (("requests", tally.outcomes), ("faults", tally.faults)):
         say(f"{counts.total()} {name}: {', '.join(f'{count} {what}' for what, count in sorted(counts.items()))}")
