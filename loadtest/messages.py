@@ -67,7 +67,8 @@ async def ask_grpc(port: int, args: argparse.Namespace) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
 
         async def one() -> None:
-            async for _ in channel.unary_stream(METHOD)(b""):
+            stream: Any = channel.unary_stream(METHOD)
+            async for _ in stream(b""):
                 pass
 
         await asyncio.gather(*(one() for _ in range(args.streams)))
@@ -112,7 +113,8 @@ async def serve_calls(args: argparse.Namespace) -> None:
         yield bytes(GRPC_BYTES)
 
     async def passed_on(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
-        async for message in behind.unary_stream(METHOD)(request):
+        stream: Any = behind.unary_stream(METHOD)
+        async for message in stream(request):
             yield message
 
     async with grpc.aio.insecure_channel(f"127.0.0.1:{args.behind}") as behind:
@@ -126,12 +128,13 @@ async def ask_calls(ports: list[int], calls: int) -> list[float]:
     """Seconds by which each call's message came later from the first port than from the second."""
     found = []
     async with AsyncExitStack() as stack:
-        ways = [await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) for port in ports]
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) for port in ports]
+        ways: list[Any] = [channel.unary_stream(METHOD) for channel in channels]
         for _ in range(calls):
             took = []
-            for channel in ways:
+            for stream in ways:
                 began = perf_counter()
-                async for _ in channel.unary_stream(METHOD)(bytes(GRPC_BYTES)):
+                async for _ in stream(bytes(GRPC_BYTES)):
                     took.append(perf_counter() - began)
             found.append(took[0] - took[1])
     return found
@@ -140,7 +143,7 @@ async def ask_calls(ports: list[int], calls: int) -> list[float]:
 def _server(handler: Callable[[bytes, Any], AsyncGenerator[bytes, None]]) -> tuple[grpc.aio.Server, int]:
     server = grpc.aio.server()
     _, service, method = METHOD.split("/")
-    handlers = {method: grpc.unary_stream_rpc_method_handler(handler)}
+    handlers: dict[str, Any] = {method: grpc.unary_stream_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     return server, server.add_insecure_port("127.0.0.1:0")
 
