@@ -8,9 +8,11 @@ import platform
 import random
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
 from engine.kernels import build, modules
 from engine.model import Model
 from engine.pages import Pages, layout_of
+from engine.sampling import sample
+from engine.sequence import Sampling
 from tandem.errors import CheckpointRefused
 
 CPU = torch.device("cpu")
@@ -476,3 +480,41 @@ def test_without_a_library_the_reference_serves_and_says_so(
     assert [model.kernels for model in models] == [kernels.REFERENCE] * 3
     assert len([record for record in caplog.records if "engine.kernels.build" in record.message]) == 1
     assert not any(isinstance(module, modules.Compiled) for module in models[0].module.modules())
+
+
+# ---- choosing tokens
+
+VALUES: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.05, 0.7, 1.0, 2.0],
+    "top_k": [0, 1, 2, 40, 3000, 10**9],
+    "top_p": [1.0, 0.999999, 0.95, 0.5, 1e-9],
+    "min_p": [0.0, 1e-6, 0.1, 1.0],
+}
+
+
+@built
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("vocab", [1, 7, 256, 257, 5003, 40_000])
+def test_tokens_are_chosen_as_plain_pytorch_chooses_them(vocab: int, spread: float) -> None:
+    """Any filters, flat rows and steep ones, ties, masked tokens, and any number of threads."""
+    chance = random.Random(f"{vocab} {spread}")
+    logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    logits[::3] = logits[::3].round()  # ties
+    logits[1::3, 1 : vocab // 2] = -torch.inf  # a grammar
+    how = [Sampling(seed=row, **{name: chance.choice(values) for name, values in VALUES.items()}) for row in range(24)]
+    found = []
+    for threads in (1, 2, 3):
+        with threads_of(threads):
+            found.append(sample(logits, how, [9] * 24))
+    assert found == [sample(logits, how, [9] * 24, compiled=False)] * 3
+    assert found[0] == [sample(logits[row : row + 1], how[row : row + 1], [9])[0] for row in range(24)]
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

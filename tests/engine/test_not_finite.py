@@ -83,6 +83,7 @@ def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(model: Model, 
 
 
 def test_control_ill_blocks_that_are_kept_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the protection the check above fails."""
     monkeypatch.setattr(BlockPool, "distrust", lambda pool, owner: None)
     with pytest.raises(AssertionError):
         check_one_that_falls_ill(model, Sampling(), 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -141,43 +139,6 @@ def _expected(logits: list[float], how: Sampling) -> list[float]:
     return [mass[token] / total if token in kept else 0.0 for token in range(len(mass))]
 
 
-VALUES: dict[str, list[Any]] = {
-    "temperature": [0.0, 0.05, 0.7, 1.0, 2.0],
-    "top_k": [0, 1, 2, 40, 3000, 10**9],
-    "top_p": [1.0, 0.999999, 0.95, 0.5, 1e-9],
-    "min_p": [0.0, 1e-6, 0.1, 1.0],
-}
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 30.0])
-@pytest.mark.parametrize("vocab", [1, 7, 256, 257, 5003, 40_000])
-def test_both_paths_choose_the_same(vocab: int, spread: float, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any filters, flat rows and steep ones, ties, masked tokens, and any number of threads."""
-    if path == "plain":
-        pytest.skip("compared below")
-    chance = random.Random(f"{vocab} {spread}")
-    logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
-    logits[::3] = logits[::3].round()  # ties
-    logits[1::3, 1 : vocab // 2] = -torch.inf  # a grammar
-    how = [Sampling(seed=row, **{name: chance.choice(values) for name, values in VALUES.items()}) for row in range(24)]
-    found = []
-    for threads in (1, 2, 3):
-        with threads_of(threads):
-            found.append(sample(logits, how, [9] * 24))
-    assert found == [sample(logits, how, [9] * 24, compiled=False)] * 3
-    assert found[0] == [sample(logits[row : row + 1], how[row : row + 1], [9])[0] for row in range(24)]
-
-
-@contextmanager
-def threads_of(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("how", [Sampling(logprobs=2), Sampling(temperature=1.0), Sampling(temperature=0.5, top_p=0.9)])
 def test_no_token_is_chosen_where_a_logit_is_no_number(bad: float, how: Sampling) -> None:
@@ -193,6 +154,7 @@ def test_no_token_is_chosen_where_a_logit_is_no_number(bad: float, how: Sampling
 
 
 def test_nothing_is_left_of_a_row_that_is_masked_whole() -> None:
+    """Then there is no token."""
     assert sample(torch.full((1, 9), -torch.inf), [Sampling(temperature=1.0)], [3]) == [-1]
 
 

@@ -40,6 +40,7 @@ def folder() -> Iterator[Path]:
 
 
 def test_the_whole_answer_and_the_beginning_of_one_that_was_lost_are_right() -> None:
+    """Also of one that had not begun."""
     assert judged(answer(1, 2, 3, text="abc", reason="length")) == []
     assert judged(answer(1, 2, text="ab"), LOST) == []
     assert judged(Answer(), LOST) == []
@@ -57,29 +58,34 @@ def test_the_whole_answer_and_the_beginning_of_one_that_was_lost_are_right() -> 
     ],
 )
 def test_anything_else_with_status_ok_is_wrong(said: Answer, what: str) -> None:
+    """And it is told what differs."""
     (wrong,) = judged(said)
     assert what in wrong
     assert "status OK" in wrong
 
 
 def test_what_came_before_an_error_must_be_the_beginning() -> None:
+    """A wrong token is none the better for an error behind it."""
     assert judged(answer(1, 3), LOST)
     assert judged(answer(1, 2, 3, 4, text="abc"), LOST)
     assert judged(answer(1, text="b"), LOST)
 
 
 def test_no_job_fails_and_no_stream_for_another_reason_than_a_loss() -> None:
+    """But for what two workers died with."""
     assert judged(Answer(), LOST, how="job")
     assert judged(Answer(), InternalError("bug"))
     assert judged(Answer(), InternalError("two died with it", reason="KILLS_WORKERS"), how="job") == []
 
 
 def test_a_book_is_made_of_its_seed_alone() -> None:
+    """So that a run can be asked for again."""
     assert book(random.Random(3), 24) == book(random.Random(3), 24) != book(random.Random(4), 24)
 
 
 @pytest.mark.timeout(240)
 def test_a_short_run_finds_every_answer_right_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """With some real faults in it."""
     report_file = tmp_path / "report.json"
     process = start(folder, "--json", str(report_file), module="loadtest.chaos")
     output, _ = process.communicate(timeout=230)
