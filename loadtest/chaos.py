@@ -19,8 +19,9 @@ something happens to the cluster:
 
 An answer with status OK is the book's: each token, log probability and letter of each choice. One that fails has one of
 the statuses that a lost process may cost, and what had come is the beginning of the book's. No job fails, but one that
-two workers died with by chance, which is taken for the reason (KILLS_WORKERS). At the end all workers come back, the
-book is answered as it was, the ledgers balance with nothing held, and no process is left.
+two workers died with by chance, which is taken for the reason (KILLS_WORKERS), or that was kept by a registry that was
+killed (the embedded Valkey keeps nothing on disk). At the end all workers come back, the book is answered as it was,
+the ledgers balance with nothing held, and no process is left.
 Exits 1 at anything else. The same seed asks and harms in the same order, but what meets what is chance.
 """
 
@@ -50,6 +51,7 @@ from tandem.errors import (
     Busy,
     DeadlineExceeded,
     InternalError,
+    NotFound,
     ResumeFailed,
     TandemError,
     Unavailable,
@@ -70,7 +72,7 @@ SETTINGS = {
     "drain_grace_s": 5,
 }
 COST = (Unavailable, ResumeFailed, Busy, DeadlineExceeded)  # with their subclasses: what a lost process may cost
-UNLUCKY = "KILLS_WORKERS"
+UNLUCKY, UNKEPT = "KILLS_WORKERS", "KEPT_BY_A_KILLED_REGISTRY"
 REQUEST_S = 120.0  # that one answer may take
 BACK_S = 120.0  # until everything is there again, at the end
 FREEZE_S, REGISTRY_S = 10.0, 4.0
@@ -168,6 +170,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     resumed: int = 0
+    registries: int = 0  # that were killed, with the jobs that they kept
     longest_s: float = 0.0
     ended: list[float] = field(default_factory=list)
 
@@ -180,7 +183,11 @@ class Tally:
             self.wrong.append(f"{how} {request}: an answer with status OK differs: {_differs(said, whole)}")
         elif error is not None and not said.begins(whole):
             self.wrong.append(f"{how} {request}: what came before {error!r} differs: {_differs(said, whole)}")
-        elif error is not None and error.reason != UNLUCKY and (how == "job" or not isinstance(error, COST)):
+        elif (
+            error is not None
+            and error.reason not in (UNLUCKY, UNKEPT)
+            and (how == "job" or not isinstance(error, COST))
+        ):
             self.wrong.append(f"{how} {request}: {type(error).__name__} {error.reason}: {error.message}")
 
 
@@ -266,6 +273,7 @@ class Up:
         process = self._named("valkey")
         if self._chance.random() < 0.5:
             process.kill()
+            self._tally.registries += 1
             return "killed"
         return f"frozen for {self._stop(process, REGISTRY_S):.1f} s"
 
@@ -348,11 +356,15 @@ async def lane(
     while True:
         number = chance.randrange(len(requests))
         job, leaves = chance.random() < JOBS, chance.random() < LEAVES
-        said, error, began = Answer(), None, monotonic()
+        said, began, registries = Answer(), monotonic(), tally.registries
+        error: TandemError | None = None
         async with AsyncClient(up.target) as client:  # a connection of its own: both routers get some
             try:
                 async with asyncio.timeout(2 * REQUEST_S):
                     await ask(client, requests[number], said, job, chance.randint(1, 6) if leaves else None)
+            except NotFound as failed:
+                kept = tally.registries == registries
+                error = failed if kept else Unavailable(failed.message, reason=UNKEPT)
             except TandemError as failed:
                 error = failed
             except TimeoutError:
