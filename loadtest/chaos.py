@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import sys
@@ -44,7 +43,8 @@ from typing import Any
 
 import psutil
 
-from loadtest.local import Process
+from loadtest.local import Process, environment_of
+from loadtest.peers.soak import draw
 from tandem.answers import Piece, Worker
 from tandem.client import AsyncClient
 from tandem.errors import (
@@ -78,7 +78,7 @@ BACK_S = 120.0  # until everything is there again, at the end
 FREEZE_S, REGISTRY_S = 10.0, 4.0
 LEAVES, JOBS = 0.1, 0.3  # shares of the requests
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "many": {"type": "integer"}}}
-CELLS = " ▁▂▃▄▅▆▇█"
+FAULTS = {"kill": 4, "pool": 1, "freeze": 3, "registry": 1, "supervisor": 1, "drain": 2, "scale": 2}  # how often
 
 # ---- the book
 
@@ -221,7 +221,6 @@ class Up:
             "drain": self._drain,
             "scale": self._scale,
         }
-        self._often = {"kill": 4, "freeze": 3, "drain": 2, "scale": 2}
 
     def tree(self) -> list[psutil.Process]:
         whole = psutil.Process(self._process.popen.pid)
@@ -229,7 +228,7 @@ class Up:
 
     async def harm(self, names: list[str]) -> str:
         """One of these faults, by chance. Says what it was; what the cluster cannot do at the moment is no fault."""
-        name = self._chance.choices(names, [self._often.get(name, 1) for name in names])[0]
+        name = self._chance.choices(names, [FAULTS[name] for name in names])[0]
         try:
             async with AsyncClient(self.target) as client, asyncio.timeout(2 * FREEZE_S):
                 said = await self.faults[name](client)
@@ -315,9 +314,7 @@ class Up:
 @contextmanager
 def up(settings: dict[str, object]) -> Iterator[tuple[Process, str]]:
     """`tandem up` and where its routers listen. Raises InternalError when a process outlives it."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-    env |= {f"TANDEM_{key.upper()}": str(value) for key, value in settings.items()}
-    process = Process(["tandem", "up"], env)
+    process = Process(["tandem", "up"], environment_of(settings))
     whole: list[psutil.Process] = []
     try:
         yield process, process.line("ready ").split(" ")[0]
@@ -442,9 +439,7 @@ async def run(process: Process, target: str, args: argparse.Namespace, say: Call
     spans = [0] * (int(monotonic() - began) // 10 + 1)
     for ended in tally.ended:
         spans[int(ended - began) // 10] += 1
-    most = max(spans)
-    if most:
-        say(f"answers in 10 s, up to {most}: {''.join(CELLS[-(-count * 8 // most)] for count in spans)}")
+    say(f"answers in 10 s, {min(spans)} to {max(spans)}: {draw(spans)}")
     return tally
 
 
@@ -461,13 +456,12 @@ def _setting(text: str) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["kill", "pool", "freeze", "registry", "supervisor", "drain", "scale"]
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--requests", type=int, default=48, metavar="N", help="in the book")
     parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="from one fault to the next")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="FAULT,...")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(FAULTS), metavar="FAULT,...")
     parser.add_argument(
         "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="of the cluster"
     )
@@ -476,8 +470,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.minutes, args.requests, args.at_once, args.every = 0.2, 12, 4, 2.0
-    if unknown := set(args.only) - set(names):
-        parser.error(f"--only: no such fault: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if unknown := set(args.only) - FAULTS.keys():
+        parser.error(f"--only: no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
     began = monotonic()
 
     def say(text: str) -> None:

@@ -133,10 +133,7 @@ class Local:
     ) -> None:
         """Starts it and does not wait. `program`: a module and its first arguments that takes the place of a role.
         `environment`: of libraries; the product's own are `settings`."""
-        given = {**self._settings, **settings}
-        env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-        env |= {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
-        env |= environment or {}
+        env = environment_of({**self._settings, **settings}) | dict(environment or {})
         process = Process([*program, role, name], env, core)
         self._processes[name] = process
         self._stack.callback(process.stop)
@@ -158,6 +155,12 @@ class Local:
                 if monotonic() > deadline:
                     raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
                 sleep(0.05)
+
+
+def environment_of(settings: Mapping[str, object]) -> dict[str, str]:
+    """This process's environment with these settings of the product and no others; None leaves one at its default."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    return env | {f"TANDEM_{key.upper()}": str(value) for key, value in settings.items() if value is not None}
 
 
 def cpu_seconds(pid: int) -> float:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.checkpoints import REAL, make_checkpoint
-from loadtest.local import Process
+from loadtest.local import Process, environment_of
 from tandem.client import Client
 from tandem.errors import SettingsError, Unavailable
 
@@ -124,9 +124,7 @@ class Tandem(Server):
         self.target = ""
 
     def start(self) -> None:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-        env |= {f"TANDEM_{key.upper()}": str(value) for key, value in self._settings.items()}
-        self._process = Process(["tandem", "up"], env)
+        self._process = Process(["tandem", "up"], environment_of(self._settings))
         self.port = int(self._process.line("http ", START_TIMEOUT_S).partition("//")[2].partition("/")[0].split(":")[1])
         self.target = self._process.line("ready ").split(" ")[0]
         if self._settings["threads"] == 1:
