@@ -177,6 +177,9 @@ class Settings(BaseSettings):
     """Jobs that have not ended, of the whole cluster; more are refused."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
+    stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Tokens of a stream that are made faster than this go to its client together; 0: each as it is made. The first and
+    the last one never wait. A message costs a router the same whatever is in it, so this bounds what a stream costs."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
     """Largest request message that the router reads."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5

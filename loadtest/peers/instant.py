@@ -57,7 +57,7 @@ class Instant(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServi
     async def Feed(
         self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
-        with self._feeds.opened(request.feed_id) as feed:
+        with self._feeds.opened(request.feed_id, request.interval_seconds) as feed:
             yield decode_pb2.FeedResponse(incarnation=self.incarnation)
             streams = self._streams[request.feed_id] = set()
             stepping = asyncio.create_task(self._run(feed, streams))

@@ -83,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Feed(
         self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
-        with self._feeds.opened(request.feed_id) as feed:
+        with self._feeds.opened(request.feed_id, request.interval_seconds) as feed:
             yield decode_pb2.FeedResponse(incarnation=self._worker.incarnation)
             async with aclosing(feed.messages()) as messages:
                 async for message in messages:

@@ -76,14 +76,14 @@ class Lane:
 class Feed:
     """The one call, and who waits for what."""
 
-    def __init__(self, worker: Candidate, stub: decode_pb2_grpc.DecodeServiceStub) -> None:
+    def __init__(self, worker: Candidate, stub: decode_pb2_grpc.DecodeServiceStub, interval_s: float) -> None:
         self.id = secrets.token_hex(8)
         self.over = False
         self._worker = worker
         self._lanes: dict[int, Lane] = {}
         self._count = 0
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id))
+        self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id, interval_seconds=interval_s))
         self.reading = asyncio.create_task(self._read(), name=f"feed {worker.worker_id}")
 
     async def opened(self) -> None:
@@ -137,8 +137,10 @@ class Feed:
 class Feeds:
     """The feeds of one router."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, interval_s: float) -> None:
+        """Each worker is to say at most one thing in `interval_s`, but for the ends of streams."""
         self._channels = channels
+        self._interval_s = interval_s
         self._feeds: dict[tuple[str, str], Feed] = {}  # (worker id, incarnation)
 
     async def of(self, worker: Candidate) -> Feed:
@@ -147,7 +149,7 @@ class Feeds:
         feed = self._feeds.get(key)
         if feed is None or feed.over:
             stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
-            feed = self._feeds[key] = Feed(worker, stub)
+            feed = self._feeds[key] = Feed(worker, stub, self._interval_s)
         await feed.opened()
         return feed
 

@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._settings = settings
         self._view = view
         self._text = text
-        self.feeds = Feeds(channels)
+        self.feeds = Feeds(channels, settings.stream_interval_s)
         self.prefixes = Prefixes(view, channels)
         rules = Rules(
             local=settings.local_prefill,

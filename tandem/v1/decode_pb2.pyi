@@ -36,10 +36,12 @@ class DecodeRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., feed_id: _Optional[str] = ..., lane: _Optional[int] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class FeedRequest(_message.Message):
-    __slots__ = ("feed_id",)
+    __slots__ = ("feed_id", "interval_seconds")
     FEED_ID_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     feed_id: str
-    def __init__(self, feed_id: _Optional[str] = ...) -> None: ...
+    interval_seconds: float
+    def __init__(self, feed_id: _Optional[str] = ..., interval_seconds: _Optional[float] = ...) -> None: ...
 
 class FeedResponse(_message.Message):
     __slots__ = ("incarnation", "events")

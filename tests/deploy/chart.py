@@ -37,7 +37,10 @@ OF_A_POOL = (
     *("device", "threads", "weight_cache", "weight_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
     *("stream_stretch", "memory_utilization", "kv_blocks", *OF_A_ROLE),
 )
-OF_THE_ROUTER = (*OF_A_ROLE, "queue_timeout_s", "max_attempts", "local_prefill", "place_by_prefix")
+OF_THE_ROUTER = (
+    *("queue_timeout_s", "stream_interval_s", "max_attempts", "local_prefill", "place_by_prefix"),
+    *OF_A_ROLE,
+)
 
 Document = dict[str, Any]
 

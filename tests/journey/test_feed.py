@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from tandem.errors import InternalError, InvalidRequest, Unavailable
 from tandem.status import from_rpc
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 from tests import oracle
+from tests.faults import slow_down
 
 NEW = 64
 
@@ -45,7 +47,7 @@ def said(lane: int, position: int, *ids: int) -> decode_pb2.DecodeResponse:
 
 async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() -> None:
     """With where the first of them stands, their log probabilities, and what was said last; never across a gap."""
-    feed = services.decode.feeds.Feed()
+    feed = services.decode.feeds.Feed(0.0)
     for position in (10, 11, 12):
         feed.put(said(1, position, position))
         feed.put(said(2, 2 * position, 7))
@@ -59,6 +61,63 @@ async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() 
     assert last == ended
     feed.put(said(2, 25, 8))  # what has been told is told
     assert list((await anext(messages)).events[0].tokens.token_ids) == [8]
+
+
+async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
+    """The first at once, the others when the interval is over, and the end of any stream at once, with all that was
+    waiting. Without an interval each is told at once."""
+    feed = services.decode.feeds.Feed(0.3)
+    messages = feed.messages()
+    feed.put(said(1, 10, 5))
+    assert [event.tokens.position for event in (await anext(messages)).events] == [10]
+    told_at = monotonic()
+    telling = asyncio.create_task(anext(messages))
+    for position in (11, 12, 13):
+        feed.put(said(1, position, 5))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not telling.done()
+    (told,) = (await telling).events
+    assert (told.tokens.position, len(told.tokens.token_ids)) == (11, 3)
+    assert monotonic() - told_at > 0.25
+    telling = asyncio.create_task(anext(messages))
+    began = monotonic()
+    feed.put(said(1, 14, 5))
+    feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
+    assert [event.lane for event in (await telling).events] == [1, 2]
+    assert monotonic() - began < 0.25
+    feed.put(said(1, 15, 5))
+    feed.close()
+    with pytest.raises(Unavailable):
+        feed.put(said(1, 16, 5))
+    at_once = services.decode.feeds.Feed(0.0)
+    messages = at_once.messages()
+    for position in (10, 11, 12):
+        at_once.put(said(1, position, 5))
+        assert [event.tokens.position for event in (await anext(messages)).events] == [position]
+
+
+@pytest.mark.parametrize("interval_s", [-0.1, 1.5, float("nan"), float("inf")])
+def test_an_interval_that_nobody_would_want_is_refused(interval_s: float) -> None:
+    """A router that says so is none of ours."""
+    feeds = services.decode.feeds.Feeds()
+    with pytest.raises(InvalidRequest, match="s between messages"), feeds.opened("one", interval_s):
+        pass
+    with feeds.opened("one", 1.0):  # the name is free
+        pass
+
+
+@pytest.mark.parametrize(("interval_s", "least", "most"), [(1.0, 2, 4), (0.0, 20, 66)])
+async def test_a_router_asks_for_its_interval(
+    inside: Any, tiny: Path, interval_s: float, least: int, most: int
+) -> None:
+    """`stream_interval_s`: 64 tokens, one each 10 ms or more, in a few pieces, or in many."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(stream_interval_s=interval_s) as cluster:
+        slow_down(cluster.workers["decode-0"])
+        pieces = [piece async for piece in cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True)]
+    assert [token for piece in pieces for token in piece.token_ids] == oracle.greedy(tiny, prompt, NEW)
+    assert least <= sum(bool(piece.token_ids) for piece in pieces) <= most
 
 
 async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
