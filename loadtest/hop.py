@@ -152,7 +152,7 @@ async def _measure(local: Local, port: int, model: str, vocab: int, plan: Plan, 
     read = "first token, token interval: through the router / straight to the worker. CPU: router / decode worker"
     notes = [
         "the demo model, its tokenizer included; router, worker and client share the cores, unpinned",
-        "tokens of several steps travel in one message (`stream_interval_s`, or a reader that is behind), so intervals are means per token",
+        "steps share messages (`stream_interval_s`, or a reader that is behind): intervals are means per token",
     ]
     return Section("What the router adds", read, rows, notes)
 
