@@ -50,7 +50,6 @@ WHO_S = 5.0  # for a worker to say what it serves as
 LAST_STAGES_S = 1.0  # longest wait for what a ready worker still has to tell of its start
 T = TypeVar("T")
 NAMESPACE = "tandem"
-LAUNCHER = "services.launch"  # a module with `prepare` and `start`
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
 SPARE = "spare"  # serves as nothing yet
 PLACES = 100_000
@@ -454,8 +453,9 @@ class Runtime:
         if _supervisor_name(cluster) in _our_actors():
             raise _already_up(cluster)
 
-    def supervise(self, settings: Settings, launcher: str = LAUNCHER) -> SupervisorHandle:
-        """Starts the cluster's supervisor. Raises PreconditionFailed if there is one already."""
+    def supervise(self, settings: Settings, launcher: str) -> SupervisorHandle:
+        """Starts the cluster's supervisor; `launcher` is the module that starts services in its actors. Raises
+        PreconditionFailed if there is one already."""
         options = ray.remote(SupervisorActor).options(
             name=_supervisor_name(settings.cluster),
             namespace=NAMESPACE,

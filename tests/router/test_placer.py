@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.registry import State, WorkerRecord
+from services.decode import servicer
+from services.router import placer
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
 from services.view import ClusterView
@@ -66,6 +68,11 @@ async def test_what_was_placed_since_the_last_beat_counts() -> None:
         assert not third.done()
         await stack.aclose()
         assert (await third).decode.worker_id == "decode-0"
+
+
+def test_a_decode_worker_reserves_the_room_that_the_router_counts() -> None:
+    """Router and worker have the number each, because the router loads no torch."""
+    assert placer.AHEAD_TOKENS == servicer.AHEAD_TOKENS
 
 
 async def test_a_new_beat_replaces_the_account() -> None:
