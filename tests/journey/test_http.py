@@ -36,7 +36,8 @@ HARD = {  # everything that changes which token is chosen
     "logit_bias": {"11": 3.0, "300": -100.0},
 }
 VLLM = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.2, "min_tokens": 20, "ignore_eos": True}
-GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11}
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.9, "seed": 19}  # draws well away from where the last bits of the logits decide
 ROOT = 'root ::= "tick" | "tock"'
 
 
