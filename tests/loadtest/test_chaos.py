@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine import kernels
 from loadtest.chaos import Answer, Tally, book
 from tandem.answers import Piece
 from tandem.errors import InternalError, ResumeFailed, TandemError, WorkerLost
@@ -18,6 +20,7 @@ from tests.loadtest.test_bench import left_behind, start
 
 REQUEST: dict[str, Any] = {"prompt": "Return the"}
 LOST = WorkerLost("decode-0 is gone")
+CPU = torch.device("cpu")
 
 
 def answer(*token_ids: int, text: str = "", reason: Any = None, choice: int = 0) -> Answer:
@@ -83,6 +86,10 @@ def test_a_book_is_made_of_its_seed_alone() -> None:
     assert book(random.Random(3), 24) == book(random.Random(3), 24) != book(random.Random(4), 24)
 
 
+@pytest.mark.skipif(
+    kernels.serving(CPU) == kernels.REFERENCE,
+    reason="in plain PyTorch the last bits of a log probability depend on the batch",
+)
 @pytest.mark.timeout(240)
 def test_a_short_run_finds_every_answer_right_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """With some real faults in it."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine import kernels
 from engine.checkpoints import make_module
 from loadtest.device import NO_CUDA, Floors, main
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -16,6 +19,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", NO_CUDA + "\n")
 
 
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no recorded steps on a CPU")
 def test_all_of_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model on the CPU goes through every part: rates, load with self-check, both kinds of steps, digests."""
     assert main(["--device", "cpu"]) == 0
