@@ -59,7 +59,7 @@ QUICK = Size(
     vocab=384,
     step=step.Plan(prompt=64, batch=2, context=32, repeats=3, dtypes=("float32",)),
     link=link.Plan(total=4 * 2**20, blocks=(64 * 2**10,), repeats=3),
-    hop=hop.Plan(requests=5, prompt=16, streams=(2,), tokens=16, rounds=2),
+    hop=hop.Plan(requests=5, prompt=16, streams=(2,), tokens=128, rounds=2),
     ttft=ttft.Plan(prompts=(32, 128), repeats=2, streams=2, stream_tokens=500, settle=0.2, calm=0.3, kv_blocks=256),
     spec=speculation.Plan(streams=(1,), tokens=12, noise=12, repeats=2),
     telemetry=telemetry.Plan(rounds=2, requests=2, few=2, streams=2, prompt=16, tokens=16),
