@@ -66,7 +66,7 @@ async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() 
 async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     """The first at once, the others when the interval is over, and the end of any stream at once, with all that was
     waiting. Without an interval each is told at once."""
-    feed = services.decode.feeds.Feed(0.3)
+    feed = services.decode.feeds.Feed(1.0)
     messages = feed.messages()
     feed.put(said(1, 10, 5))
     assert [event.tokens.position for event in (await anext(messages)).events] == [10]
@@ -79,13 +79,13 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
         assert not telling.done()
     (told,) = (await telling).events
     assert (told.tokens.position, len(told.tokens.token_ids)) == (11, 3)
-    assert monotonic() - told_at > 0.25
+    assert monotonic() - told_at > 0.9
     telling = asyncio.create_task(anext(messages))
     began = monotonic()
     feed.put(said(1, 14, 5))
     feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
     assert [event.lane for event in (await telling).events] == [1, 2]
-    assert monotonic() - began < 0.25
+    assert monotonic() - began < 0.9
     feed.put(said(1, 15, 5))
     feed.close()
     with pytest.raises(Unavailable):
