@@ -65,7 +65,8 @@ class DecodeServiceServicer:
 
     def Feed(self, request, context):
         """What the streams of one router say after their first tokens: one message for a step of the engine, or for several
-        that follow one another fast, not one for each stream. Opened before the requests that name it, and open as long as the router lives.
+        that follow one another fast, not one for each stream. Opened before the requests that name it, and open as long as
+        the router lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import openai
 import psutil
@@ -34,13 +35,16 @@ from tests.harness import Process
 TANDEM = str(Path(sys.executable).parent / "tandem")
 pytestmark = pytest.mark.timeout(180)
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+def wait_until(condition: Callable[[], T], what: str, timeout_s: float) -> T:
+    """Until it says something that is true: that."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.05)
+    return found
 
 
 def free_port() -> int:
@@ -176,18 +180,12 @@ def test_every_command_answers(cluster: Up, tiny: Path) -> None:
 
 def decode_worker(client: Client, but: str = "") -> Worker:
     """decode-0 in a life that serves, other than `but`."""
-    found: list[Worker] = []
 
-    def serves() -> bool:
-        found[:] = [
-            one
-            for one in client.workers()
-            if one.worker_id == "decode-0" and one.state == "ready" and one.incarnation != but
-        ]
-        return bool(found)
+    def serving() -> list[Worker]:
+        lives = [one for one in client.workers() if one.worker_id == "decode-0" and one.state == "ready"]
+        return [one for one in lives if one.incarnation != but]
 
-    wait_until(serves, "decode-0 serves", 60)
-    return found[0]
+    return wait_until(serving, "decode-0 serves", 60)[0]
 
 
 def killed_in_stream(client: Client, prompt: list[int], expected: list[int]) -> bool:
