@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.complete
 KERNELS := .venv/.kernels
 
-.PHONY: setup demo test lint fast bench peers proto lock clean
+.PHONY: setup demo test lint fast mutate bench peers proto lock clean
 
 setup: $(STAMP) $(KERNELS)
 
@@ -35,6 +35,10 @@ test: setup lint
 fast: setup
 	@$(BIN)/python -m pytest tests/rules tests/tandem tests/router tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_sampling.py
 
+# Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
+mutate: setup
+	@$(BIN)/python -m tests.mutation $(ARGS)
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q .
@@ -45,7 +49,7 @@ bench: setup
 	@$(BIN)/python -m loadtest.bench
 
 # Tandem beside other engines: docs/performance.md says how to install them. ARGS is serve, interference, engines, ...
-ARGS ?= --help
+peers: ARGS ?= --help
 peers: setup
 	@$(BIN)/python -m loadtest.peers $(ARGS)
 

@@ -1,31 +1,35 @@
-"""Jobs and their tokens, kept so that any router can go on with them. With cluster/registry.py the only file that knows
-Redis, and every key of jobs in it:
+"""Jobs and their tokens, kept so that any router can go on with them. All keys of jobs are in this file:
 
-    tandem:<cluster>:job:<id>          hash: what was asked, the state, whose it is (generation), and how many tokens
+    tandem:{<cluster>}:job:<id>        hash: what was asked, the state, whose it is (generation), and how many tokens
                                        each completion has (tokens, tokens:1, tokens:2, ...)
-    tandem:<cluster>:job:<id>:events   stream: what its watchers get, one entry for each event
-    tandem:<cluster>:jobs              sorted set: id of each open job -> when its owner's lease ends, in ms
+    tandem:{<cluster>}:events:<id>     stream: what its watchers get, one entry for each event
+    tandem:{<cluster>}:jobs            sorted set: id of each open job -> when its owner's lease ends, in ms
+    tandem:{<cluster>}:open            sorted set: the same ids, all with score 0, so that a tenant's are one range
+    tandem:{<cluster>}:wake:<router>   stream: ends the blocking read of a router that has another job to watch
 
-Each change is one script, which first asks whether the caller still owns the job: a router that was taken for dead and
-comes back can add nothing. The server's clock counts.
+An id is TENANT/NAME, and no tenant has a `/` in its name. Each change is one script, which first asks whether the
+caller still owns the job: a router that was taken for dead and comes back can add nothing. The server's clock counts.
+
+A router holds the same number of connections however many jobs it runs and clients watch: some for changes, some for
+pages that watchers read by themselves, one for the blocking read (cluster/watches.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import redis.asyncio as redis
-from redis.exceptions import RedisError
-
-from cluster.registry import CALL_TIMEOUT_S, answering
+from cluster.store import Store
+from cluster.watches import Raw, Watches, later
 from tandem import errors
 from tandem.errors import Busy, NotFound, PreconditionFailed, TandemError
+
+WRITES, READS = 32, 8  # connections
+PAGE = 1000  # entries of one read
+RENEWED = 500  # leases of one script
 
 _NOW = """
 local clock = redis.call('TIME')
@@ -38,12 +42,31 @@ if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
 SUBMIT = (
     _NOW
     + """
-local known = redis.call('HGET', KEYS[1], 'digest')
-if known then return known == ARGV[2] and 'known' or 'other' end
-if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[5]) then return 'full' end
-redis.call('HSET', KEYS[1], 'request', ARGV[1], 'digest', ARGV[2], 'state', 'open', 'generation', 1, 'tokens', 0)
-redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[4])
-return 'new'
+local fresh, new, answers = {}, 0, {'kept'}
+for i = 1, #KEYS - 2 do
+  local id, digest = ARGV[3 * i + 2], ARGV[3 * i + 4]
+  local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
+  if known and known ~= digest then return {'other', id} end
+  answers[i + 1] = known and 'known' or 'new'
+  if not known then
+    fresh[id] = digest
+    new = new + 1
+  end
+end
+if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full'} end
+if new > 0 and ARGV[4] ~= '' then
+  local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
+  if open + new > tonumber(ARGV[3]) then return {'full for it'} end
+end
+for i = 1, #KEYS - 2 do
+  if answers[i + 1] == 'new' then
+    local id, request, digest = ARGV[3 * i + 2], ARGV[3 * i + 3], ARGV[3 * i + 4]
+    redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
+    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
+    redis.call('ZADD', KEYS[2], 0, id)
+  end
+end
+return answers
 """
 )
 APPEND = (
@@ -62,6 +85,7 @@ END = (
 if ARGV[3] ~= '' then redis.call('XADD', KEYS[2], '*', 'event', ARGV[3]) end
 redis.call('HSET', KEYS[1], 'state', ARGV[2], 'error', ARGV[4])
 redis.call('ZREM', KEYS[3], ARGV[5])
+redis.call('ZREM', KEYS[4], ARGV[5])
 redis.call('XADD', KEYS[2], '*', 'end', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 redis.call('PEXPIRE', KEYS[2], ARGV[6])
@@ -70,10 +94,19 @@ return 'kept'
 )
 RENEW = (
     _NOW
-    + _OWNED
     + """
-redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[3])
-return job[3] and 'cancelled' or 'kept'
+local answers = {}
+for i = 2, #KEYS do
+  local id, generation = ARGV[2 * i - 2], ARGV[2 * i - 1]
+  local job = redis.call('HMGET', KEYS[i], 'generation', 'state', 'cancelled')
+  if job[1] ~= generation or job[2] ~= 'open' then
+    answers[i - 1] = 'lost'
+  else
+    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
+    answers[i - 1] = job[3] and 'cancelled' or 'kept'
+  end
+end
+return answers
 """
 )
 CLAIM = (
@@ -84,6 +117,7 @@ if not due then return false end
 local key = ARGV[1] .. due
 if redis.call('HGET', key, 'state') ~= 'open' then
   redis.call('ZREM', KEYS[1], due)
+  redis.call('ZREM', KEYS[2], due)
   return {due, '0'}
 end
 redis.call('ZADD', KEYS[1], now + ARGV[2], due)
@@ -131,55 +165,64 @@ class Entry:
     ended: JobState | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job to be kept; equal digests ask for the same."""
+
+    job_id: str
+    request: bytes
+    digest: str
+
+
 class Journal:
     """Every call is bounded and raises Unavailable when Redis does not answer."""
 
-    def __init__(self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int) -> None:
+    def __init__(
+        self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int, most_each: int | None = None
+    ) -> None:
         """`lease_s`: how long a job is its router's without a word of it; `kept_s`: how long an ended one is kept;
-        `most`: open jobs."""
+        `most`: open jobs, `most_each`: of them those of one tenant that has a name."""
         self.lease_s = lease_s
-        self._kept_ms, self._most = int(kept_s * 1000), most
-        self._prefix = f"tandem:{cluster}"
-        self._redis = redis.Redis.from_url(
-            url, socket_timeout=None, socket_connect_timeout=CALL_TIMEOUT_S, health_check_interval=30
-        )
-        self._scripts = {
-            name: self._redis.register_script(text)
-            for name, text in {
-                "submit": SUBMIT,
-                "append": APPEND,
-                "end": END,
-                "renew": RENEW,
-                "claim": CLAIM,
-                "cancel": CANCEL,
-            }.items()
-        }
+        self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
+        self._prefix = f"tandem:{{{cluster}}}"
+        self._writes, self._reads = Store(url, most=WRITES), Store(url, most=READS)
+        self._watches = Watches(Store(url, most=1), self._reads, self._events, f"{self._prefix}:wake")
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._watches.close()
+        await self._writes.close()
+        await self._reads.close()
 
-    async def submit(self, job_id: str, request: bytes, digest: str) -> bool:
-        """Whether it is new; its first owner has generation 1. Raises PreconditionFailed for another request under the
-        same id, Busy when there are too many open ones."""
-        found = await self._run(
-            "submit", [self._job(job_id), self._open], [request, digest, self._lease_ms, job_id, self._most]
-        )
+    async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
+        """Keeps all of them or none. Whether each is new; the first owner of a new one has generation 1. Raises
+        PreconditionFailed for another request under the same id, Busy when too many are open."""
+        args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
+        for job in jobs:
+            args += [job.job_id, job.request, job.digest]
+        keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
+        found, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
         if found == "other":
             raise PreconditionFailed(
-                f"there is a job {job_id!r:.140} already, and it asked for something else",
+                f"there is a job {about[0]!r:.140} already, and it asked for something else",
                 reason="JOB_DIFFERS",
                 field="request_id",
                 bound="a new one for a new request",
             )
         if found == "full":
             raise Busy(f"{self._most} jobs are open, and more are not kept", reason="JOBS_FULL", retry_after=5.0)
-        return found == "new"
+        if found == "full for it":
+            raise Busy(
+                f"{tenant} may have {self._most_each} open jobs, and with these it would have more",
+                reason="TENANT_JOBS",
+                retry_after=5.0,
+            )
+        return [one == "new" for one in about]
 
     async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
         """Tokens [first, end) of a completion; none where it has ended and others go on."""
         keys = [self._job(job_id), self._events(job_id)]
         place = f"tokens:{choice}" if choice else "tokens"
-        return Kept(await self._run("append", keys, [generation, first, end, event, place]))
+        return Kept(await self._run(APPEND, keys, [generation, first, end, event, place]))
 
     async def end(
         self,
@@ -189,24 +232,31 @@ class Journal:
         event: bytes = b"",
         error: TandemError | None = None,
     ) -> Kept:
-        keys = [self._job(job_id), self._events(job_id), self._open]
+        keys = [self._job(job_id), self._events(job_id), *self._open]
         said = _to_json(error) if error else ""
-        return Kept(await self._run("end", keys, [generation, state.value, event, said, job_id, self._kept_ms]))
+        return Kept(await self._run(END, keys, [generation, state.value, event, said, job_id, self._kept_ms]))
 
-    async def renew(self, job_id: str, generation: int) -> Kept:
-        """Its owner is there."""
-        keys = [self._job(job_id), self._open]
-        return Kept(await self._run("renew", keys, [generation, self._lease_ms, job_id]))
+    async def renew(self, owned: Sequence[tuple[str, int]]) -> list[Kept]:
+        """The owner of these jobs, given by id and generation, is there."""
+        return await self._lease(owned, self._lease_ms)
 
-    async def release(self, job_id: str, generation: int) -> None:
-        """Its owner leaves it to whoever claims first."""
-        await self._run("renew", [self._job(job_id), self._open], [generation, 0, job_id])
+    async def release(self, owned: Sequence[tuple[str, int]]) -> None:
+        """Ends the leases at once, so that another router can claim the jobs."""
+        await self._lease(owned, 0)
+
+    async def _lease(self, owned: Sequence[tuple[str, int]], lease_ms: int) -> list[Kept]:
+        found: list[Kept] = []
+        for start in range(0, len(owned), RENEWED):
+            some = owned[start : start + RENEWED]
+            keys = [self._open[0], *(self._job(job_id) for job_id, _ in some)]
+            args = [lease_ms, *(part for one in some for part in one)]
+            found += [Kept(one.decode()) for one in await self._writes.run(RENEW, keys, args)]
+        return found
 
     async def claim(self) -> JobRecord | None:
         """A job whose owner's lease has ended, now the caller's; None when there is none."""
         while True:
-            async with _bounded():
-                found = await self._scripts["claim"](keys=[self._open], args=[f"{self._prefix}:job:", self._lease_ms])
+            found = await self._writes.run(CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
             if not found:
                 return None
             if (generation := int(found[1])) and (record := await self.get(found[0].decode())).generation == generation:
@@ -214,13 +264,13 @@ class Journal:
 
     async def cancel(self, job_id: str) -> None:
         """Its owner hears of it with the next token, or when it renews its lease. Raises NotFound."""
-        if not int(await self._run("cancel", [self._job(job_id)], [])):
+        if not int(await self._run(CANCEL, [self._job(job_id)], [])):
             raise _unknown(job_id)
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
-        async with _bounded():
-            found: dict[bytes, bytes] = await self._redis.hgetall(self._job(job_id))  # type: ignore[assignment]
+        async with self._reads.turn() as client:
+            found: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
         if b"state" not in found:
             raise _unknown(job_id)
         error = found.get(b"error", b"").decode()
@@ -233,13 +283,11 @@ class Journal:
             _from_json(error) if error else None,
         )
 
-    async def entries(self, job_id: str, after: str = "0", wait_s: float = 0.0) -> list[Entry]:
-        """What was kept after `after`, in order; waits so long when there is nothing."""
-        async with _bounded(wait_s):
-            found: Any = await self._redis.xread(
-                {self._events(job_id): after}, count=1000, block=int(wait_s * 1000) if wait_s else None
-            )
-        return [_entry(at.decode(), fields) for _, entries in found for at, fields in entries]
+    async def entries(self, job_id: str, after: str = "0") -> list[Entry]:
+        """What was kept after `after`, in order, a page of it at most."""
+        async with self._reads.turn() as client:
+            found = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE)
+        return [_entry(one) for one in found]
 
     async def all(self, job_id: str) -> list[Entry]:
         """Everything that was kept, however much."""
@@ -248,11 +296,33 @@ class Journal:
             found += more
         return found
 
+    async def watch(self, job_id: str, idle_s: float) -> AsyncGenerator[list[Entry], None]:
+        """Everything that was kept, and then what comes, as it comes; an empty list when nothing came for `idle_s`
+        seconds. A watcher that reads slowly delays itself only."""
+        at = "0"
+        while page := await self.entries(job_id, at):
+            yield page
+            at = page[-1].at
+        async with self._watches.joined(job_id, at) as tail:
+            while True:
+                if tail.catch_up():
+                    while page := await self.entries(job_id, at):
+                        yield page
+                        at = page[-1].at
+                found = [entry for entry in map(_entry, await tail.take(idle_s)) if later(entry.at, at)]
+                if found or not tail.behind:
+                    yield found
+                at = found[-1].at if found else at
+
+    def end_watches(self, error: TandemError) -> None:
+        """Those who watch get this error."""
+        self._watches.fail(error)
+
     # ---- inside
 
     @property
-    def _open(self) -> str:
-        return f"{self._prefix}:jobs"
+    def _open(self) -> list[str]:
+        return [f"{self._prefix}:jobs", f"{self._prefix}:open"]
 
     @property
     def _lease_ms(self) -> int:
@@ -262,28 +332,17 @@ class Journal:
         return f"{self._prefix}:job:{job_id}"
 
     def _events(self, job_id: str) -> str:
-        return f"{self._job(job_id)}:events"
+        return f"{self._prefix}:events:{job_id}"
 
-    async def _run(self, name: str, keys: list[str], args: list[Any]) -> str:
-        async with _bounded():
-            found = await self._scripts[name](keys=keys, args=args)
+    async def _run(self, script: str, keys: list[str], args: list[Any]) -> str:
+        found = await self._writes.run(script, keys, args)
         return found.decode() if isinstance(found, bytes) else str(found)
 
 
-@asynccontextmanager
-async def _bounded(more_s: float = 0.0) -> AsyncIterator[None]:
-    """Within, the server must answer in time. Raises Unavailable."""
-    with answering():
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S + more_s):
-                yield
-        except TimeoutError as error:
-            raise RedisError("it took too long") from error
-
-
-def _entry(at: str, fields: dict[bytes, bytes]) -> Entry:
+def _entry(raw: Raw) -> Entry:
+    at, fields = raw
     ended = fields.get(b"end")
-    return Entry(at, fields.get(b"event", b""), JobState(ended.decode()) if ended else None)
+    return Entry(at.decode(), fields.get(b"event", b""), JobState(ended.decode()) if ended else None)
 
 
 def _unknown(job_id: str) -> NotFound:

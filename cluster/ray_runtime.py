@@ -36,6 +36,7 @@ import ray._private.worker
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.autoscale import POOLS
+from cluster.lease import Lease
 from cluster.lifeline import die_with_parent
 from cluster.reconcile import Event, Life, Started, Supervisor
 from cluster.registry import Registry
@@ -43,7 +44,7 @@ from cluster.scaling import Scaling
 from cluster.supervisor import ROLES, role_of
 from tandem.errors import InternalError, PreconditionFailed, SettingsError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
-from tandem.tasks import end
+from tandem.tasks import end, forever
 
 log = logging.getLogger(__name__)
 WHO_S = 5.0  # for a worker to say what it serves as
@@ -143,8 +144,9 @@ class WorkerActor:
 class SupervisorActor:
     """One cluster's supervisor. Ray restarts it; it finds its workers again by their names."""
 
-    def __init__(self, settings: Settings, launcher: str, owner: str = "") -> None:
-        """`owner` names the OwnerActor of the `tandem up` that this cluster must not outlive."""
+    def __init__(self, settings: Settings, launcher: str, run_id: str, owner: str = "") -> None:
+        """`run_id` names the `tandem up`, the same for each life of this supervisor; `owner` its OwnerActor, which this
+        cluster must not outlive."""
         assert settings.redis is not None
         die_with_parent()
         self._settings = settings
@@ -152,7 +154,12 @@ class SupervisorActor:
         self._owner = owner
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
         self._loop = Supervisor(
-            RayHost(settings, launcher), self._registry, settings.drain_grace_s, spares=settings.spares
+            RayHost(settings, launcher),
+            self._registry,
+            settings.drain_grace_s,
+            spares=settings.spares,
+            lease=Lease(self._registry, run_id),
+            start_s=settings.start_timeout_s,
         )
         self._scaling: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
@@ -161,15 +168,14 @@ class SupervisorActor:
         """Reconciles until stop(). Ray repeats this call on a restarted supervisor."""
         if self._run is None:
             self._run = asyncio.create_task(self._loop.run())
-            self._end = asyncio.create_task(self._end_with_owner())
+            if self._owner:
+                self._ending = forever(self._end_with_owner, name="end with its owner")
             if self._settings.autoscale != "off":
                 scaling = Scaling(self._settings, self._registry)
-                self._scaling = asyncio.create_task(scaling.run(), name="autoscaler")
+                self._scaling = forever(scaling.run, name="autoscaler")
         await asyncio.shield(self._run)
 
     async def _end_with_owner(self) -> None:
-        if not self._owner:
-            return
         try:
             await ray.get_actor(self._owner, namespace=NAMESPACE).wait.remote()
         except (RayActorError, ValueError):  # its `tandem up` is gone, perhaps while this supervisor was restarted
@@ -453,9 +459,9 @@ class Runtime:
         if _supervisor_name(cluster) in _our_actors():
             raise _already_up(cluster)
 
-    def supervise(self, settings: Settings, launcher: str) -> SupervisorHandle:
-        """Starts the cluster's supervisor; `launcher` is the module that starts services in its actors. Raises
-        PreconditionFailed if there is one already."""
+    def supervise(self, settings: Settings, launcher: str, run_id: str) -> SupervisorHandle:
+        """Starts the cluster's supervisor; `launcher` is the module that starts services in its actors, `run_id` this
+        `tandem up`. Raises PreconditionFailed if there is one already."""
         options = ray.remote(SupervisorActor).options(
             name=_supervisor_name(settings.cluster),
             namespace=NAMESPACE,
@@ -465,7 +471,7 @@ class Runtime:
             max_task_retries=-1,
         )
         try:
-            return SupervisorHandle(options.remote(settings, launcher, self._own(settings.cluster)))
+            return SupervisorHandle(options.remote(settings, launcher, run_id, self._own(settings.cluster)))
         except ValueError as error:
             raise _already_up(settings.cluster) from error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -20,15 +21,19 @@ from typing import Protocol
 
 import structlog
 
+from cluster.lease import Lease
 from cluster.registry import Registry
 from cluster.supervisor import ROLES, Backoff, Phase, Seen, plan, role_of
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+from tandem.tasks import end, forever, once
 
 log = structlog.get_logger(__name__)
 WANTED_EVERY_S = 5.0
 """How old a missed change of "wanted" may get."""
 STOP_MARGIN_S = 5.0
 """A worker that has not stopped so long after its grace is killed."""
+START_S = 900.0
+"""A worker that has told of no progress of its start for so long is killed, and started again."""
 TURN_MARGIN_S = 60.0
 """A worker that does not serve the other pool so long after its grace is killed."""
 EVENTS_KEPT = 1000
@@ -114,38 +119,54 @@ class Supervisor:
     """Runs from run() to the end of stop()."""
 
     def __init__(
-        self, host: Host, registry: Registry, grace_s: float, clock: Callable[[], float] = monotonic, spares: int = 0
+        self,
+        host: Host,
+        registry: Registry,
+        grace_s: float,
+        clock: Callable[[], float] = monotonic,
+        spares: int = 0,
+        lease: Lease | None = None,
+        start_s: float = START_S,
     ) -> None:
+        """Without `lease` nothing keeps a second supervisor away."""
         self._host = host
+        self._lease = lease
         self._registry = registry
         self._grace_s = grace_s
         self._clock = clock
         self._spares = spares
+        self._start_s = start_s
         self._wanted: dict[str, int] = {}
         self._workers: dict[str, _Worker] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._stopping = False
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: asyncio.Task[None] | None = None
         self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._seq = 0
         self._news = asyncio.Condition()
 
     async def run(self) -> None:
-        """Reconciles until stop()."""
+        """Reconciles until stop(). Raises PreconditionFailed when another supervisor has this cluster's lease."""
+        if self._lease is not None:
+            try:
+                await self._lease.take()
+            except Unavailable as error:  # its workers may be alive; `keep` tries again
+                log.warning("supervisor.registry_lost", error=error.message)
+            self._keeping = asyncio.create_task(self._lease.keep(), name="lease")
+            self._keeping.add_done_callback(lambda _: self._wake.set())
         for worker_id, life in (await self._host.survivors()).items():
             self._watch(worker_id, life)
-        follow = asyncio.create_task(self._follow_wanted(), name="wanted")
+        follow = forever(self._follow_wanted, name="wanted")
         try:
             while not self._stopping:
                 self._wake.clear()
                 retry_at = self._reconcile()
                 await _wait(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
-                if follow.done():
-                    follow.result()  # a bug there must not leave a supervisor that follows nothing
+                if self._keeping is not None and self._keeping.done() and not self._stopping:
+                    self._keeping.result()
         finally:
-            follow.cancel()
-            await asyncio.gather(follow, return_exceptions=True)
+            await end(follow)
 
     async def stop(self, grace_s: float) -> None:
         """Drains everything, routers first so that no new request arrives, and ends run()."""
@@ -158,6 +179,9 @@ class Supervisor:
             left = max(0.0, deadline - self._clock())
             await asyncio.gather(*(self._drain(worker, left) for worker in mine))
             await asyncio.gather(*(worker.ended.wait() for worker in mine))
+        await end(self._keeping)
+        if self._lease is not None:
+            await self._lease.release()
 
     async def events(self, after: int) -> list[Event]:
         """What happened since event `after`; waits until something did. A caller that knows more than has happened
@@ -178,7 +202,7 @@ class Supervisor:
         for worker_id in todo.start:
             self._watch(worker_id, self._host.create(worker_id))
         for worker_id in todo.stop:
-            self._spawn(self._drain(self._workers[worker_id], self._grace_s))
+            once(self._drain(self._workers[worker_id], self._grace_s), name=f"drain {worker_id}")
         for worker_id, place in todo.turn:
             before = self._workers[worker_id]
             before.phase, before.turned = Phase.STOPPING, True
@@ -207,18 +231,33 @@ class Supervisor:
 
     def _watch(self, worker_id: str, life: Life, before: _Worker | None = None) -> None:
         worker = self._workers[worker_id] = _Worker(worker_id, life, before=before)
-        self._spawn(self._live(worker))
+        once(self._live(worker), name=f"life of {worker_id}")
 
     async def _begin(self, worker: _Worker) -> Started:
-        tell = partial(self._tell_stage, worker)
         if worker.before is None:
-            return await worker.life.start(tell)
+            return await self._start(worker)
+        tell = partial(self._tell_stage, worker)
         tell(f"{worker.before.worker_id} drains and becomes it, with the weights that it has")
         try:
             async with asyncio.timeout(self._grace_s + TURN_MARGIN_S):
                 return await worker.life.turn(worker.worker_id, self._grace_s, tell)
         except TimeoutError as error:
             raise WorkerLost(f"{worker.before.worker_id} did not become {worker.worker_id} in time") from error
+
+    async def _start(self, worker: _Worker) -> Started:
+        """Each stage that the worker tells of is progress, and gives it `start_s` again."""
+        try:
+            async with asyncio.timeout(self._start_s) as limit:
+
+                def tell(text: str) -> None:
+                    with suppress(RuntimeError):  # the start is over
+                        limit.reschedule(asyncio.get_running_loop().time() + self._start_s)
+                    self._tell_stage(worker, text)
+
+                return await worker.life.start(tell)
+        except TimeoutError as error:
+            message = f"{worker.worker_id} did not come up: no stage of its start ended for {self._start_s:g} s"
+            raise WorkerLost(message) from error
 
     async def _live(self, worker: _Worker) -> None:
         """Follows one worker from its start to its end."""
@@ -245,7 +284,8 @@ class Supervisor:
     async def _forget(self, worker: _Worker, error: TandemError | None) -> None:
         """After the end of a life: its place may be filled again."""
         try:
-            await self._registry.withdraw(worker.worker_id)  # before the id's next life writes its own record
+            if worker.started:  # that life's record and no other; of one that never said who it is, it expires
+                await self._registry.withdraw(worker.worker_id, worker.started.incarnation)
         except Unavailable as caught:
             log.warning("supervisor.withdraw_failed", worker_id=worker.worker_id, error=caught.message)
         now = self._clock()
@@ -295,7 +335,7 @@ class Supervisor:
 
     def _tell_stage(self, worker: _Worker, text: str) -> None:
         self._add(Kind.LOADING, worker, text=text)
-        self._spawn(self._announce())
+        once(self._announce(), name="announce")
 
     def _add(
         self, kind: Kind, worker: _Worker, error: TandemError | None = None, retry_in_s: float = 0.0, text: str = ""
@@ -306,11 +346,6 @@ class Supervisor:
     async def _announce(self) -> None:
         async with self._news:
             self._news.notify_all()
-
-    def _spawn(self, work: asyncio._CoroutineLike[None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps only a weak reference
-        task.add_done_callback(self._tasks.discard)
 
 
 def _kind_of_end(worker: _Worker, error: TandemError | None) -> Kind:

@@ -29,6 +29,7 @@ from pydantic import SecretStr
 
 from cluster import rundir
 from cluster.guard import Guard
+from cluster.lease import Lease
 from cluster.reconcile import STOP_MARGIN_S, Event, Kind
 from cluster.registry import Registry
 from cluster.supervisor import role_of
@@ -180,17 +181,20 @@ class Cluster:
             self._report("registry: embedded Valkey")
         runtime = self._start_ray()
         runtime.check_free(self.settings.cluster)
-        asyncio.run(self._want())
-        self._supervisor = runtime.supervise(self.settings, self._launcher)
+        run_id = secrets.token_hex(8)
+        asyncio.run(self._want(run_id))
+        self._supervisor = runtime.supervise(self.settings, self._launcher, run_id)
         if self.settings.ray_address:
             self._undo.callback(runtime.end_actors, self.settings.cluster)
         self._watch(self._supervisor.run())
         self._listen()
         self._await_ready()
 
-    async def _want(self) -> None:
+    async def _want(self, run_id: str) -> None:
+        """Before the supervisor starts, and only where no other one has this cluster: these sizes would be its, too."""
         registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
         try:
+            await Lease(registry, run_id).take()
             await registry.want(self._wanted())
         finally:
             await registry.close()
@@ -266,9 +270,10 @@ class Cluster:
         self._report(text)
 
     def _restart_valkey(self) -> None:
-        """The registry's content comes back by itself: workers beat, the supervisor writes what it last wanted."""
+        """The registry's content comes back by itself: workers beat, the supervisor writes what it last wanted. Serving
+        goes on without it meanwhile."""
         assert self._valkey is not None
-        self._valkey.start()
+        self._valkey.restart()
         self._report("registry: the embedded Valkey died and was started again")
 
     # ---- stop

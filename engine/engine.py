@@ -17,6 +17,7 @@ Not thread-safe: everything here runs on the engine's own thread (engine/loop.py
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import NamedTuple
 
@@ -29,12 +30,16 @@ from engine.kernels import REFERENCE
 from engine.model import Model
 from engine.pace import PROMPTS_S, Pace
 from engine.pages import Pages
+from engine.retries import Retries
 from engine.sampling import Logprob, choose, logprobs
 from engine.scheduler import Chunk, Scheduler
 from engine.sequence import Finish, Sequence
 from engine.speculation import Ask, Speculation
-from engine.step import Batch
-from tandem.errors import Busy, InternalError, TandemError, TooLarge
+from engine.step import Batch, device_done
+from tandem.errors import Busy, InternalError, StepFailed, TandemError, TooLarge
+
+log = logging.getLogger(__name__)
+PROOF = "proof of the engine"  # owner of a block for one step
 
 
 class Progress(NamedTuple):
@@ -46,6 +51,24 @@ class Progress(NamedTuple):
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
     error: TandemError | None = None  # it caught up and no token was possible: it is over
+
+
+class _Before:
+    """A sequence as it was before a step."""
+
+    __slots__ = ("_done", "_scored", "_sequence", "_tokens")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._done, self._tokens, self._scored = sequence.done, len(sequence.tokens), len(sequence.prompt_logprobs)
+
+    def restore(self) -> bool:
+        """False: it has got tokens, on which memos of it depend by now."""
+        if len(self._sequence.tokens) != self._tokens:
+            return False
+        self._sequence.done = self._done
+        del self._sequence.prompt_logprobs[self._scored :]
+        return True
 
 
 class _Run(NamedTuple):
@@ -90,8 +113,10 @@ class Engine:
         self.decode: Decode | None = None  # set by `capture`
         self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
-        self.steps = 0
+        self.steps = self.failures = 0
         self.streams = self.prompt_tokens = 0  # in the last step
+        self.plan: list[Chunk] = []  # of the step that runs, or ran last
+        self.retries = Retries(token_budget)
         self.grammars = grammars
         self.masks = Masks(grammars.left_behind if grammars else None)
 
@@ -159,22 +184,94 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Progress]:
-        """One packed forward over whatever is most useful now. Empty when nothing could run."""
-        plan = self.scheduler.plan(self._beside, self.pace.prompt_tokens_alone(self.alone_s))
+        """One packed forward over whatever is most useful now. Empty when nothing could run, or when it failed and is
+        to be tried again (`retries`). Raises when the engine cannot be trusted any more."""
+        plan = self.plan = self._plan()
         if not plan:
             return []
         self.streams = sum(chunk.tokens == 1 for chunk in plan)
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         started = self.speculation.clock() if self.speculation else 0.0
-        drafts = self._draft(plan)
-        ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
-        filling = self.masks.begin(ready, self.model.vocab_size)
-        logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
+        before = [_Before(sequence) for sequence, _ in plan]
+        filling: Filling | None = None
+        try:
+            drafts = self._draft(plan)
+            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
+            filling = self.masks.begin(ready, self.model.vocab_size)
+            logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
+            progress = self._advance(plan, drafts, logits, filling)
+        except (AssertionError, TandemError):  # our own books are wrong
+            raise
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(plan))
+            if filling is not None:
+                filling.wait()  # its thread reads the sequences
+            return self._failed(plan, before, error)
+        if any(item.sequence.handoff and item.token is None for item in progress):
+            # Its blocks are announced to another worker next, and no token that is read back has waited for them.
+            device_done(self.model.device)
         self.steps += 1
-        progress = self._advance(plan, drafts, logits, filling)
+        self.retries.succeeded()
         if self.speculation:
             self.speculation.took(plan, [len(draft) for draft in drafts], self.speculation.clock() - started)
         return progress
+
+    # ---- a step that failed
+
+    def _plan(self) -> list[Chunk]:
+        alone = self.pace.prompt_tokens_alone(self.alone_s)
+        while part := self.retries.next(self.sequences):
+            if plan := self.scheduler.plan(self._beside, alone, part.tokens, part.ids):
+                return plan
+        return self.scheduler.plan(self._beside, alone, self.retries.tokens)
+
+    def _failed(self, plan: list[Chunk], before: list[_Before], error: Exception) -> list[Progress]:
+        """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
+
+        What a failed forward may have written lies beyond `done` of its sequences: nobody reads it, the next step
+        writes it again. Raises `error` when anything else may be in doubt.
+        """
+        self.failures += 1
+        no_memory = _out_of_memory(error)
+        if self.model.device.type == "cuda":  # not yet run on a GPU
+            torch.cuda.synchronize(self.model.device)  # raises again what has ended the device's context
+            torch.cuda.empty_cache()
+        if faults := self.pool.check():
+            log.error("after a failed step the books do not balance: %s", "; ".join(faults))
+            raise error
+        for sequence, _ in plan:
+            if self.speculation:
+                self.speculation.forget(sequence.id)
+        if not all(each.restore() for each in before):  # some have tokens that nobody was told
+            ended = [self._give_up(sequence, error) for sequence, _ in plan]
+        elif self.retries.failed([one.sequence.id for one in plan], sum(one.tokens for one in plan), no_memory):
+            ended = [self._give_up(plan[0].sequence, error)]
+        else:
+            return []
+        self._prove(error)
+        return ended
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> Progress:
+        self.pool.distrust(sequence.id)
+        self._end(sequence)
+        if _out_of_memory(error):
+            why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
+        else:
+            why = StepFailed(f"the engine's step with this request failed: {type(error).__name__}")
+        return Progress(sequence, sequence.done, None, None, error=why)
+
+    def _prove(self, error: Exception) -> None:
+        """Whether the engine can still compute: one token in a block that nobody has. Raises `error` if not."""
+        if self.pool.take(PROOF, [], 1) is None:  # every block is held: what runs on will show it
+            return
+        try:
+            table = list(self.pool.table(PROOF))
+            self.model.forward(self.pages, Batch([0], [0], [1], [1], [table], [0])).cpu()
+        except Exception as again:
+            log.exception("the engine fails at a step of its own, too")
+            raise error from again
+        finally:
+            self.pool.drop(PROOF)
 
     # ---- inside
 
@@ -258,12 +355,16 @@ class Engine:
         for sequence, _, _, finish, _, error in progress:
             if isinstance(error, InternalError):
                 self.pool.distrust(sequence.id)
-            over = finish is not None or error is not None
-            if over and sequence.handoff:
-                self.scheduler.remove(sequence)  # out of the batch, but its blocks stay until drop()
-            elif over:
-                self.drop(sequence.id)
+            if finish is not None or error is not None:
+                self._end(sequence)
         return progress
+
+    def _end(self, sequence: Sequence) -> None:
+        """Out of the batch; the blocks of a hand-off stay until drop()."""
+        if sequence.handoff:
+            self.scheduler.remove(sequence)
+        else:
+            self.drop(sequence.id)
 
     def _sample(self, runs: list[_Run], logits: torch.Tensor, filling: Filling | None) -> list[Progress]:
         """The target's own token at each place, place after place, each chosen with all tokens before it known. A run
@@ -305,6 +406,11 @@ class Engine:
 def agrees(draft: int, token: int) -> bool:
     """Whether a draft is the token that the target chose at its place."""
     return draft == token
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of the device, or of the host, whose allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _score(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
 from engine.engine import Engine, Progress
 from engine.sequence import Sampling, Sequence
-from tandem.errors import InternalError, PreconditionFailed, TandemError
+from tandem.errors import InternalError, PreconditionFailed, StepFailed, TandemError, Unavailable
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -94,19 +94,38 @@ class Watch:
             self._wake.set()
 
 
+LEAST_STEP_S = 2.0  # no step is taken for hung before
+TIMES = 10.0  # as long as expected
+UNKNOWN_S = 60.0  # for a step while the engine has not measured any
+SHORT_CONTEXT = 4096  # tokens; attention to more makes a step longer than its tokens say
+GRAMMAR_S, GRAMMAR_TOKEN_S = 5.0, 0.05  # for each sequence with a mask, and for each token that it has to match first
+BY_A_STEP = ("ENGINE_BROKEN", "ENGINE_STUCK")  # reasons for which the sequences of the step may be at fault
+CALL_S = 30.0  # for what others have done between two steps; loading an adapter takes longest
+
+
+class UnderWay(NamedTuple):
+    """What the engine's thread is doing."""
+
+    number: int  # another one for each piece of work
+    most_s: float  # it is hung if it takes longer
+
+
 class EngineLoop:
     engine: Engine
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         """`await built()` before anything else."""
         self.broken: TandemError | None = None
-        self.on_broken: Callable[[], object] | None = None  # called once, on the engine thread
+        self.on_broken: Callable[[], object] | None = None  # called once, on the thread that finds it
         self.after_turn: Callable[[], object] | None = None  # called after each turn, on the engine thread
         # Likewise after each step: prompt tokens, streams and seconds of it.
         self.after_step: Callable[[int, int, float], object] | None = None
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._watches: dict[str, Watch] = {}
+        self._answering: list[Future[Any]] = []  # calls that were taken and are not all answered
+        self._work = 0  # pieces of work that were begun
+        self._doing = ""  # "calls", "step" or nothing
         self._stopping = False
         self._stuck = False  # the last step could not run anything; only a call can change that
         self._built: Future[None] = Future()
@@ -123,6 +142,23 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout)
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """For a watchdog, on any thread; None while the engine waits for work."""
+        doing, number = self._doing, self._work
+        if not doing:
+            return None
+        return UnderWay(number, CALL_S if doing == "calls" else self._most_s())
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def abandon(self, error: TandemError) -> None:
+        """On any thread: whoever waits for the engine's thread now or later gets `error`; what it does from here on
+        reaches nobody. Where the step that runs is the reason, its sequences get StepFailed instead."""
+        self._break(error)
 
     async def call(self, what: Callable[[], T]) -> T:
         """Run `what` on the engine thread, between two steps, in the order of submission.
@@ -207,37 +243,77 @@ class EngineLoop:
         except Exception as error:  # the engine's state is unknown now: nobody may be served from it
             incident = uuid.uuid4().hex[:12]
             log.exception("engine.broken", incident=incident)
-            self._break(InternalError(f"the engine broke (incident {incident}): {type(error).__name__}"))
+            message = f"the engine broke (incident {incident}): {type(error).__name__}"
+            self._break(Unavailable(message, reason="ENGINE_BROKEN"))
+        if self.broken:  # abandoned: nothing that came in since then may wait for ever
+            self._fail_all(self.broken)
 
     def _turn(self) -> bool:
         with self._wake:
-            while not (self._calls or self._stopping or (self.engine.scheduler.has_work and not self._stuck)):
+            while not (
+                self._calls or self._stopping or self.broken or (self.engine.scheduler.has_work and not self._stuck)
+            ):
                 self._wake.wait()
+            if self.broken:
+                return False
             calls = list(self._calls)
             self._calls.clear()
             if self._stopping:
                 for _, future in calls:
                     future.set_exception(InternalError("the engine has stopped"))
                 return False
+            self._answering = [future for _, future in calls]
+            self._begin("calls")
         self._stuck = self._stuck and not calls
         for what, future in calls:
             try:
-                future.set_result(what())
+                self._answer(future, what())
             except Exception as error:  # belongs to the caller, who gets it
-                future.set_exception(error)
+                self._answer(future, error=error)
         if self.engine.scheduler.has_work:
-            started = monotonic()
-            progress = self.engine.step()
-            ended = monotonic()
-            self._stuck = not progress
-            if progress:
-                self.engine.pace.learn(self.engine.prompt_tokens, self.engine.streams, ended - started)
-                if self.after_step:
-                    self.after_step(self.engine.prompt_tokens, self.engine.streams, ended - started)
-            self._deliver(progress, started, ended)
+            self._begin("step")
+            self._step()
         if self.after_turn:
             self.after_turn()
+        self._doing = ""
         return True
+
+    def _begin(self, doing: str) -> None:
+        self._work += 1
+        self._doing = doing
+
+    def _answer(self, future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+        with self._wake:
+            if future.done():  # abandoned
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _step(self) -> None:
+        engine, started = self.engine, monotonic()
+        failures = engine.failures
+        progress = engine.step()
+        ended = monotonic()
+        self._stuck = not progress and not engine.retries
+        if progress and engine.failures == failures:
+            engine.pace.learn(engine.prompt_tokens, engine.streams, ended - started)
+            if self.after_step:
+                self.after_step(engine.prompt_tokens, engine.streams, ended - started)
+        if self.broken is None:
+            self._deliver(progress, started, ended)
+
+    def _most_s(self) -> float:
+        """Seconds after which the step that runs is hung."""
+        engine, plan = self.engine, list(self.engine.plan)
+        if not engine.pace.step_s:
+            return UNKNOWN_S
+        longest = max((chunk.sequence.done + chunk.tokens for chunk in plan), default=0)
+        expected = engine.pace.seconds(engine.prompt_tokens, engine.streams) * (1 + longest / SHORT_CONTEXT)
+        masked = [chunk.sequence for chunk in plan if chunk.sequence.grammar is not None]
+        matching = sum(len(one.tokens) - one.prompt_len for one in masked)  # at most: a matcher that exists goes on
+        return max(LEAST_STEP_S, TIMES * expected) + GRAMMAR_S * len(masked) + GRAMMAR_TOKEN_S * matching
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Watch, Timed]]] = {}
@@ -257,16 +333,28 @@ class EngineLoop:
 
     def _break(self, error: TandemError) -> None:
         with self._wake:
+            if self.broken:
+                return
             self.broken = error
-            calls = list(self._calls)
-            self._calls.clear()
-        for _, future in calls:
-            future.set_exception(error)
-        for watch in self._watches.values():
-            watch._loop.call_soon_threadsafe(watch._fail, error)
-        self._watches.clear()
+            self._wake.notify()
+        self._fail_all(error)
         if self.on_broken:
             self.on_broken()
+
+    def _fail_all(self, error: TandemError) -> None:
+        """Whoever waits for an answer or for progress; on any thread, once nothing new is accepted."""
+        with self._wake:
+            waiting = [*self._answering, *(future for _, future in self._calls)]
+            self._calls.clear()
+        for future in waiting:
+            self._answer(future, error=error)
+        guilty = self._doing == "step" and error.reason in BY_A_STEP
+        in_step = {chunk.sequence.id for chunk in self.engine.plan} if guilty else set()
+        watches = dict(self._watches)
+        self._watches.clear()
+        for sequence_id, watch in watches.items():
+            own = StepFailed(f"the step with this request did not end well: {error.message}")
+            watch._loop.call_soon_threadsafe(watch._fail, own if sequence_id in in_step else error)
 
 
 def _push_all(items: list[tuple[Watch, Timed]]) -> None:

@@ -15,6 +15,7 @@ from tandem.line import WEIGHT, Line
 LEAST_TOKENS = 8  # a step with fewer prompt tokens says nothing about their rate, and moves no prompt
 MANY = 8  # streams: what a step says is shared out to the first two numbers equally when it had one more than that
 PROMPTS_S = 0.25  # seconds of a step without streams, at most: so long must wait who comes in the middle of it
+OUTLIER = 4.0  # a step counts as no more than so many times what was expected of it: its process may have stood still
 WORTHWHILE = 64  # tokens that a step of prompts has at least: with fewer, reading the weights is most of its work
 
 
@@ -35,10 +36,14 @@ class Pace:
     def learn(self, prompt_tokens: int, streams: int, seconds: float) -> None:
         """One step took `seconds` for so many tokens of prompts and so many streams."""
         if prompt_tokens == 0:
-            self._steps.learn(streams - 1, seconds)
+            usual = self._steps.at(streams - 1)
+            self._steps.learn(streams - 1, min(seconds, OUTLIER * usual) if usual else seconds)
         elif prompt_tokens >= LEAST_TOKENS:
             own = seconds - self.without_prompts(max(1, streams))
             if own > 0:
+                if self.prompt_rate:
+                    expected = prompt_tokens / self.prompt_rate
+                    own = min(max(own, expected / OUTLIER), OUTLIER * expected)
                 rate = prompt_tokens / own
                 weight = WEIGHT * prompt_tokens / (prompt_tokens + WORTHWHILE)
                 self.prompt_rate += weight * (rate - self.prompt_rate) if self.prompt_rate else rate
@@ -46,6 +51,10 @@ class Pace:
     def without_prompts(self, streams: int) -> float:
         """Seconds of a step of so many streams alone."""
         return self._steps.at(streams - 1) if streams else 0.0
+
+    def seconds(self, prompt_tokens: int, streams: int) -> float:
+        """Of a step of so many streams and prompt tokens, as far as is known: short contexts are what was measured."""
+        return self.without_prompts(max(1, streams)) + (prompt_tokens / self.prompt_rate if self.prompt_rate else 0.0)
 
     def prompt_tokens_beside(self, streams: int, stretch: float, beside_s: float = 0.0) -> int:
         """Prompt tokens with which a step of so many streams takes `stretch` times as long as one of one stream alone,

@@ -7,16 +7,21 @@ Two forwards of three tokens, under two names in transformers' registry:
 - `isolation_kv` lets every token attend to itself alone. Then a token's logits may depend on its own id and position
   and on nothing else; if permuting the packed tokens changes them, the layers carry state that is not in pages
   (recurrent, linear, convolutional), or something is computed from the whole packed batch (dynamic rope).
+
+Before the second one the model's state is refused by structure, however little it weighs in the logits: the layers of
+the cache that transformers makes for the config, and a forward over a cache that takes K and V and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -45,6 +50,11 @@ def _probe_mask(*, mask_function: Any, device: torch.device, local_size: int | N
     """Called by transformers' mask builders; the rest of their arguments is about sizes and dtypes."""
     return ProbeMask(name_reach(mask_function, local_size, device))
 
+
+KV_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # of a cache; a dummy one keeps nothing
+STATE_CALLS = (
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
+)
 
 _seen: list[CallFacts] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
 
@@ -161,6 +171,7 @@ def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
     facts = tuple(_seen)
     _check_calls(model, facts)
     switch(model, ISOLATION)
+    _check_state(model, ids)
     _check_isolation(model, ids)
     return facts
 
@@ -181,6 +192,43 @@ def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...]) -> None:
 
 def _is_stateful(kind: str) -> bool:
     return any(word in kind for word in STATEFUL)
+
+
+class _KvOnly(DynamicCache):
+    """A cache that refuses whatever is not K or V of a token."""
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise CheckpointRefused(f"its layers call {name}")
+
+    return call
+
+
+for _name in STATE_CALLS:
+    setattr(_KvOnly, _name, _refusing(_name))
+
+
+def _check_state(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Raises CheckpointRefused for a model that keeps more of a sequence than K and V of its tokens."""
+    beside = "keeps state beside the K and V of its tokens, which KV pages do not hold"
+    try:
+        cache = _KvOnly(config=model.config)
+        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KV_LAYERS})
+        if others:
+            raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=_positions(ids), past_key_values=cache, use_cache=True)
+    except CheckpointRefused as error:
+        raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointRefused(
+            f"{type(model).__name__} does not run over a cache of K and V alone, so it may keep other state: {error!r}"
+        ) from error
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
 
 
 def _check_isolation(model: PreTrainedModel, ids: torch.Tensor) -> None:

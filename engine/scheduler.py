@@ -16,7 +16,7 @@ order, and those that came later delay a prompt by no more tokens than it has it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from engine.blocks import BlockPool
@@ -70,18 +70,30 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def plan(self, beside: Callable[[int], int | None] = lambda _: None, alone: int | None = None) -> list[Chunk]:
+    def plan(
+        self,
+        beside: Callable[[int], int | None] = lambda _: None,
+        alone: int | None = None,
+        most: int | None = None,
+        only: Container[str] | None = None,
+    ) -> list[Chunk]:
         """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
 
-        `beside`: prompt tokens at most in a step in which so many streams advance too; `alone`: in any other.
+        `beside`: prompt tokens at most in a step in which so many streams advance too; `alone`: in any other; `most`:
+        tokens at most; `only`: ids of the sequences that may take part.
         """
+
+        def may(sequence: Sequence) -> bool:
+            return only is None or sequence.id in only
+
         plan: list[Chunk] = []
-        streams = [sequence for sequence in self.running if sequence.todo == 1]
-        budget, rows = self._advance(streams, self.token_budget, EXTRA_LOGITS, plan)
-        if (most := beside(len(plan)) if plan else alone) is not None:
-            budget = min(budget, most)
-        prompts = [sequence for sequence in self.running if sequence.todo > 1]
-        self._advance(sorted([*prompts, *self.waiting], key=_turn), budget, rows, plan)
+        streams = [sequence for sequence in self.running if sequence.todo == 1 and may(sequence)]
+        budget = self.token_budget if most is None else min(most, self.token_budget)
+        budget, rows = self._advance(streams, budget, EXTRA_LOGITS, plan)
+        if (of_prompts := beside(len(plan)) if plan else alone) is not None:
+            budget = min(budget, of_prompts)
+        prompts = [sequence for sequence in self.running if sequence.todo > 1 and may(sequence)]
+        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_turn), budget, rows, plan)
         self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])
         return plan
 
@@ -103,7 +115,7 @@ class Scheduler:
             if sequence not in self.running:  # preempted by one before it
                 continue
             count = _stretch(sequence, budget, rows)
-            if count and self._make_room(sequence, count, plan):
+            if count and self._make_room(sequence, count):
                 plan.append(Chunk(sequence, count))
                 budget -= count
                 rows -= len(sequence.to_score(count))
@@ -142,13 +154,17 @@ class Scheduler:
             sequence.cached = sequence.done
         return True
 
-    def _make_room(self, sequence: Sequence, count: int, plan: list[Chunk]) -> bool:
-        """Blocks for `count` more tokens; takes them from the youngest running sequences if it must."""
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Blocks for `count` more tokens; takes them from the youngest running sequences if it must.
+
+        Never from one that is in the step's plan already. Only streams can be short of blocks, since a prompt has all
+        of its own from its admission; streams are planned in the order of `running`; so those that are planned come
+        before this one there, and a search from the end meets this one first.
+        """
         needed = self.pool.blocks_for(sequence.done + count)
         while not self.pool.grow(sequence.id, needed):
-            planned = {chunk.sequence.id for chunk in plan}
             # Never one whose blocks may have been announced to another worker: they are promised until they are read.
-            victim = next(s for s in reversed(self.running) if s is sequence or not (s.handoff or s.id in planned))
+            victim = next(s for s in reversed(self.running) if s is sequence or not s.handoff)
             self.preempt(victim)
             if victim is sequence:
                 return False

@@ -36,6 +36,15 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def device_done(device: torch.device) -> None:
+    """Waits until the device has done everything that this thread has queued so far; on CPU it has. (CUDA: not yet run
+    on a GPU.)"""
+    if device.type == "cuda":
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+
+
 @dataclass
 class Batch:
     """What one packed forward needs.

@@ -132,15 +132,6 @@ def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
     return state.digest()
 
 
-def region_digest(region: Region) -> DigestBlock:
-    """A DigestBlock over host memory. Device memory needs one from whoever can read it."""
-
-    def digest_block(block: int, context: bytes) -> bytes:
-        return digest(region.view(block), context)
-
-    return digest_block
-
-
 def check_compatible(region: Region, layout_hash: str, peer: Peer, transport: str) -> None:
     """Raises IncompatibleLayout unless one of the peer's blocks would mean the same in this region."""
     wanted = (("layout", layout_hash, peer.layout_hash), ("block_bytes", region.block_bytes, peer.block_bytes))

@@ -6,12 +6,12 @@ import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtransfer.blocks import Peer, ReadStats, Region, agent_name, check_compatible
 from kvtransfer.transport import Pair, batches, check_pairs, settle
-from tandem.errors import DeadlineExceeded, InvalidRequest, WorkerLost
+from tandem.errors import InvalidRequest, TandemError, WorkerLost
 
 _open: dict[str, InProcessTransport] = {}
 
@@ -26,6 +26,8 @@ class InProcessTransport:
             raise InvalidRequest("the in-process transport copies host memory only", field="memory", bound='"dram"')
         self.region = region
         self.layout_hash = layout_hash
+        self.broken: TandemError | None = None
+        self.on_broken: Callable[[], object] | None = None
         self._worker_id, self._incarnation = worker_id, incarnation
         self._name = agent_name(worker_id, incarnation)
         self._connected: dict[str, Peer] = {}
@@ -35,6 +37,11 @@ class InProcessTransport:
         if self._name in _open:
             raise InvalidRequest(f"{self._name} is already open in this process", field="worker_id")
         _open[self._name] = self
+
+    @property
+    def last_round_at(self) -> float:
+        """It has no thread that could hang."""
+        return time.monotonic()
 
     def peer(self) -> Peer:
         region = self.region
@@ -58,13 +65,18 @@ class InProcessTransport:
         self._connected = {n: p for n, p in self._connected.items() if p.worker_id != peer.worker_id}
         self._connected[peer.agent_name] = peer
 
-    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+    async def read(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
+        """A copy within one process cannot stall."""
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         check_pairs(self.region, peer, pairs)
         started = time.monotonic()
         for batch in batches(pairs, self.region.block_bytes):
-            if time.monotonic() > started + timeout:
-                raise DeadlineExceeded(f"reading from {peer.worker_id} took longer than {timeout} s")
             if peer.agent_name not in self._connected:
                 raise WorkerLost(f"{peer.agent_name} is not connected")
             copy = asyncio.ensure_future(asyncio.to_thread(self._copy, peer, batch))

@@ -3,14 +3,18 @@
 One thread owns the agent and makes all its calls, because NIXL is not thread-safe and a read over shared memory copies
 inside the call. NIXL's own progress thread stays off: it polls without rest, one core per agent. The owner thread
 drives progress instead: almost without pause while reads are in flight, every SERVING_PAUSE while a transfer from here
-is open, and every IDLE_PAUSE otherwise, which is what lets a peer wire up at any time.
+is open, and every IDLE_PAUSE otherwise, which is what lets a peer wire up at any time. No call of it waits for the
+network, so peers connect concurrently and one that does not answer delays no other.
 
 Why no late write can happen. `release_xfer_handle` on an active read does not stop it, and neither does
-`remove_remote_agent`: measured over TCP, the bytes still land when progress goes on. So a read that is cancelled or out
-of time posts nothing more and waits until what is in flight is done or has failed; over shared memory that is at once,
+`remove_remote_agent`: measured over TCP, the bytes still land when progress goes on. So a read that is cancelled or has
+failed posts nothing more and waits until what is in flight is done or has failed; over shared memory that is at once,
 because the copy is synchronous. If a hung peer keeps it in flight for longer than GRACE, the agent is destroyed, and
 with it the UCX worker, its connections and the memory registration that any write needs; a new agent takes its place.
-Reads from other peers pause for that and go on.
+Reads from other peers pause for that and go on. The reader is told of the failure before that wait (`failing`).
+
+What fails is one read; its connection is then made anew as soon as nothing is in flight over it. When a batch stalls,
+the peer is silent and all its reads fail; it takes no others until that batch has ended.
 
 What remains (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has gone away
 meanwhile dies of "Fatal: unexpected error: Endpoint timeout". It takes a source that made no progress at that time,
@@ -28,17 +32,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvtransfer.blocks import Peer, ReadStats, Region, agent_name, check_compatible
-from kvtransfer.transport import Pair, batches, check_pairs, settle
+from kvtransfer.reads import Flight, Read, Remote
+from kvtransfer.transport import STALL, Pair, batches, check_pairs, settle
 from kvtransfer.ucx_log import ucx_log
-from tandem.errors import DeadlineExceeded, IncompatibleLayout, InternalError, TandemError, Unavailable, WorkerLost
+from tandem.errors import IncompatibleLayout, InternalError, TandemError, TransferFailed, Unavailable, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +69,9 @@ LET_OUT = 2.0
 # Seconds that reads may still take when the transport is closed.
 CLOSE_GRACE = 1.0
 
-# Posted transfers per read: the next one is on its way while the last one lands.
-DEPTH = 2
+# The owner thread's clock advances by at most this much in one round, so that a process which was stopped or starved
+# for seconds looks at its sockets before it takes its peers for silent.
+ROUND_LIMIT = 0.1
 
 START_TIMEOUT = 60.0
 CLOSE_TIMEOUT = 10.0
@@ -87,49 +92,6 @@ def _load_nixl() -> Any:
     return nixl_api
 
 
-@dataclass(eq=False)
-class _Remote:
-    """A peer that was connected. `dlist` is None until the present agent has met it."""
-
-    peer: Peer
-    dlist: Any = None
-    # Read tables in the log before the first read from it, and UCX's name for the connection.
-    tables_before: int = 0
-    endpoint: str = ""
-    # The present agent is not the one that it was connected with, and its reads may bring tables at any time.
-    met_again: bool = False
-
-
-@dataclass(eq=False)
-class _Flight:
-    """One posted transfer."""
-
-    handle: Any
-    pairs: list[Pair]
-
-
-@dataclass(eq=False)
-class _Read:
-    """One call of `read`, or a warm-up. Owned by the owner thread, but for `cancelled`."""
-
-    peer: Peer
-    todo: deque[list[Pair]]
-    deadline: float
-    # Reads a few bytes into memory that is never used for anything: a late write there does no harm.
-    warm_up: bool = False
-    done: Future[None] = field(default_factory=Future)
-    flights: list[_Flight] = field(default_factory=list)
-    cancelled: bool = False
-    # Why it posts nothing more, and since when.
-    error: TandemError | None = None
-    stopped_at: float = 0.0
-
-    def stop(self, error: TandemError) -> None:
-        if self.error is None:
-            self.error, self.stopped_at = error, time.monotonic()
-            self.todo.clear()
-
-
 class NixlTransport:
     """See Transport. Raises Unavailable when no NIXL agent can be started here."""
 
@@ -138,6 +100,9 @@ class NixlTransport:
     def __init__(self, region: Region, worker_id: str, incarnation: str, layout_hash: str) -> None:
         self.region = region
         self.layout_hash = layout_hash
+        self.broken: TandemError | None = None
+        self.on_broken: Callable[[], object] | None = None
+        self.last_round_at = time.monotonic()
         self._worker_id, self._incarnation = worker_id, incarnation
         self._name = agent_name(worker_id, incarnation)
         self._scratch = np.zeros(WARM_UP_BYTES, dtype=np.uint8)
@@ -147,10 +112,7 @@ class NixlTransport:
         self._commands: deque[Callable[[], None]] = deque()
         self._serving = 0
         self._closing = False
-        self._broken: Exception | None = None
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        # One peer at a time, so that what the log says while it is held is about that peer.
-        self._introductions = asyncio.Lock()
         self._metadata = b""
         self._links: dict[str, str] = {}
 
@@ -160,9 +122,10 @@ class NixlTransport:
         self._registered: list[Any] = []
         self._local_dlist: Any = None
         self._errors: tuple[type[Exception], ...] = ()
-        self._remotes: dict[str, _Remote] = {}
-        self._lost: set[str] = set()
-        self._reads: list[_Read] = []
+        self._remotes: dict[str, Remote] = {}
+        # Seconds of rounds; see ROUND_LIMIT.
+        self._now = 0.0
+        self._details = False
 
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name=f"nixl {self._name}", daemon=True)
@@ -195,19 +158,28 @@ class NixlTransport:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         attempt = self._connecting.get(peer.agent_name)
         if attempt is None:
-            attempt = asyncio.create_task(self._connect(peer, timeout))
+            attempt = asyncio.create_task(self._connect(peer))
             self._connecting[peer.agent_name] = attempt
             attempt.add_done_callback(lambda task: self._connected(peer, task))
         done, _ = await asyncio.wait([attempt], timeout=timeout)
         if not done:
-            raise DeadlineExceeded(f"connecting to {peer.worker_id} took longer than {timeout} s")
+            raise TransferFailed(f"connecting to {peer.worker_id} took longer than {timeout} s")
         await attempt
 
-    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+    async def read(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         check_pairs(self.region, peer, pairs)
         started = time.monotonic()
-        await self._perform(_Read(peer, deque(batches(pairs, self.region.block_bytes)), started + timeout))
+        read = Read(peer, deque(batches(pairs, self.region.block_bytes)), stall)
+        if failing is not None:
+            read.failing = partial(_tell, asyncio.get_running_loop(), failing)
+        await self._perform(read)
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
     @contextmanager
@@ -228,7 +200,7 @@ class NixlTransport:
         return self._links.get(peer.agent_name, "nixl:ucx:unknown")
 
     def forget(self, peer: Peer) -> None:
-        if not self._closing:
+        if not self._closing and self.broken is None:
             self._submit(lambda: self._lose(peer.agent_name, f"{peer.agent_name} was forgotten"))
 
     def close(self) -> None:
@@ -237,23 +209,21 @@ class NixlTransport:
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            log.error("the NIXL agent %s did not stop within %.0f s", self._name, CLOSE_TIMEOUT)
+            raise InternalError(f"the NIXL agent {self._name} did not stop within {CLOSE_TIMEOUT:.0f} s")
+        if self._agent is not None:
+            raise InternalError(f"the NIXL agent {self._name} could not be destroyed")
 
-    async def _connect(self, peer: Peer, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        async with self._introductions:
-            if not await self._call(lambda: self._introduce(peer)):
-                return
+    async def _connect(self, peer: Peer) -> None:
+        if await self._call(lambda: self._introduce(peer)):
             # Twice: wire-up may replace the endpoint's configuration, and only then is the choice of transport final.
-            await self._perform(_Read(peer, deque([[]]), deadline, warm_up=True))
-            await self._perform(_Read(peer, deque([[]]), deadline, warm_up=True))
+            await self._perform(Read(peer, deque([[], []]), STALL, warm_up=True))
 
     def _connected(self, peer: Peer, attempt: asyncio.Task[None]) -> None:
         self._connecting.pop(peer.agent_name, None)
         if not attempt.cancelled() and attempt.exception() is not None:
             log.info("connecting to %s: %s", peer.agent_name, attempt.exception())
 
-    async def _perform(self, read: _Read) -> None:
+    async def _perform(self, read: Read) -> None:
         read.done.set_running_or_notify_cancel()
         self._submit(lambda: self._accept(read))
         done = asyncio.wrap_future(read.done)
@@ -277,16 +247,16 @@ class NixlTransport:
 
         result.set_running_or_notify_cancel()
         self._submit(run)
-        return await asyncio.wait_for(asyncio.wrap_future(result), START_TIMEOUT)
+        return await asyncio.wrap_future(result)
 
     def _submit(self, command: Callable[[], None]) -> None:
         with self._lock:
-            if not self._closing and self._broken is None:
+            if not self._closing and self.broken is None:
                 self._commands.append(command)
                 self._wake.set()
                 return
-        if self._broken is not None:
-            raise InternalError(f"the NIXL agent {self._name} is broken: {self._broken!r}")
+        if self.broken is not None:
+            raise TransferFailed(f"the KV transport of {self._worker_id} is broken: {self.broken.message}")
         raise WorkerLost(f"{self._name} is closed")
 
     # The owner thread, from here on.
@@ -298,7 +268,6 @@ class NixlTransport:
             failure = Unavailable(f"no NIXL agent can be started: {error!r}")
             failure.__cause__ = error
             started.set_exception(failure)
-            self._broken = error
             return
         started.set_result(None)
         try:
@@ -307,34 +276,54 @@ class NixlTransport:
             self._end()
         except Exception as error:
             log.exception("the owner thread of the NIXL agent %s failed", self._name)
-            with self._lock:
-                self._broken = error
-            self._destroy_agent()
-            self._finish_all(InternalError(f"the NIXL agent {self._name} failed: {error!r}"))
+            self._break(InternalError(f"the owner thread of the NIXL agent {self._name} failed: {error!r}"))
         finally:
             ucx_log.drop(self._name)
 
+    def _break(self, error: InternalError) -> None:
+        with self._lock:
+            self.broken = error
+        if self.on_broken is not None:
+            self.on_broken()
+        for remote in self._remotes.values():
+            for read in remote.reads:
+                read.give_up(TransferFailed(error.message), self._now)
+        # If this raises, the reads do not end: their memory may still be written.
+        self._destroy_agent()
+        self._finish_all(TransferFailed(f"the KV transport of {self._worker_id} is broken: {error.message}"))
+
     def _round(self) -> None:
+        self._tick()
         self._wake.clear()
         while self._commands:
             self._commands.popleft()()
-        started = time.perf_counter()
-        if self._reads:
-            worked = self._progress_reads()
-            pause = READING_PAUSE
+        started, calls = time.perf_counter(), 1
+        reads = [read for remote in self._remotes.values() for read in remote.reads]
+        if reads:
+            worked, calls = self._progress_reads(), len(reads)
+            pause = SERVING_PAUSE if all(read.warm_up for read in reads) else READING_PAUSE
         else:
             worked = bool(self._agent.get_new_notifs())
             pause = SERVING_PAUSE if self._serving else IDLE_PAUSE
-        self._remove_lost()
-        if not worked and time.perf_counter() - started < WORKING_CALL:
+        self._tidy()
+        if self._details and not any(read.warm_up for read in reads):
+            self._set_details(False)
+        if not worked and time.perf_counter() - started < WORKING_CALL * calls:
             self._wake.wait(pause)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._now += min(now - self.last_round_at, ROUND_LIMIT)
+        self.last_round_at = now
 
     def _end(self) -> None:
         """Stops all reads as after a cancellation, then gives everything back."""
-        for read in self._reads:
-            read.stop(WorkerLost(f"{self._name} was closed"))
+        for remote in self._remotes.values():
+            for read in remote.reads:
+                read.give_up(WorkerLost(f"{self._name} was closed"), self._now)
         until = time.monotonic() + CLOSE_GRACE
-        while self._reads and time.monotonic() < until:
+        while any(remote.reads for remote in self._remotes.values()) and time.monotonic() < until:
+            self._tick()
             if not self._progress_reads():
                 self._wake.wait(READING_PAUSE)
         self._destroy_agent()
@@ -342,20 +331,27 @@ class NixlTransport:
 
     def _finish_all(self, error: TandemError) -> None:
         """Answers everybody who still waits; only after the agent is gone."""
-        reads, self._reads = self._reads, []
-        for read in reads:
-            read.done.set_exception(read.error or error)
+        for remote in self._remotes.values():
+            reads, remote.reads = remote.reads, []
+            for read in reads:
+                read.done.set_exception(read.error or error)
         with self._lock:
             commands, self._commands = self._commands, deque()
         # They run against no agent: reads are refused by _accept, the rest touch only dictionaries.
         for command in commands:
             command()
 
-    def _accept(self, read: _Read) -> None:
+    def _accept(self, read: Read) -> None:
+        name = read.peer.agent_name
+        remote = self._remotes.get(name)
         if self._agent is None:
             read.done.set_exception(WorkerLost(f"{self._name} is closed"))
+        elif remote is None or remote.lost or remote.peer != read.peer:
+            read.done.set_exception(WorkerLost(f"{name} is not connected"))
+        elif remote.silent:
+            read.done.set_exception(TransferFailed(f"{name} has been silent and its last reads are still in flight"))
         else:
-            self._reads.append(read)
+            remote.reads.append(read)
 
     def _start_agent(self) -> None:
         with ucx_log.capture():
@@ -383,9 +379,10 @@ class NixlTransport:
         if agent is None:
             return
         steps: list[Callable[[], object]] = []
-        for read in self._reads:
-            steps += [flight.handle.release for flight in read.flights]
-            read.flights.clear()
+        for remote in self._remotes.values():
+            for read in remote.reads:
+                steps += [flight.handle.release for flight in read.flights]
+                read.requeue()
         known = {name: remote for name, remote in self._remotes.items() if remote.dlist is not None}
         steps += [remote.dlist.release for remote in known.values()]
         if self._local_dlist is not None:
@@ -400,65 +397,78 @@ class NixlTransport:
         # Handles and lists hold the agent too, so every reference has to go before the worker does.
         steps.clear()
         for remote in self._remotes.values():
-            remote.dlist, remote.met_again = None, True
+            ucx_log.drop_endpoint(remote.endpoint)
+            remote.unmet()
         self._registered.clear()
         self._local_dlist = self._agent = None
 
     def _replace_agent(self, why: str) -> None:
         """The last resort against a write that cannot be called back. Reads from other peers start again."""
         log.warning("replacing the NIXL agent %s: %s", self._name, why)
-        for read in self._reads:
-            if read.error is None:
-                read.todo.extendleft(flight.pairs for flight in read.flights)
         self._destroy_agent()
-        stopped = [read for read in self._reads if read.error is not None]
-        self._reads = [read for read in self._reads if read.error is None]
-        for read in stopped:
-            read.done.set_exception(read.error)
+        ucx_log.drop(self._name)
+        for remote in self._remotes.values():
+            for read in [read for read in remote.reads if read.error is not None]:
+                remote.reads.remove(read)
+                read.done.set_exception(read.error)
         self._start_agent()
 
     def _progress_reads(self) -> bool:
-        """One turn for every read. Says whether anything was posted or has ended."""
+        """One turn for every peer that is read from. Says whether anything was posted or has ended."""
+        remotes = [remote for remote in self._remotes.values() if remote.reads]
+        overdue = [remote for remote in remotes if remote.overdue(self._now, GRACE)]
         worked = False
-        now = time.monotonic()
-        overdue = [read for read in self._reads if read.error is not None and now > read.stopped_at + GRACE]
-        for read in list(self._reads):
-            worked |= self._collect(read)
-            if read.cancelled:
-                read.stop(WorkerLost("the reader went away"))
-            if now > read.deadline:
-                read.stop(DeadlineExceeded(f"reading from {read.peer.worker_id} took too long"))
-            if read.todo and len(read.flights) < DEPTH and not overdue:
-                self._post(read)
-                worked = True
-            if not read.todo and not read.flights:
-                self._settle(read)
-                worked = True
-        waiting_for = [read for read in overdue if read.flights]
-        others = [read for read in self._reads if read.error is None and read.flights]
-        if waiting_for and (not others or now > waiting_for[0].stopped_at + GRACE + LET_OUT):
-            self._replace_agent(f"a read from {waiting_for[0].peer.agent_name} could not be ended")
+        for remote in remotes:
+            worked |= self._progress(remote, may_post=not overdue)
+        stuck = [remote for remote in overdue if remote.overdue(self._now, GRACE)]
+        others = any(read.error is None and read.flights for remote in remotes for read in remote.reads)
+        if stuck and (not others or stuck[0].overdue(self._now, GRACE + LET_OUT)):
+            self._replace_agent(f"a read from {stuck[0].peer.agent_name} could not be ended")
         return worked
 
-    def _settle(self, read: _Read) -> None:
-        self._reads.remove(read)
-        if read.error is not None:
+    def _progress(self, remote: Remote, may_post: bool) -> bool:
+        worked = False
+        for read in remote.reads:
+            worked |= self._collect(remote, read)
+            if read.cancelled:
+                read.stop(WorkerLost("the reader went away"), self._now)
+        if not remote.silent and remote.stalled(self._now):
+            self._silence(remote)
+        if remote.renew and not remote.in_flight:
+            self._remove(remote)
+        if may_post and (turn := remote.next_read()) is not None:
+            self._post(remote, turn)
+            worked = True
+        for read in [read for read in remote.reads if not read.todo and not read.flights]:
+            remote.reads.remove(read)
+            self._settle(remote, read)
+            worked = True
+        return worked
+
+    def _silence(self, remote: Remote) -> None:
+        """A posted batch did not end in time. What is in flight keeps its memory until it has ended."""
+        name = remote.peer.agent_name
+        remote.fail()
+        for read in remote.reads:
+            read.give_up(TransferFailed(f"{name} sent nothing for {read.stall} s"), self._now)
             if read.warm_up:
-                self._lose(read.peer.agent_name, f"{read.peer.agent_name} was never connected")
+                self._collect(remote, read)
+        remote.silent = remote.in_flight > 0
+
+    def _settle(self, remote: Remote, read: Read) -> None:
+        if read.error is not None:
             read.done.set_exception(read.error)
             return
-        if read.warm_up and (self.region.memory == "dram" or self.region.spare_block is not None):
-            self._learn_link(self._remotes[read.peer.agent_name])
+        if read.warm_up:
+            remote.ready = True
+            if self.region.memory == "dram" or self.region.spare_block is not None:
+                name = ucx_log.transport(self._name, remote.endpoint, self.region.block_bytes)
+                self._links[remote.peer.agent_name] = f"nixl:ucx:{name or 'unknown'}"
         read.done.set_result(None)
 
-    def _learn_link(self, remote: _Remote) -> None:
-        before = None if any(one.met_again for one in self._remotes.values()) else remote.tables_before
-        name = ucx_log.transport(self._name, remote.endpoint, before, self.region.block_bytes)
-        self._links[remote.peer.agent_name] = f"nixl:ucx:{name or 'unknown'}"
-
-    def _collect(self, read: _Read) -> bool:
+    def _collect(self, remote: Remote, read: Read) -> bool:
         """Takes what has ended, well or not, out of the flights."""
-        landed = [flight for flight in read.flights if self._landed(read, flight)]
+        landed = [flight for flight in read.flights if self._landed(remote, read, flight)]
         if read.warm_up and read.error is not None:
             landed = list(read.flights)
         for flight in landed:
@@ -466,38 +476,41 @@ class NixlTransport:
             self._release(flight.handle)
         return bool(landed)
 
-    def _landed(self, read: _Read, flight: _Flight) -> bool:
+    def _landed(self, remote: Remote, read: Read, flight: Flight) -> bool:
         try:
             state = self._agent.check_xfer_state(flight.handle)
         except self._errors as error:
             # UCX ends all requests of an endpoint that failed, so this one is over too.
-            self._lose(read.peer.agent_name, f"reading from {read.peer.agent_name} failed: {error}")
+            self._failed(remote, read, f": {error}")
             return True
         if state == "ERR":
-            self._lose(read.peer.agent_name, f"reading from {read.peer.agent_name} failed")
+            self._failed(remote, read)
         return bool(state != "PROC")
 
-    def _post(self, read: _Read) -> None:
+    def _failed(self, remote: Remote, read: Read, why: str = "") -> None:
+        read.stop(TransferFailed(f"reading from {remote.peer.agent_name} failed{why}"), self._now)
+        remote.fail()
+
+    def _post(self, remote: Remote, read: Read) -> None:
         pairs = read.todo.popleft()
-        remote = self._remotes.get(read.peer.agent_name)
-        if remote is None or remote.peer != read.peer or read.peer.agent_name in self._lost:
-            read.stop(WorkerLost(f"{read.peer.agent_name} is not connected"))
-            return
+        handle = None
         try:
             if remote.dlist is None:
                 self._meet(remote)
             handle = self._warm_up(read.peer) if read.warm_up else self._blocks(remote, pairs)
             state = self._agent.transfer(handle)
         except TandemError as error:
-            read.stop(error)
+            read.stop(error, self._now)
         except self._errors as error:
-            self._lose(read.peer.agent_name, f"reading from {read.peer.agent_name} failed: {error}")
+            if handle is not None:
+                self._release(handle)
+            self._failed(remote, read, f": {error}")
         else:
-            read.flights.append(_Flight(handle, pairs))
+            read.flights.append(Flight(handle, pairs, self._now))
             if state != "PROC":
-                self._collect(read)
+                self._collect(remote, read)
 
-    def _blocks(self, remote: _Remote, pairs: list[Pair]) -> Any:
+    def _blocks(self, remote: Remote, pairs: list[Pair]) -> Any:
         ids = np.array(pairs, dtype=np.int32)
         local, theirs = np.ascontiguousarray(ids[:, 1]), np.ascontiguousarray(ids[:, 0])
         return self._agent.make_prepped_xfer("READ", self._local_dlist, local, remote.dlist, theirs)
@@ -520,28 +533,23 @@ class NixlTransport:
             log.warning("releasing a read of the NIXL agent %s: %s", self._name, error)
 
     def _introduce(self, peer: Peer) -> bool:
-        """Puts the peer in place of any other life of its worker. False if it is known already."""
-        known = self._remotes.get(peer.agent_name)
-        if known is not None and known.peer == peer and peer.agent_name not in self._lost:
-            return False
+        """Puts the peer in place of any other incarnation of its worker. False if it is connected already."""
         for name, remote in self._remotes.items():
-            if remote.peer.worker_id == peer.worker_id:
+            if remote.peer.worker_id == peer.worker_id and remote.peer != peer:
                 self._lose(name, f"{name} was replaced by {peer.agent_name}")
-        self._remove_lost()
-        if peer.agent_name in self._remotes:
-            raise WorkerLost(f"{peer.agent_name} has changed and is still being read; try again", retry_after=1.0)
-        self._remotes[peer.agent_name] = _Remote(peer)
-        return True
+        self._tidy()
+        known = self._remotes.get(peer.agent_name)
+        if known is not None and (known.lost or known.silent):
+            raise TransferFailed(f"{peer.agent_name} is still being read; try again", retry_after=1.0)
+        if known is None:
+            known = self._remotes[peer.agent_name] = Remote(peer)
+        return not known.ready
 
-    def _meet(self, remote: _Remote) -> None:
-        """Tells the agent about the peer. Raises WorkerLost or IncompatibleLayout if it cannot be read as described."""
+    def _meet(self, remote: Remote) -> None:
+        """Tells the agent about the peer. Raises IncompatibleLayout if it cannot be read as described."""
         peer = remote.peer
-        remote.tables_before = ucx_log.tables(self._name)
-        ucx_log.details(True)
-        try:
-            name = self._agent.add_remote_agent(peer.metadata)
-        finally:
-            ucx_log.details(False)
+        self._set_details(True)
+        name = self._agent.add_remote_agent(peer.metadata)
         remote.endpoint = ucx_log.new_endpoint()
         name = name.decode() if isinstance(name, bytes) else name
         if name != peer.agent_name:
@@ -553,32 +561,50 @@ class NixlTransport:
             self._agent.remove_remote_agent(name)
             raise IncompatibleLayout(f"{name} has no memory where it says: {error}", field="address") from error
 
+    def _set_details(self, wanted: bool) -> None:
+        if self._details != wanted:
+            self._details = wanted
+            ucx_log.details(wanted)
+
     def _blocks_dlist(self, name: str, region: Region | Peer) -> Any:
         row = (region.address, region.block_bytes, _device(region), region.block_bytes, region.num_blocks)
         return self._agent.prep_xfer_dlist(name, np.array([row], dtype=np.uint64), region.memory.upper())
 
     def _lose(self, name: str, why: str) -> None:
         """Stops all reads from a peer; it is removed when the last of them has ended."""
-        for read in self._reads:
-            if read.peer.agent_name == name:
-                read.stop(WorkerLost(why))
-        if name in self._remotes:
-            self._lost.add(name)
+        remote = self._remotes.get(name)
+        if remote is not None:
+            remote.lost = True
+            for read in remote.reads:
+                read.give_up(WorkerLost(why), self._now)
 
-    def _remove_lost(self) -> None:
-        for name in self._lost - {read.peer.agent_name for read in self._reads}:
-            self._lost.remove(name)
-            self._links.pop(name, None)
-            remote = self._remotes.pop(name)
-            if remote.dlist is None:
-                continue
-            try:
-                remote.dlist.release()
-                self._agent.remove_remote_agent(name)
-            except self._errors as error:
-                log.warning("the NIXL agent %s could not remove %s: %s", self._name, name, error)
+    def _tidy(self) -> None:
+        """Removes peers that were lost, and connections that failed, when nothing is in flight over them."""
+        for name, remote in list(self._remotes.items()):
+            if (remote.lost or remote.renew) and not remote.in_flight:
+                self._remove(remote)
+            if remote.lost and not remote.reads:
+                del self._remotes[name]
+                self._links.pop(name, None)
+
+    def _remove(self, remote: Remote) -> None:
+        dlist, name = remote.dlist, remote.peer.agent_name
+        ucx_log.drop_endpoint(remote.endpoint)
+        remote.unmet()
+        if dlist is None:
+            return
+        try:
+            dlist.release()
+            self._agent.remove_remote_agent(name)
+        except self._errors as error:
+            log.warning("the NIXL agent %s could not remove %s: %s", self._name, name, error)
 
 
 def _device(region: Region | Peer) -> int:
     """NIXL counts host memory as device 0."""
     return region.device if region.memory == "vram" else 0
+
+
+def _tell(loop: asyncio.AbstractEventLoop, failing: Callable[[TandemError], None], error: TandemError) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
+        loop.call_soon_threadsafe(failing, error)

@@ -1,42 +1,34 @@
 """The prefill side's book of open transfers. It keeps no blocks alive itself and does no I/O.
 
 The owner of the blocks (the engine) must hold every announced block, unchanged, until the book hands its id back:
-`release` and `revoke` return the ids, and only then may they be freed. Both take the ticket out of the book under one
-lock first, so after either of them no later call can say yes for the same blocks.
+`release` and `revoke_ticket` return the ids, and only then may they be freed. Both take the ticket out of the book
+under one lock first, so after either of them no later call can say yes for the same blocks.
 
-    open ──announce*──▶ release ─▶ ids to free          the sink read them and they were held until now
-                  └───▶ revoke  ─▶ ids to free          the stream ended, was cancelled, or the engine was reset
+    open ──announce*──▶ release       ─▶ ids to free    the sink read them and they were held until now
+                  └───▶ revoke_ticket ─▶ ids to free    the stream ended, was cancelled, or the engine was reset
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.blocks import DigestBlock, Offer, ReadyBlock, Ticket
 from tandem.errors import InternalError, InvalidRequest, StaleTransfer
 
+# One announcement names at most this many bytes of blocks (or one block), so that the digests of a cached prompt's next
+# part are computed while the last one moves. 64 MiB take some 7 ms to digest.
+PART_BYTES = 64 << 20
+
 # Ends of transfers that are remembered, only to say in the error why a ticket is dead.
 REMEMBERED_ENDS = 1024
-
-
-@dataclass(frozen=True)
-class OpenTransfer:
-    """One line of the ledger. `age` is in seconds since `open`."""
-
-    transfer_id: str
-    generation: int
-    blocks: tuple[int, ...]
-    age: float
 
 
 @dataclass
 class _Entry:
     ticket: Ticket
-    opened_at: float
     # index in the sequence -> block id
     blocks: dict[int, int] = field(default_factory=dict)
 
@@ -44,12 +36,9 @@ class _Entry:
 class Source:
     """Thread-safe: announcements may be digested in a worker thread while a release arrives on the event loop."""
 
-    def __init__(
-        self, incarnation: str, digest_block: DigestBlock, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, incarnation: str, digest_block: DigestBlock) -> None:
         self._incarnation = incarnation
         self._digest_block = digest_block
-        self._clock = clock
         self._lock = threading.Lock()
         self._generation = 0
         self._entries: dict[str, _Entry] = {}
@@ -62,7 +51,7 @@ class Source:
                 raise InvalidRequest(f"transfer {transfer_id} is open already", field="transfer_id")
             self._generation += 1
             ticket = Ticket(transfer_id, self._generation, self._incarnation)
-            self._entries[transfer_id] = _Entry(ticket, self._clock())
+            self._entries[transfer_id] = _Entry(ticket)
             return ticket
 
     def announce(self, ticket: Ticket, offers: Sequence[Offer]) -> list[ReadyBlock]:
@@ -94,30 +83,12 @@ class Source:
             self._living(ticket)
             return self._end(ticket.transfer_id, "released")
 
-    def revoke(self, transfer_id: str, why: str) -> tuple[int, ...]:
-        """Ends whatever transfer has this id and returns its block ids, now free; none if it has ended already."""
-        with self._lock:
-            return self._end(transfer_id, why) if transfer_id in self._entries else ()
-
     def revoke_ticket(self, ticket: Ticket, why: str) -> tuple[int, ...]:
-        """As `revoke`, but leaves a later transfer of the same id alone. For the end of one particular stream."""
+        """Ends the transfer and returns its block ids, now free; none if it has ended already. Leaves a later transfer
+        of the same id alone."""
         with self._lock:
             entry = self._entries.get(ticket.transfer_id)
             return self._end(ticket.transfer_id, why) if entry and entry.ticket == ticket else ()
-
-    def revoke_all(self, why: str) -> dict[str, tuple[int, ...]]:
-        """Ends every transfer, as when the engine's pages were reset. Block ids by transfer id."""
-        with self._lock:
-            return {transfer_id: self._end(transfer_id, why) for transfer_id in list(self._entries)}
-
-    def open_transfers(self) -> list[OpenTransfer]:
-        """For the ledger: what is held, by whom, and for how long."""
-        with self._lock:
-            now = self._clock()
-            return [
-                OpenTransfer(e.ticket.transfer_id, e.ticket.generation, tuple(e.blocks.values()), now - e.opened_at)
-                for e in self._entries.values()
-            ]
 
     def _living(self, ticket: Ticket) -> _Entry:
         entry = self._entries.get(ticket.transfer_id)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from kvtransfer.blocks import Peer, ReadStats, Region
-from tandem.errors import InvalidRequest, SettingsError
+from tandem.errors import InvalidRequest, SettingsError, TandemError
 
 log = logging.getLogger(__name__)
 
 # (block in the peer's region, block in ours)
 Pair = tuple[int, int]
 
-# One posted transfer is at most this long, so that readers take turns and a cancelled one ends soon.
-BATCH_BYTES = 16 << 20
+# One posted transfer is at most this long (or one block), so that readers take turns, a cancelled one ends soon, and a
+# slow link still completes one well within STALL.
+BATCH_BYTES = 4 << 20
+
+# Seconds without progress after which connecting to a peer has failed.
+STALL = 4.0
 
 # How often a caller that may not leave yet says in the log that it is still waiting, in seconds.
 STUCK_REPORT_SECONDS = 5.0
@@ -31,10 +35,24 @@ class Transport(Protocol):
 
     Every method may be called from the event loop; none blocks it, but for `close`. The one promise that everything
     else rests on: when `read` has returned or raised, by any path, no byte of it can reach the local blocks any more.
+
+    TransferFailed says that bytes did not arrive: an error of the link, or no progress. The peer may well be alive, and
+    may be connected and read again. WorkerLost says that this very incarnation is not to be read from any more: it was
+    forgotten or replaced, or this transport is closed.
     """
 
     region: Region
     layout_hash: str
+    # Why the transport has stopped working for good, if it has; every later connect and read raises TransferFailed.
+    broken: TandemError | None
+    # Called once when `broken` is set, on any thread; it must not block.
+    on_broken: Callable[[], object] | None
+
+    @property
+    def last_round_at(self) -> float:
+        """time.monotonic() of the last round of the thread that drives progress. Rounds are some 20 ms apart, seconds
+        only while an agent starts: a watchdog knows by it that the thread hangs. Now, where there is no thread."""
+        ...
 
     def peer(self) -> Peer:
         """What to tell other workers. Ask again each time: a transport that had to restart has new metadata."""
@@ -43,17 +61,27 @@ class Transport(Protocol):
     async def connect(self, peer: Peer, timeout: float) -> None:
         """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
 
-        Any other incarnation of the same worker is forgotten. Raises IncompatibleLayout before any byte moves,
-        WorkerLost when the peer is not there, DeadlineExceeded.
+        Any other incarnation of the same worker is forgotten. Peers connect concurrently. Raises IncompatibleLayout
+        before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL seconds, or the
+        attempt took longer than `timeout`) and WorkerLost.
         """
         ...
 
-    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
-        """Copies remote blocks into local ones, in no particular order.
+    async def read(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
+        """Copies remote blocks into local ones, in no particular order, however long that takes: `stall` bounds the
+        time that one batch of BATCH_BYTES may take once it is posted.
 
         Raises InvalidRequest (a block id is out of range or a local block is named twice), IncompatibleLayout,
-        WorkerLost (the peer died, or was forgotten) and
-        DeadlineExceeded. After an error the local blocks may hold anything.
+        TransferFailed and WorkerLost. After an error the local blocks may hold anything; after TransferFailed the next
+        read makes the connection anew. A read from a peer that hangs
+        cannot be ended at once; `failing` is then called on the event loop with the error, and `read` raises it when
+        the local blocks are safe.
         """
         ...
 
@@ -74,7 +102,10 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable."""
+        """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable.
+
+        Raises InternalError if that failed: peers may still read or write the region, so it must not be used again.
+        """
         ...
 
 
@@ -91,17 +122,17 @@ def make_transport(kind: str, region: Region, worker_id: str, incarnation: str, 
     raise SettingsError(f"unknown KV transport {kind!r}", field="transport", bound='"nixl" or "inprocess"')
 
 
-async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], timeout: float = 30.0) -> float:
+async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], stall: float = STALL) -> float:
     """Bytes per second of one read from the peer's first blocks into `blocks`, whose content is lost.
 
     The first round only warms up. Raises what connect and read raise.
     """
     if not blocks:
         raise InvalidRequest("a probe needs at least one local block", field="blocks")
-    await transport.connect(peer, timeout)
+    await transport.connect(peer, stall)
     pairs = list(zip(itertools.cycle(range(peer.num_blocks)), blocks, strict=False))
-    await transport.read(peer, pairs, timeout)
-    stats = await transport.read(peer, pairs, timeout)
+    await transport.read(peer, pairs, stall)
+    stats = await transport.read(peer, pairs, stall)
     return stats.bytes / stats.seconds
 
 

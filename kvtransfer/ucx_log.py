@@ -1,7 +1,7 @@
 """What UCX says: which transport it chose for reads, and its warnings.
 
-UCX tells the transport nowhere but in its log (UCX_PROTO_INFO), as a table per configuration of endpoints, printed when
-that configuration is first used:
+UCX tells the transport nowhere but in its log (UCX_PROTO_INFO), as a table per configuration of endpoints (cfg),
+printed when that configuration is first used:
 
     | worker7@5f21 intra-node cfg#1                                   |
     | remote memory read by ucp_get*(multi) into host memory from host|
@@ -10,8 +10,17 @@ that configuration is first used:
     +--------+-------------+------------------------------------------+
     | 0..inf | zero-copy   | cma/memory                               |
 
-A peer whose endpoint is configured like an earlier one's brings no table. Which earlier one, its lanes tell, which UCX
-prints for every new endpoint at the debug level; that is switched on only while one is made.
+Which configuration an endpoint has is known from what UCX prints at the debug level, which is switched on only while
+peers connect. An endpoint's lanes are printed each time it is configured, behind the number of the configuration where
+that one is new:
+
+    created ep 0x7f61 to <no debug data> from api call
+    worker7@5f21 intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory)
+    ep 0x7f61: am_lane 0 wireup_msg_lane 0 ...
+    ep 0x7f61: lane[0]: ...
+
+An endpoint with the lanes of an earlier one has its configuration. Nothing of this depends on the order in which peers
+connect, so they may do so at once.
 
 The log goes to an anonymous file in memory, so nothing reaches the terminal and nothing is left on disk after a
 SIGKILL; warnings and errors in it go on to Python's logging.
@@ -26,12 +35,14 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
 
 _PREFIX = re.compile(r"^\[[^\]]*\]\s*\[[^\]]*\]\s*")
-_OWNER = re.compile(r"^\| (\S+) \S+ cfg#\d+")
+_OWNER = re.compile(r"^\| (\S+) \S+ cfg#(\d+)")
 _ROW = re.compile(r"^\|\s*(\d+)(?:\.\.(\S+))?\s*\|[^|]*\|\s*([^|]*?)\s*\|$")
+_CFG = re.compile(r"UCX\s+INFO\s+(\S+) \S+ cfg#(\d+) ")
 _EP = re.compile(r"created ep (0x\w+) to .* from api call")
 _LANES = re.compile(r"ep (0x\w+): am_lane ")
 _LANE = re.compile(r"ep (0x\w+): (lane\[\d+\]: .*)")
@@ -44,6 +55,16 @@ _CHUNK = 1 << 20
 
 # Rows of (first byte count, transports).
 _Table = list[tuple[int, str]]
+_Lanes = tuple[str, ...]
+
+
+@dataclass
+class _Agent:
+    """What was printed about one agent's configurations, by number."""
+
+    tables: dict[int, list[_Table]] = field(default_factory=dict)
+    # Two configurations may differ in what the lanes do not show.
+    by_lanes: dict[_Lanes, set[int]] = field(default_factory=dict)
 
 
 class UcxLog:
@@ -54,16 +75,18 @@ class UcxLog:
         self._fd: int | None = None
         self._offset = 0
         self._rest = ""
-        # Parser state: whose table this is, and whether it is one about reads.
-        self._owner = ""
-        self._read_table = False
-        # agent name -> every read table seen, oldest first.
-        self._tables: dict[str, list[_Table]] = {}
-        # The endpoint made last, and the lanes of every one made while the details were on.
+        self._agents: dict[str, _Agent] = {}
+        # Parser state: the read table that rows belong to; the configuration that was announced last (agent, number)
+        # and whether lanes are yet to follow it; the endpoint whose lanes are being printed.
+        self._table: _Table | None = None
+        self._owner = ("", -1)
+        self._announced: tuple[str, int] | None = None
+        self._endpoint = ""
+        self._cfg: tuple[str, int] | None = None
+        self._lanes: list[str] = []
+        # The endpoint made last, and the lanes of every one that was made here.
         self._newest = ""
-        self._lanes: dict[str, list[str]] = {}
-        # (agent, lanes) -> the table that the first endpoint with these lanes brought.
-        self._known: dict[tuple[str, tuple[str, ...]], _Table] = {}
+        self._lanes_of: dict[str, _Lanes] = {}
         self._ucs: ctypes.CDLL | None = None
 
     @contextmanager
@@ -96,37 +119,29 @@ class UcxLog:
             newest, self._newest = self._newest, ""
             return newest
 
-    def tables(self, agent: str) -> int:
-        """How many read tables there are for this agent by now."""
+    def transport(self, agent: str, endpoint: str, block_bytes: int) -> str | None:
+        """The transport that reads of `block_bytes` take over an endpoint that has been read from; None if the log
+        leaves more than one."""
         with self._lock:
             self._consume()
-            return len(self._tables.get(agent, ()))
-
-    def transport(self, agent: str, endpoint: str, seen_before: int | None, block_bytes: int) -> str | None:
-        """What a read of block_bytes uses, for a peer whose first reads came after `seen_before` tables; else None.
-
-        A table printed since then is the peer's; `seen_before` is None where others may have brought it. Without one,
-        the peer has the table of the earlier one with the same lanes; failing that, it is still known if all earlier
-        tables name the same transport.
-        """
-        with self._lock:
-            self._consume()
-            tables = self._tables.get(agent, [])
-            lanes = (agent, tuple(self._lanes.get(endpoint, ())))
-            if seen_before is not None and len(tables) > seen_before:
-                self._known[lanes] = tables[-1]
-                return _pick(tables[-1], block_bytes)
-            if lanes[1] and lanes in self._known:
-                return _pick(self._known[lanes], block_bytes)
-            names = {_pick(table, block_bytes) for table in tables}
+            self._end_lanes()
+            seen = self._agents.get(agent, _Agent())
+            # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
+            cfgs = seen.by_lanes.get(self._lanes_of.get(endpoint, ()), seen.tables.keys())
+            names = {_pick(table, block_bytes) for cfg in cfgs for table in seen.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
+
+    def drop_endpoint(self, endpoint: str) -> None:
+        """Forgets an endpoint that was closed, or need not be known any more."""
+        with self._lock:
+            self._consume()
+            self._lanes_of.pop(endpoint, None)
 
     def drop(self, agent: str) -> None:
         """Forgets an agent that was closed."""
         with self._lock:
             self._consume()
-            self._tables.pop(agent, None)
-            self._known = {key: table for key, table in self._known.items() if key[0] != agent}
+            self._agents.pop(agent, None)
 
     def _consume(self) -> None:
         if self._fd is None:
@@ -147,22 +162,40 @@ class UcxLog:
         if trouble:
             log.log(logging.WARNING if trouble[1] == "WARN" else logging.ERROR, "UCX: %s", trouble[2].strip())
             return
-        if endpoint := _EP.search(line):
-            self._newest = endpoint[1]
-        if endpoint := _LANES.search(line) or _EP.search(line):
-            self._lanes[endpoint[1]] = []
-        elif lane := _LANE.search(line):
-            self._lanes.setdefault(lane[1], []).append(lane[2])
-        line = _PREFIX.sub("", line.lstrip("\0").strip())
+        if made := _EP.search(line):
+            self._newest = made[1]
+            self._lanes_of[made[1]] = ()
+        elif cfg := _CFG.search(line):
+            self._announced = (cfg[1], int(cfg[2]))
+        elif lanes := _LANES.search(line):
+            self._end_lanes()
+            self._endpoint, self._cfg, self._announced = lanes[1], self._announced, None
+        elif (lane := _LANE.search(line)) and lane[1] == self._endpoint:
+            self._lanes.append(lane[2])
+        else:
+            self._parse_table(_PREFIX.sub("", line.lstrip("\0").strip()))
+
+    def _end_lanes(self) -> None:
+        """All lanes of an endpoint have been printed."""
+        lanes = tuple(self._lanes)
+        if self._cfg is not None:
+            agent, number = self._cfg
+            self._agents.setdefault(agent, _Agent()).by_lanes.setdefault(lanes, set()).add(number)
+        if self._endpoint in self._lanes_of:
+            self._lanes_of[self._endpoint] = lanes
+        self._endpoint, self._cfg, self._lanes = "", None, []
+
+    def _parse_table(self, line: str) -> None:
         owner = _OWNER.match(line)
         if owner:
-            self._owner, self._read_table = owner[1], False
+            self._owner, self._table = (owner[1], int(owner[2])), None
         elif line.startswith("| remote memory read by "):
-            self._read_table = True
-            self._tables.setdefault(self._owner, []).append([])
-        elif self._read_table and (row := _ROW.match(line)):
+            agent, number = self._owner
+            self._table = []
+            self._agents.setdefault(agent, _Agent()).tables.setdefault(number, []).append(self._table)
+        elif self._table is not None and (row := _ROW.match(line)):
             names = dict.fromkeys(_TRANSPORT.findall(row[3]))
-            self._tables[self._owner][-1].append((int(row[1]), "+".join(names)))
+            self._table.append((int(row[1]), "+".join(names)))
 
 
 def _libucs() -> ctypes.CDLL | None:

@@ -8,7 +8,7 @@ import functools
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from time import monotonic
 
 import grpc
@@ -27,14 +27,21 @@ from services.access import guards, of_worker
 from services.adapters import Adapters
 from services.cache_news import CacheNews
 from services.server import GrpcServer
+from services.watchdog import Check, Watchdog
 from tandem import tracing
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.metrics import Load, Served, WorkerMetrics
 from tandem.settings import WITHIN, Settings
+from tandem.tasks import once
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 LEFT_S = 5.0  # for requests that were cut off to give their blocks back
+LAST_WORDS_S = 1.0  # for the requests of a broken worker to hear of it
+EXIT_S = 2.0  # until the process of a broken worker ends, whatever still runs
+TRANSPORT_S = 4.0  # between two rounds of the transport's thread
+BEAT_S = 15.0  # that a heartbeat takes longer than it waits: a registry that does not answer has bounds of its own
+LOOP_S = 5.0  # that the event loop may be blocked
 
 
 class Worker:
@@ -69,25 +76,28 @@ class Worker:
         self._metrics_served: Served | None = None
         self.tracing = tracing.of_process(settings, role, worker_id)
         self._open: dict[str, float] = {}  # requests in progress: id -> when they began
+        self._begun = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
         self._stopped = False
-        self._draining: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(self._checks(), self._stuck, LOOP_S)
 
     # ---- life
 
     async def start(self, services: list[str]) -> None:
         """Everything must be added to `self.grpc.server` before."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
-        here = asyncio.get_running_loop()
-        self.loop.on_broken = functools.partial(here.call_soon_threadsafe, self._on_broken)
+        self._here = asyncio.get_running_loop()
+        self.loop.on_broken = self._broke
+        self.transport.on_broken = self._transport_broke
         self._metrics_served = await asyncio.to_thread(self.metrics.serve)
         names = [*services, "tandem.v1.WorkerService"]
         self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
         self.state = State.READY
         await self._heartbeat.start()
+        self._watchdog.start()
         log.info("worker.ready", worker=self.worker_id, incarnation=self.incarnation, address=self.address)
 
     async def wait(self) -> None:
@@ -130,11 +140,19 @@ class Worker:
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
         await asyncio.to_thread(self.tracing.close)
+        await asyncio.to_thread(self._watchdog.stop)
         if not keep_engine:
-            self.loop.stop()
-        await asyncio.to_thread(self.transport.close)  # from here on nobody reads or writes the pages
+            await asyncio.to_thread(self.loop.stop)
+        unclosed: TandemError | None = None
+        try:
+            await asyncio.to_thread(self.transport.close)  # from here on nobody reads or writes the pages
+        except InternalError as error:
+            unclosed = error
+            log.exception("worker.transport_not_closed", worker=self.worker_id)
         await self.registry.close()
         if keep_engine:
+            if unclosed is not None:
+                raise unclosed  # another incarnation must not serve from pages that a peer may still write
             await self._leave_engine()
         if not self._ended.done():
             self._ended.set_result(None)
@@ -158,7 +176,7 @@ class Worker:
 
     def end_soon(self) -> None:
         """Stop after the current call has been answered (a drain asked for over gRPC)."""
-        self._draining = asyncio.create_task(self.stop(0.0), name="stop-after-drain")
+        once(self.stop(0.0), name="stop-after-drain", failed=self._end_with)
 
     # ---- requests in progress
 
@@ -169,6 +187,7 @@ class Worker:
             raise Unavailable(f"{self.worker_id} is draining; place the request elsewhere", reason="DRAINING")
         if self.loop.broken:
             raise self.loop.broken
+        self._begun += 1
         self._open[name] = monotonic()
         self._idle.clear()
         try:
@@ -208,6 +227,7 @@ class Worker:
             stream_s=self.engine.pace.stream_s,
             prompt_rate=self.engine.pace.prompt_rate,
             backlog=scheduler.backlog,
+            begun=self._begun,
             metrics_address=self._metrics_served.address if self._metrics_served else "",
         )
 
@@ -253,12 +273,56 @@ class Worker:
             faults=faults,
         )
 
-    def _on_broken(self) -> None:
-        error: TandemError = self.loop.broken or InternalError("the engine broke")
+    # ---- the end of a worker that is of no use any more
+
+    def _checks(self) -> list[Check]:
+        """What must make progress."""
+
+        def transport() -> tuple[float, float]:
+            return self.transport.last_round_at, TRANSPORT_S
+
+        def heartbeat() -> tuple[int, float]:
+            return self._heartbeat.turns, self.settings.heartbeat_s + BEAT_S
+
+        return [
+            Check("the engine", "ENGINE_STUCK", lambda: self.loop.under_way),
+            Check("the KV transport", "TRANSPORT_STUCK", transport),
+            Check("the heartbeat", "HEARTBEAT_STUCK", heartbeat),
+        ]
+
+    def _stuck(self, check: Check, why: str) -> None:
+        """On the watchdog's thread."""
+        self.loop.abandon(Unavailable(f"{self.worker_id}: {why}", reason=check.reason))
+
+    def _transport_broke(self) -> None:
+        """On the transport's thread."""
+        what = self.transport.broken.message if self.transport.broken else "unknown"
+        self.loop.abandon(Unavailable(f"the KV transport of {self.worker_id} broke: {what}", reason="TRANSPORT_BROKEN"))
+
+    def _broke(self) -> None:
+        """On the thread that found it. The event loop may be blocked: the process ends without it, too."""
+        self._watchdog.exit_within(EXIT_S)
+        with suppress(RuntimeError):  # the event loop is closed: the process is ending
+            self._here.call_soon_threadsafe(lambda: once(self._leave(), name="leave", failed=self._end_with))
+
+    async def _leave(self) -> None:
+        """Tells everybody, lets the requests hear why, and ends `wait`."""
+        assert self.loop.broken is not None
         self.state = State.DRAINING
+        self._heartbeat.changed()
+        await self.grpc.not_serving()
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("worker.left_requests", worker=self.worker_id, requests=len(self._open))
+        self._end_with(self.loop.broken)
+
+    def _end_with(self, error: BaseException) -> None:
+        """What `wait` raises: this process cannot go on."""
         if not self._ended.done():
             self._ended.set_exception(error)
-            self._ended.exception()  # seen: the log has it, also when nobody waits
+            self._ended.exception()  # retrieved: the log has it, also when nobody waits
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

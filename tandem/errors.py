@@ -13,7 +13,9 @@
     ├── TooLarge              RESOURCE_EXHAUSTED   429  never fits; the same request will not fit later either
     ├── Unavailable           UNAVAILABLE          503  nobody is there to do it; safe to retry
     │   ├── NoWorker                                    the pool has no ready worker
-    │   └── WorkerLost                                  the peer died or hung up before it was done
+    │   ├── WorkerLost                                  the peer died or hung up before it was done
+    │   ├── TransferFailed                              KV did not arrive, though its source may well be alive
+    │   └── StepFailed                                  the engine's step with this request in it failed
     ├── DataLoss              DATA_LOSS            500  KV bytes are not what their digest says; they were discarded
     ├── ResumeFailed          ABORTED              409  a stream broke and could not be continued exactly
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    504  the time given by the caller has passed
@@ -118,6 +120,14 @@ class NoWorker(Unavailable):
 
 class WorkerLost(Unavailable):
     default_reason = "WORKER_LOST"
+
+
+class TransferFailed(Unavailable):
+    default_reason = "TRANSFER_FAILED"
+
+
+class StepFailed(Unavailable):
+    default_reason = "STEP_FAILED"
 
 
 class DataLoss(TandemError):

@@ -88,8 +88,9 @@ class Settings(BaseSettings):
     api_keys: Path | None = None
     """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/keys.py. It is read again
     when it changes. Absent: nobody is asked."""
-    redis: str | None = None
-    """redis:// or unix:// URL of the registry. Absent: an embedded Valkey that lives as long as `tandem up`."""
+    redis: Annotated[str | None, Field(repr=False)] = None
+    """URL of the registry: redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../SERVICE or
+    redis+cluster://HOST:PORT,... Absent: an embedded Valkey that lives as long as `tandem up`."""
     cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
     """Prefix of this cluster's keys, for several clusters on one registry."""
     ray_address: str | None = None
@@ -165,8 +166,9 @@ class Settings(BaseSettings):
     """What moves KV. inprocess is for tests that run both pools in one process."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Deadline of a request that brings none, and the longest that one may bring."""
-    transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """Longest wait for one announced part of a transfer, and for the release."""
+    transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 4.0
+    """Longest time in which a transfer of KV may make no progress (4 MiB or one block), and longest wait for its
+    release."""
     queue_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Longest wait for room on a decode worker, or for a worker to come back."""
     job_timeout_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
@@ -175,6 +177,8 @@ class Settings(BaseSettings):
     """How long a job that has ended can still be fetched."""
     max_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
     """Jobs that have not ended, of the whole cluster; more are refused."""
+    max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
+    """Of them, those of one tenant, where `api_keys` names tenants."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -188,6 +192,8 @@ class Settings(BaseSettings):
     """A worker not heard of for so long is gone."""
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long a stopping worker may take to finish what runs."""
+    start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
+    """`tandem up` starts a worker again that ended no stage of its start for so long. Reading the weights is one."""
 
     @property
     def stretch(self) -> float:

@@ -128,6 +128,8 @@ def calling(peer: str) -> Iterator[None]:
     """
     try:
         yield
+    except grpc.aio.UsageError as error:  # the call began on a channel that had just been closed
+        raise WorkerLost(f"the connection to {peer} is closed") from error
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.CANCELLED:
             raise WorkerLost(f"{peer} cancelled the call") from error
@@ -246,6 +248,8 @@ def known(error: Exception, where: str) -> TandemError:
         return error
     if isinstance(error, grpc.RpcError):
         return from_rpc(error)
+    if isinstance(error, grpc.aio.UsageError):
+        return WorkerLost(f"{where}: a connection was closed")
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(f"{where} took too long")
     incident = uuid.uuid4().hex[:12]

@@ -1,13 +1,88 @@
-"""Ending a background task for certain, and reading several streams as one."""
+"""Background tasks: supervised from their creation, ended for certain. And several streams read as one.
+
+A task that ends by an exception is silent until it is garbage collected, and a loop that returned early leaves no trace
+at all. So every background task is created here, with a policy:
+
+    forever   a loop: whatever ends it but its owner's `end` is logged, and it starts again after a growing delay
+    once      work with an end of its own: a failure is logged, and reported to `failed` if there is one
+
+A task whose outcome its creator awaits needs neither (tests/rules/test_tasks.py lists those).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from time import monotonic
 from typing import Any, TypeVar
 
+import structlog
+
+from tandem.errors import TandemError
+
+log = structlog.get_logger(__name__)
 PATIENCE_S = 0.5
+FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0  # before a loop that ended starts again: doubled with each failure in a row
+STEADY_S = 30.0  # a loop that ran for so long has recovered: its next failure counts as the first
 Item = TypeVar("Item")
+_once: set[asyncio.Task[None]] = set()  # the event loop itself keeps only weak references
+
+
+def forever(work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[None]:
+    """A task that runs `work` until it is cancelled. `work` is called again when it returned or raised."""
+    return asyncio.create_task(_forever(work, name), name=name)
+
+
+async def _forever(work: Callable[[], Awaitable[object]], name: str) -> None:
+    delay = FIRST_DELAY_S
+    while True:
+        began, why = monotonic(), "it returned"
+        try:
+            await work()
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+            why = "a cancellation that nobody asked for"  # a channel that closes ends its readers like this
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            log.exception("task.failed", task=name)
+        if _cancelled():  # a library swallowed the cancellation
+            raise asyncio.CancelledError
+        if monotonic() - began > STEADY_S:
+            delay = FIRST_DELAY_S
+        log.error("task.restarts", task=name, why=why, delay_s=delay)
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, LAST_DELAY_S)
+
+
+def once(
+    work: Coroutine[Any, Any, object], name: str, failed: Callable[[BaseException], object] | None = None
+) -> asyncio.Task[None]:
+    """A task that runs `work` to its end. `failed` receives what it raised, a cancellation excepted."""
+    task = asyncio.create_task(_logged(work, name, failed), name=name)
+    _once.add(task)
+    task.add_done_callback(_once.discard)
+    return task
+
+
+async def _logged(
+    work: Coroutine[Any, Any, object], name: str, failed: Callable[[BaseException], object] | None
+) -> None:
+    try:
+        await work
+    except Exception as error:
+        if isinstance(error, TandemError):
+            log.warning("task.failed", task=name, error=error.message)
+        else:
+            log.exception("task.failed", task=name)
+        if failed is not None:
+            failed(error)
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancelled the current task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def end(task: asyncio.Task[Any] | None) -> None:

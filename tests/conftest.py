@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Tests with processes, clocks and a machine that others use as well.
-SECOND_CHANCE = {"cluster", "deploy", "journey", "kvtransfer", "loadtest"}
-# What no busy machine can be the reason for: other tokens, or books that do not balance.
-NEVER = ["token", r"assert \[", "ledger", "faults"]
 # Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.
 ALONE = {
     "tests/cluster/test_external_ray.py",
@@ -21,14 +17,6 @@ ALONE = {
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
 }
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One that fails is tried once more, and counted as "rerun" in the summary; one whose failure names such a thing
-    fails at once."""
-    for item in items:
-        if item.path.parent.name in SECOND_CHANCE:
-            item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=NEVER))
 
 
 class Files(LoadFileScheduling):

@@ -32,10 +32,10 @@ class Harm:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+    async def read(self, peer: Peer, pairs: Sequence[Pair], *more: Any, **named: Any) -> ReadStats:
         if self._before:
             await _maybe(self._before(self, peer, pairs))
-        stats: ReadStats = await self._inner.read(peer, self._read_pairs(pairs), timeout)
+        stats: ReadStats = await self._inner.read(peer, self._read_pairs(pairs), *more, **named)
         self.reads += 1
         if self._after:
             await _maybe(self._after(self, peer, pairs))

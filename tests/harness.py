@@ -84,10 +84,14 @@ class Process:
 class LocalCluster:
     """Valkey, a router, and workers by name; `kill` and `start_worker` as the test pleases."""
 
-    def __init__(self, model: Path | str, *, prefill: int = 1, decode: int = 1, **settings: object) -> None:
+    def __init__(
+        self, model: Path | str, *, prefill: int = 1, decode: int = 1, step_s: float = 0.0, **settings: object
+    ) -> None:
+        """`step_s`: seconds by which each step of every engine takes longer (tests/slowly.py)."""
         # Prompts go to prefill workers, always: a test of the seam must cross it.
         fixed = {"threads": 1, "kv_blocks": 512, "device": "cpu", "local_prefill": "never"}
         self._settings = {"model": str(model), **fixed, **settings}
+        self._step_s = step_s
         self._folder = tempfile.TemporaryDirectory(prefix="tdm-")
         self._valkey = EmbeddedValkey(Path(self._folder.name))
         self.processes: dict[str, Process] = {}
@@ -123,7 +127,10 @@ class LocalCluster:
         given = {**self._settings, "redis": self.redis, "port": 0, **settings}
         chosen = {f"TANDEM_{key.upper()}": str(value) for key, value in given.items() if value is not None}
         env = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
-        self.processes[name] = Process(name, Copy("services", [role, name], env | chosen))
+        if self._step_s:
+            chosen["TESTS_STEP_S"] = str(self._step_s)
+        module = "tests.slowly" if self._step_s else "services"
+        self.processes[name] = Process(name, Copy(module, [role, name], env | chosen))
 
     def wait_ready(self, name: str) -> None:
         self.address[name] = self.processes[name].wait_for("ready ").split()[1]

@@ -18,47 +18,34 @@ from typing import Any
 
 import grpc
 
-from engine import hashing
 from engine.loop import EngineLoop, Timed, Watch
 from engine.sequence import Finish, InSlot, Sampling, Sequence
-from kvtransfer.blocks import DigestBlock, Peer, Ticket, digest
-from kvtransfer.pull import Pull, PullStats
-from kvtransfer.transport import measure_link
+from kvtransfer.blocks import DigestBlock, Peer, digest
+from kvtransfer.pull import PullStats
 from services.access import to_workers
 from services.convert import (
     FINISH,
     adapter_to,
     logprobs_to,
     prompt_logprobs_to,
-    ready_from,
     sampling_from,
     sequence_tokens,
 )
 from services.decode.feeds import Feeds
-from services.decode.sources import Sources
+from services.decode.probes import Probes
+from services.decode.remote_prefill import AbandonedTransfers, RemotePrefill, from_below
+from services.decode.sources import Source, Sources
 from services.server import Channels
 from services.view import ClusterView
 from services.worker import Worker, block_reader, load_engine
-from tandem.errors import (
-    Busy,
-    DataLoss,
-    DeadlineExceeded,
-    IncompatibleLayout,
-    InternalError,
-    PreconditionFailed,
-    TandemError,
-    Unavailable,
-    WorkerLost,
-)
+from tandem.errors import IncompatibleLayout, PreconditionFailed, TandemError, TransferFailed, Unavailable
 from tandem.settings import Settings
-from tandem.status import calling
-from tandem.tasks import end
+from tandem.tasks import end, forever
 from tandem.tracing import Span
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 
 # Output room reserved with the prompt, in tokens: the first stretch, so that a joining stream is not preempted at once.
 AHEAD_TOKENS = 64
-PROBE_BYTES = 64 * 2**20
 TRANSFER = "kv.transfer"  # the span
 Tell = Callable[[decode_pb2.DecodeResponse], None]
 
@@ -74,11 +61,13 @@ class _Handover:
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, worker: Worker, sources: Sources, digest_block: DigestBlock) -> None:
+    def __init__(self, worker: Worker, sources: Sources, probes: Probes, digest_block: DigestBlock) -> None:
         self._worker = worker
         self._sources = sources
+        self._probes = probes
         self._digest_block = digest_block
         self._feeds = Feeds()
+        self._abandoned = AbandonedTransfers()
 
     async def Feed(
         self, request: decode_pb2.FeedRequest, context: grpc.aio.ServicerContext
@@ -126,41 +115,39 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             adapter = await stack.enter_async_context(self._worker.adapters.held(request.adapter.name))
             sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
             await stack.enter_async_context(self._worker.in_progress(sequence.id))
-            try:
-                await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
-                admitted = decode_pb2.Admitted(
-                    incarnation=self._worker.incarnation,
-                    cached_tokens=min(sequence.cached, sequence.prompt_len),
-                    adapter_fingerprint=sequence.fingerprint,
-                )
-                yield decode_pb2.DecodeResponse(admitted=admitted)
-                handover = _Handover()
-                if request.HasField("prefill"):
-                    events = self._prefill_elsewhere(request, sequence, started, handover, remaining, span)
-                    async with aclosing(events):
-                        async for event in events:
-                            yield event
-                else:
-                    handover.joined = monotonic()
-                    handover.watch = await self._worker.loop.join(sequence, None)
-                if handover.watch is not None:
-                    began, before = monotonic(), len(sequence.tokens)
-                    async with aclosing(self._generate(sequence, handover, started, tell)) as tokens:
-                        async for event in tokens:
-                            yield event
-                    about = {"tandem.tokens": len(sequence.tokens) - before, "tandem.preemptions": sequence.preemptions}
-                    span.part("generate", began, monotonic() - began, about)
-                assert handover.finish is not None
-                ended = decode_pb2.Ended(
-                    reason=FINISH[handover.finish],
-                    transfer=handover.report,
-                    preemptions=sequence.preemptions,
-                    drafted=sequence.drafted,
-                    accepted=sequence.accepted,
-                )
-                yield decode_pb2.DecodeResponse(ended=ended)
-            finally:
-                await self._worker.loop.drop(sequence.id)
+            stack.push_async_callback(self._worker.loop.drop, sequence.id)
+            await self._worker.loop.call(lambda: self._worker.engine.reserve(sequence, AHEAD_TOKENS))
+            admitted = decode_pb2.Admitted(
+                incarnation=self._worker.incarnation,
+                cached_tokens=min(sequence.cached, sequence.prompt_len),
+                adapter_fingerprint=sequence.fingerprint,
+            )
+            yield decode_pb2.DecodeResponse(admitted=admitted)
+            handover = _Handover()
+            if request.HasField("prefill"):
+                events = self._prefill_elsewhere(request, sequence, started, handover, remaining, span, stack)
+                async with aclosing(events):
+                    async for event in events:
+                        yield event
+            else:
+                handover.joined = monotonic()
+                handover.watch = await self._worker.loop.join(sequence, None)
+            if handover.watch is not None:
+                began, before = monotonic(), len(sequence.tokens)
+                async with aclosing(self._generate(sequence, handover, started, tell)) as tokens:
+                    async for event in tokens:
+                        yield event
+                about = {"tandem.tokens": len(sequence.tokens) - before, "tandem.preemptions": sequence.preemptions}
+                span.part("generate", began, monotonic() - began, about)
+            assert handover.finish is not None
+            ended = decode_pb2.Ended(
+                reason=FINISH[handover.finish],
+                transfer=handover.report,
+                preemptions=sequence.preemptions,
+                drafted=sequence.drafted,
+                accepted=sequence.accepted,
+            )
+            yield decode_pb2.DecodeResponse(ended=ended)
 
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
         """What was generated so far must have been by the adapter that is here."""
@@ -179,66 +166,50 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         handover: _Handover,
         remaining: float | None,
         span: Span,
+        held: AsyncExitStack,
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        """Get the KV from the named prefill worker and commit it. Yields the first token meanwhile."""
+        """Get the KV from the named prefill worker and commit it. Yields the first token meanwhile. `held` is what the
+        request holds here: taken over by the clean-up when a read must still be ended."""
         reserved = monotonic()
         where = request.prefill
-        pull: Pull | None = None
-        first: prefill_pb2.FirstToken | None = None
-        first_at = opened_at = 0.0
+        async with AsyncExitStack() as using:
+            source = await self._source(using, where)
+            asked = self._prefill_request(request, sequence, source.peer)
+            prefill = RemotePrefill(self._worker, source, asked, sequence, self._digest_block, remaining, span.headers)
+            with self._worker.metrics.transfer() as transfer:
+                try:
+                    first = await prefill.first_token()
+                    yield _first_token(first, sequence, started, reserved, prefill.first_at)
+                    handover.finish = _ends_at_once(sequence, first.token_id)
+                    if handover.finish is not None:
+                        return  # nobody needs the KV; leaving ends the stream and with it the lease
+                    stats = await prefill.finish()
+                    transfer.committed = True
+                    span.part(TRANSFER, prefill.opened_at, monotonic() - prefill.opened_at, _about(stats))
+                    self._worker.metrics.moved(stats.transport, stats.bytes, stats.seconds)
+                    self._worker.metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
+                    # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
+                    handover.watch = await self._worker.loop.join(sequence, first.token_id)
+                    handover.report = _report(stats, exposed=monotonic() - prefill.first_at)
+                except TandemError as error:
+                    if prefill.pull is not None:
+                        span.part(TRANSFER, prefill.opened_at, monotonic() - prefill.opened_at, error=error)
+                    if isinstance(error, TransferFailed):
+                        self._sources.failed(source, error)
+                    raise
+                finally:
+                    transfer.opened = prefill.pull is not None
+                    prefill.close()
+                    if prefill.pull is not None and handover.watch is None:
+                        await self._abandoned.end(sequence.id, prefill.pull, held.pop_all())
+
+    async def _source(self, using: AsyncExitStack, where: common_pb2.WorkerRef) -> Source:
         try:
-            source = await self._sources.get(where.worker_id, where.incarnation, where.address)
+            return await using.enter_async_context(
+                self._sources.using(where.worker_id, where.incarnation, where.address)
+            )
         except TandemError as error:
-            raise _from_below(error, where.worker_id) from error
-        asked = self._prefill_request(request, sequence, source.peer)
-        call = source.stub.Prefill(asked, timeout=remaining, metadata=span.headers)
-        try:
-            with self._worker.metrics.transfer() as transfer, calling(where.worker_id):
-                async for event in call:
-                    if event.HasField("opened"):
-                        _check_opened(event.opened, sequence, where.worker_id)
-                        pull = self._open_pull(source.peer, event.opened, sequence)
-                        transfer.opened, opened_at = True, monotonic()
-                    elif event.HasField("first_token"):
-                        if pull is None:
-                            raise InternalError(f"{where.worker_id} sent a token before it opened a transfer")
-                        first, first_at = event.first_token, monotonic()
-                        yield _first_token(first, sequence, started, reserved, first_at)
-                        handover.finish = _ends_at_once(sequence, first.token_id)
-                        if handover.finish is not None:
-                            return  # nobody needs the KV; leaving ends the stream and with it the lease
-                    else:
-                        if pull is None:
-                            raise InternalError(f"{where.worker_id} announced blocks before it opened a transfer")
-                        await pull.add(ready_from(event.ready))
-                        if event.ready.last:
-                            break
-                if pull is None or first is None:
-                    raise Unavailable(f"{where.worker_id} ended the prefill stream early", reason="PREFILL_LOST")
-                stats = await pull.finish()
-                await source.stub.ReleaseTransfer(
-                    prefill_pb2.ReleaseTransferRequest(
-                        transfer_id=pull.ticket.transfer_id,
-                        generation=pull.ticket.generation,
-                        incarnation=pull.ticket.incarnation,
-                    ),
-                    timeout=self._worker.settings.transfer_timeout_s,
-                )
-                transfer.committed = True
-                span.part(TRANSFER, opened_at, monotonic() - opened_at, _about(stats))
-                self._worker.metrics.moved(stats.transport, stats.bytes, stats.seconds)
-                self._worker.metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
-                # Only now: the source held these blocks, unchanged, until every byte had been read and verified.
-                handover.watch = await self._worker.loop.join(sequence, first.token_id)
-                handover.report = _report(stats, exposed=monotonic() - first_at)
-        except TandemError as error:
-            if pull is not None:
-                span.part(TRANSFER, opened_at, monotonic() - opened_at, error=error)
-            raise _from_below(error, where.worker_id, began=pull is not None) from error
-        finally:
-            call.cancel()
-            if pull is not None:
-                await pull.abort()  # nothing may be written into our blocks after they are given back
+            raise from_below(error, where.worker_id) from error
 
     async def _generate(
         self, sequence: Sequence, handover: _Handover, started: float, tell: Tell | None
@@ -319,43 +290,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             adapter=adapter_to(request.adapter.name, sequence.adapter),
         )
 
-    def _open_pull(self, peer: Peer, opened: prefill_pb2.Opened, sequence: Sequence) -> Pull:
-        """Expect exactly the blocks of the prompt that are not cached here, each for its own place."""
-        pool = self._worker.engine.pool
-        contexts = hashing.chain(
-            sequence.tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True
-        )
-        missing = range(sequence.cached // pool.block_size, len(contexts))
-        table = pool.table(sequence.id)
-        return Pull(
-            self._worker.transport,
-            peer,
-            Ticket(opened.transfer_id, opened.generation, opened.incarnation),
-            {index: contexts[index] for index in missing},
-            {index: table[index] for index in missing},
-            self._digest_block,
-            self._worker.settings.transfer_timeout_s,
-        )
-
     async def ProbePair(
         self, request: decode_pb2.ProbePairRequest, context: grpc.aio.ServicerContext
     ) -> decode_pb2.ProbePairResponse:
-        """Reads blocks whose content nobody uses into blocks that nobody has; gives them back afterwards."""
+        """Measures the link to a prefill worker, by reads into blocks that are nobody's."""
         worker, where = self._worker, request.prefill
         try:
-            source = await self._sources.get(where.worker_id, where.incarnation, where.address)
+            async with self._sources.using(where.worker_id, where.incarnation, where.address) as source:
+                speed = await self._probes.speed(source.peer)
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
-        pool = worker.engine.pool
-        count = max(1, min(PROBE_BYTES // worker.layout.block_bytes, pool.total // 4, source.peer.num_blocks))
-        owner = f"probe:{where.worker_id}"
-        async with worker.in_progress(owner):
-            try:
-                if await worker.loop.call(lambda: pool.take(owner, [], count)) is None:
-                    raise Busy(f"no {count} blocks are free for a probe now", reason="NO_ROOM", retry_after=1.0)
-                speed = await measure_link(worker.transport, source.peer, list(pool.table(owner)))
-            finally:
-                await worker.loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
         here, there = worker.adapters.fingerprints(), source.adapters
         return decode_pb2.ProbePairResponse(
             compatible=True,
@@ -400,12 +344,6 @@ def _tokens(sequence: Sequence, news: list[Timed]) -> decode_pb2.DecodeResponse 
         preemptions=sequence.preemptions,
     )
     return decode_pb2.DecodeResponse(tokens=tokens)
-
-
-def _check_opened(opened: prefill_pb2.Opened, sequence: Sequence, source: str) -> None:
-    """Before its first token goes up: it computes with the adapter that is here."""
-    if opened.adapter_fingerprint != sequence.fingerprint:
-        raise IncompatibleLayout(f"{source} computes with another adapter of the same name, or with none")
 
 
 def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
@@ -466,19 +404,6 @@ def _tell_phases(span: Span, timing: decode_pb2.FirstTokenTiming) -> None:
         span.phase("prefill_compute", start + prefill.queue_seconds, prefill.compute_seconds)
 
 
-def _from_below(error: TandemError, source: str, began: bool = False) -> TandemError:
-    """An error of the hop below, for the hop above: what the router needs to know is whom to avoid and whether to try
-    again, which it reads from the class and the reason. `began`: the prefill worker had taken the request."""
-    if isinstance(error, DataLoss | IncompatibleLayout | DeadlineExceeded):
-        return type(error)(f"{source}: {error.message}", reason=error.reason)
-    if isinstance(error, WorkerLost) and began:
-        return Unavailable(f"{source}: {error.message}", reason="PREFILL_LOST")
-    # Dead before, restarted, draining, it revoked the transfer, or it cannot take this one.
-    if isinstance(error, Unavailable | PreconditionFailed | Busy):
-        return Unavailable(f"{source}: {error.message}", reason="PREFILL_REFUSED")
-    return error
-
-
 async def start(
     settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineLoop | None = None
 ) -> Worker:
@@ -499,14 +424,16 @@ class DecodeWorker(Worker):
         read = block_reader(self.engine.pages)
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = ClusterView(self.registry, self.settings.heartbeat_s * 2)
-        sources = Sources(self.transport, self.layout, self._channels)
-        servicer = DecodeServicer(self, sources, lambda block, context: digest(read(block), context))
+        probes = Probes(self)
+        sources = self._sources = Sources(self.transport, self.layout, self._channels, probes.verify)
+        servicer = DecodeServicer(self, sources, probes, lambda block, context: digest(read(block), context))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
         await self._view.start()
         await super().start(services)
-        self._following = asyncio.create_task(sources.follow(self._view), name="follow-prefill-pool")
+        self._following = forever(lambda: sources.follow(self._view), name="follow-prefill-pool")
 
     async def close(self) -> None:
         await end(self._following)
+        await self._sources.close()
         await self._view.stop()
         await self._channels.close()

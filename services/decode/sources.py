@@ -1,8 +1,17 @@
-"""The prefill workers that this decode worker can read from: connected before a request needs them."""
+"""The prefill workers that this decode worker reads from: connected before a request needs them, and not used while
+their KV does not arrive.
+
+    connect ─▶ usable ──a transfer fails──▶ refused at once, verified in the background ──a block arrives──▶ usable
+
+Verifying takes as long as a stalled link takes to show itself. A request that is refused meanwhile costs milliseconds
+and goes to another prefill worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -12,73 +21,160 @@ from kvtransfer.blocks import Peer
 from kvtransfer.transport import Transport
 from services.convert import peer_from
 from services.server import Channels
-from services.view import ClusterView
-from tandem.errors import IncompatibleLayout, StaleTransfer, TandemError
+from services.view import ClusterView, Life
+from tandem.errors import (
+    Busy,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    StaleTransfer,
+    TandemError,
+    TransferFailed,
+    WorkerLost,
+)
 from tandem.status import calling, known
+from tandem.tasks import once
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = structlog.get_logger(__name__)
-CONNECT_TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S = 5.0  # of a prefill worker that is asked for its peer
+CONNECT_TIMEOUT_S = 5.0  # of the KV plane
+VERIFY_FIRST_S, VERIFY_MOST_S = 0.1, 5.0  # between two verifications: doubled with each that fails
+Verify = Callable[[Peer], Awaitable[object]]
 
 
 @dataclass(frozen=True)
 class Source:
     """One life of one prefill worker: how to call it and how to read from it."""
 
+    life: Life
     peer: Peer
     stub: prefill_pb2_grpc.PrefillServiceStub
     adapters: dict[str, bytes]  # name to fingerprint
 
 
-class Sources:
-    """Connects to every prefill worker that the registry shows, and forgets those that are gone."""
+@dataclass
+class _Link:
+    life: Life
+    address: str
+    peer: Peer | None = None  # the latest that the transport was told of
+    connecting: asyncio.Task[Source] | None = None
+    users: int = 0
+    failed: TandemError | None = None  # why requests are refused; None: they are not
+    verifying: asyncio.Task[None] | None = None
+    warming: asyncio.Task[None] | None = None
 
-    def __init__(self, transport: Transport, layout: KvLayout, channels: Channels) -> None:
+
+class Sources:
+    """Connects to every prefill worker that the registry shows. `verify` reads something from a connected peer, and
+    raises a TandemError when nothing arrives."""
+
+    def __init__(self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify) -> None:
         self._transport = transport
         self._layout = layout
         self._channels = channels
-        self._connecting: dict[tuple[str, str], asyncio.Task[Source]] = {}  # (worker id, incarnation)
-        self._background: set[asyncio.Task[None]] = set()
+        self._verify = verify
+        self._links: dict[Life, _Link] = {}
 
-    async def get(self, worker_id: str, incarnation: str, address: str) -> Source:
-        """The connected source. Raises IncompatibleLayout, StaleTransfer (it lives as another incarnation by now),
-        WorkerLost, DeadlineExceeded."""
-        key = (worker_id, incarnation)
-        task = self._connecting.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._connecting[key] = asyncio.create_task(self._connect(worker_id, incarnation, address))
-        with calling(worker_id):  # the connection may be given up while it is made: the source is gone
-            return await asyncio.shield(task)  # a cancelled request must not cancel everybody's connection
+    @asynccontextmanager
+    async def using(self, worker_id: str, incarnation: str, address: str) -> AsyncIterator[Source]:
+        """The connected source, which is not forgotten until the block ends. Raises IncompatibleLayout, StaleTransfer
+        (the worker has another incarnation by now), WorkerLost, and TransferFailed when it cannot be connected, or at
+        once when transfers from it failed and it has not been verified since."""
+        link = self._link((worker_id, incarnation), address)
+        link.users += 1
+        try:
+            yield await self._get(link)
+        finally:
+            link.users -= 1
+
+    def failed(self, source: Source, error: TransferFailed) -> None:
+        """A transfer from it failed: it is refused until a block has arrived in the background."""
+        if link := self._links.get(source.life):
+            self._refuse(link, error)
 
     async def follow(self, view: ClusterView) -> None:
         """Keep up with the registry, until cancelled."""
         async for _ in view.updates():
-            living = view.of_role("prefill")
-            keys = {(record.worker_id, record.incarnation) for record in living}
-            for key in [key for key in self._connecting if key not in keys]:
-                await self._forget(key)
-            for record in living:
-                if (record.worker_id, record.incarnation) not in self._connecting:
-                    task = asyncio.create_task(self._warm(record.worker_id, record.incarnation, record.address))
-                    self._background.add(task)
-                    task.add_done_callback(self._background.discard)
-            self._channels.keep_only({record.address for record in living})
+            lives = {life: record for life, record in view.lives.items() if record.role == "prefill"}
+            for link in [link for life, link in self._links.items() if life not in lives and not link.users]:
+                await self._forget(link)
+            for life, record in lives.items():
+                if life not in self._links:
+                    link = self._link(life, record.address)
+                    link.warming = once(self._warm(link), name=f"warm {record.worker_id}")
+            self._channels.keep_only({link.address for link in self._links.values()})
 
-    async def _warm(self, worker_id: str, incarnation: str, address: str) -> None:
+    async def close(self) -> None:
+        """Ends what runs in the background."""
+        for link in list(self._links.values()):
+            await self._forget(link)
+
+    def _link(self, life: Life, address: str) -> _Link:
+        if life not in self._links:
+            self._links[life] = _Link(life, address)
+        return self._links[life]
+
+    async def _get(self, link: _Link) -> Source:
+        if link.failed:
+            raise type(link.failed)(link.failed.message, reason=link.failed.reason)
+        task = link.connecting
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._begin(link)
         try:
-            await self.get(worker_id, incarnation, address)
-        except TandemError as error:
-            log.warning("source.not_connected", source=worker_id, error=error.message)
+            with calling(link.life[0]):  # the attempt is cancelled when the source is forgotten
+                return await asyncio.shield(task)  # a cancelled request must not cancel the connection of all
+        except TransferFailed as error:
+            self._refuse(link, error)
+            raise
 
-    async def _connect(self, worker_id: str, incarnation: str, address: str) -> Source:
+    def _refuse(self, link: _Link, error: TandemError) -> None:
+        link.failed = error
+        if link.verifying is None or link.verifying.done():
+            link.verifying = once(self._verified(link), name=f"verify {link.life[0]}")
+
+    async def _verified(self, link: _Link) -> None:
+        """Until a block has arrived from the source, or another life of it is known."""
+        pause_s = VERIFY_FIRST_S
+        log.warning("source.refused", source=link.life[0], error=link.failed and link.failed.message)
+        while True:
+            try:
+                await self._verify((await self._begin(link)).peer)  # connected anew: its agent may have restarted
+                break
+            except (StaleTransfer, IncompatibleLayout) as error:
+                link.failed = error
+                return
+            except Busy as error:  # no block is free here, which says nothing about the source
+                log.info("source.not_verified", source=link.life[0], error=error.message)
+            except Exception as error:  # noqa: BLE001, whoever asks for the source gets it
+                link.failed = known(error, "verifying a prefill worker")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, VERIFY_MOST_S)
+        link.failed = None
+        log.info("source.verified", source=link.life[0])
+
+    def _begin(self, link: _Link) -> asyncio.Task[Source]:
+        link.connecting = asyncio.create_task(self._connect(link), name=f"connect {link.life[0]}")
+        return link.connecting
+
+    async def _warm(self, link: _Link) -> None:
+        try:
+            await self._get(link)
+        except TandemError as error:
+            log.warning("source.not_connected", source=link.life[0], error=error.message)
+
+    async def _connect(self, link: _Link) -> Source:
+        (worker_id, incarnation), address = link.life, link.address
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address))
         try:
-            with calling(worker_id):
-                answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
-                    prefill_pb2.GetPeerRequest(), timeout=CONNECT_TIMEOUT_S
-                )
+            try:
+                with calling(worker_id):
+                    answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
+                        prefill_pb2.GetPeerRequest(), timeout=ANSWER_TIMEOUT_S
+                    )
+            except DeadlineExceeded as error:
+                raise WorkerLost(f"{worker_id} did not answer within {ANSWER_TIMEOUT_S:.0f} s") from error
             peer = peer_from(answer.peer)
-            if (peer.worker_id, peer.incarnation) != (worker_id, incarnation):
+            if (peer.worker_id, peer.incarnation) != link.life:
                 raise StaleTransfer(
                     f"{address} is {peer.worker_id} in life {peer.incarnation}, not {worker_id} in {incarnation}",
                     reason="STALE_INCARNATION",
@@ -86,15 +182,20 @@ class Sources:
             differences = self._layout.differences(KvLayout.from_json(answer.layout_json))
             if differences:
                 raise IncompatibleLayout(f"{worker_id} cannot hand over to this worker: {'; '.join(differences)}")
-            await self._transport.connect(peer, CONNECT_TIMEOUT_S)
+            link.peer = peer
+            try:
+                await self._transport.connect(peer, CONNECT_TIMEOUT_S)
+            except DeadlineExceeded as error:
+                raise TransferFailed(f"no connection to the KV of {worker_id}: {error.message}") from error
         except Exception as error:
             raise known(error, "connecting to a prefill worker") from error
         log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
-        return Source(peer, stub, dict(answer.adapters))
+        return Source(link.life, peer, stub, dict(answer.adapters))
 
-    async def _forget(self, key: tuple[str, str]) -> None:
-        task = self._connecting.pop(key)
-        if task.done() and not task.cancelled() and task.exception() is None:
-            self._transport.forget(task.result().peer)
-        else:
-            task.cancel()
+    async def _forget(self, link: _Link) -> None:
+        self._links.pop(link.life, None)
+        if link.peer is not None:
+            self._transport.forget(link.peer)  # ends a verification's read, too
+        for task in (link.connecting, link.warming, link.verifying):
+            if task and not task.done():
+                task.cancel()

@@ -22,7 +22,7 @@ from engine import hashing
 from engine.loop import EngineLoop, Timed
 from engine.sequence import InSlot, Sampling, Sequence
 from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
-from kvtransfer.source import Source
+from kvtransfer.source import PART_BYTES, Source
 from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
@@ -119,6 +119,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         arrived = monotonic()
         watch = await self._worker.loop.add(sequence)
         announced, first_step = request.skip_blocks, None
+        part = max(1, PART_BYTES // self._worker.layout.block_bytes)
         while True:
             news = await watch.next()
             first_step = first_step if first_step is not None else news[0].started
@@ -136,10 +137,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
             final = len(contexts) if finished else latest.done // pool.block_size
             if final > announced or finished:
-                offers = [Offer(index, pool.table(owner)[index], contexts[index]) for index in range(announced, final)]
-                ready = await asyncio.to_thread(self._source.announce, ticket, offers)
+                for start in range(announced, max(final, announced + 1), part):
+                    end = min(start + part, final)
+                    offers = [Offer(index, pool.table(owner)[index], contexts[index]) for index in range(start, end)]
+                    ready = await asyncio.to_thread(self._source.announce, ticket, offers)
+                    yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished and end == final))
                 announced = max(announced, final)
-                yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished))
             if finished:
                 return
 

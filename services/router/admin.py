@@ -16,7 +16,7 @@ from services.server import Channels
 from services.view import ClusterView
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.settings import Settings
-from tandem.status import from_rpc
+from tandem.status import calling
 from tandem.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -61,7 +61,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """As they were last seen. A registry that did not answer then is not asked."""
         wanted = await self._wanted_sizes() if self._view.registry_ok else self._wanted
         return admin_pb2.ListWorkersResponse(
-            workers=[_worker(record) for record in self._view.workers.values()], wanted=wanted
+            workers=[_worker(record, self._view.age(record)) for record in self._view.workers.values()], wanted=wanted
         )
 
     async def ListReceipts(
@@ -130,13 +130,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if record is None or record.role == "router":
             raise NotFound(f"there is no worker {request.worker_id!r}; `tandem workers` lists them", field="worker_id")
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
-        try:
+        with calling(record.worker_id):
             done: worker_pb2.DrainResponse = await stub.Drain(
                 worker_pb2.DrainRequest(grace_seconds=request.grace_seconds),
                 timeout=request.grace_seconds + ANSWER_TIMEOUT_S,
             )
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
         return admin_pb2.DrainWorkerResponse(finished=done.finished, cut=done.cut)
 
     async def Audit(
@@ -156,9 +154,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def _ledger(self, record: WorkerRecord) -> common_pb2.Ledger | TandemError:
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
         try:
-            answer = await stub.GetLedger(worker_pb2.GetLedgerRequest(), timeout=ANSWER_TIMEOUT_S)
-        except grpc.RpcError as error:
-            return from_rpc(error)
+            with calling(record.worker_id):
+                answer = await stub.GetLedger(worker_pb2.GetLedgerRequest(), timeout=ANSWER_TIMEOUT_S)
+        except TandemError as error:
+            return error
         ledger: common_pb2.Ledger = answer.ledger
         return ledger
 
@@ -201,11 +200,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             worker_id=prefill.worker_id, incarnation=prefill.incarnation, address=prefill.address
         )
         try:
-            found: decode_pb2.ProbePairResponse = await stub.ProbePair(
-                decode_pb2.ProbePairRequest(prefill=where), timeout=PROBE_TIMEOUT_S
-            )
-        except grpc.RpcError as error:
-            pair.error = from_rpc(error).message
+            with calling(decode.worker_id):
+                found: decode_pb2.ProbePairResponse = await stub.ProbePair(
+                    decode_pb2.ProbePairRequest(prefill=where), timeout=PROBE_TIMEOUT_S
+                )
+        except TandemError as error:
+            pair.error = error.message
             return pair
         pair.compatible = found.compatible
         pair.differences.extend(found.differences)
@@ -214,7 +214,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pair
 
 
-def _worker(record: WorkerRecord) -> admin_pb2.Worker:
+def _worker(record: WorkerRecord, age_s: float) -> admin_pb2.Worker:
     return admin_pb2.Worker(
         worker_id=record.worker_id,
         role=record.role,
@@ -228,7 +228,7 @@ def _worker(record: WorkerRecord) -> admin_pb2.Worker:
         blocks_held=record.blocks_held,
         kv_dtype=record.kv_dtype,
         kv_token_bytes=record.kv_token_bytes,
-        heartbeat_age_seconds=record.age(),
+        heartbeat_age_seconds=age_s,
         weights=record.weights,
         weight_bytes=record.weight_bytes,
         metrics_address=record.metrics_address,

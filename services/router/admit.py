@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.router import structured, tools
+from services.router import json_body, structured, tools
 from services.router.text import Text
 from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import common_pb2, generation_pb2
@@ -33,7 +33,9 @@ MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, on
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_N = 16
-LEAST_PRIORITY, MOST_PRIORITY = -1000, 1000
+LEAST_PRIORITY, DEFAULT_PRIORITY, MOST_PRIORITY = -1000, 0, 1000
+MAX_TOKENS = "sampling.max_tokens"
+OVER_CONTEXT = "CONTEXT_LENGTH_EXCEEDED"  # the reason of an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,23 +253,40 @@ def _prompt(request: generation_pb2.GenerateRequest, text: Text, model: ModelFac
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
-    if kind == "text":
-        tokens = text.encode(_utf8(request.text, "text", "at least one character"))
-    elif kind == "chat":
-        tokens = text.encode_chat(_messages(request.chat), _tools(request.chat.tools))
-    else:
+    if kind == "token_ids":
+        if len(request.token_ids.ids) >= model.context:
+            raise over_context(model.context, len(request.token_ids.ids), kind)
         known = model.vocab_size if text.tokenizer is None else min(model.vocab_size, text.known_ids)
-        tokens = _ids(request.token_ids.ids, "token_ids", known)
+        tokens = _ids(request.token_ids.ids, kind, known)
+    else:
+        chat = kind == "chat"
+        given = (
+            text.render(_messages(request.chat), _tools(request.chat.tools))
+            if chat
+            else _utf8(request.text, "text", "at least one character")
+        )
+        if least := text.at_least(given, model.context):
+            raise over_context(model.context, least, kind, counted=False)
+        tokens = text.encode(given, special=not chat)  # a template writes the special tokens itself
     if not tokens:
         raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
     if len(tokens) >= model.context:
-        raise InvalidRequest(
-            f"the prompt has {len(tokens)} tokens, the context of {model.name} holds {model.context},"
-            " of which at least one is for the answer",
-            field=kind,
-            bound=f"at most {model.context - 1} tokens",
-        )
+        raise over_context(model.context, len(tokens), kind)
     return tokens
+
+
+def over_context(context: int, prompt: int, field: str, max_tokens: int = 1, *, counted: bool = True) -> InvalidRequest:
+    """Prompt and answer together have more tokens than the model's context holds. Clients look for the words
+    "maximum context length". Not `counted`: the prompt has more than `prompt` tokens."""
+    about = f"{prompt} in the prompt, {max_tokens} in the completion"
+    requested = f"{prompt + max_tokens} tokens ({about})" if counted else f"over {prompt} tokens in the prompt"
+    room = context - (prompt if field == MAX_TOKENS else 1)
+    return InvalidRequest(
+        f"This model's maximum context length is {context} tokens. However, you requested {requested}.",
+        reason=OVER_CONTEXT,
+        field=field,
+        bound=f"at most {room} {'after this prompt' if field == MAX_TOKENS else 'tokens'}",
+    )
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
@@ -296,6 +315,7 @@ def _tools(given: bytes) -> list[Any] | None:
 def _functions(given: bytes, name: str) -> list[Any]:
     """Tools, or calls of them: objects that have a function with a name. The rest is the template's business."""
     bound = f"a list of 1 to {MAX_TOOLS} functions, each with a name"
+    json_body.check(given, name=name)
     try:
         found = json.loads(given)
         json.dumps(found, ensure_ascii=False).encode()  # an escape may spell half a character, which is no text
@@ -307,10 +327,6 @@ def _functions(given: bytes, name: str) -> list[Any]:
         function = one.get("function") if isinstance(one, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{name}[{index}] is no function with a name", field=f"{name}[{index}]", bound=bound)
-    try:
-        json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # JSON can spell lone surrogates
-        raise InvalidRequest(f"{name} is no valid Unicode", field=name, bound="valid Unicode") from error
     return found
 
 
@@ -327,9 +343,9 @@ def _utf8(value: bytes, name: str, least: str | None) -> str:
 
 def _ids(ids: Iterable[int], name: str, vocab_size: int) -> list[int]:
     values = list(ids)
-    for index, value in enumerate(values):
-        if not 0 <= value < vocab_size:
-            raise _out_of_bounds(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")
+    if values and not 0 <= min(values) <= max(values) < vocab_size:
+        index, value = next((index, one) for index, one in enumerate(values) if not 0 <= one < vocab_size)
+        raise _out_of_bounds(f"{name}[{index}]", str(value), f"0 to {vocab_size - 1}")
     return values
 
 
@@ -401,13 +417,9 @@ def _max_tokens(given: generation_pb2.SamplingParams, prompt: int, context: int,
     if not given.HasField("max_tokens"):
         return min(default, room)
     if given.max_tokens < 1:
-        raise _out_of_bounds("sampling.max_tokens", str(given.max_tokens), "at least 1")
+        raise _out_of_bounds(MAX_TOKENS, str(given.max_tokens), "at least 1")
     if given.max_tokens > room:
-        raise InvalidRequest(
-            f"prompt ({prompt} tokens) and max_tokens ({given.max_tokens}) exceed the context of {context}",
-            field="sampling.max_tokens",
-            bound=f"at most {room} after this prompt",
-        )
+        raise over_context(context, prompt, MAX_TOKENS, given.max_tokens)
     return int(given.max_tokens)
 
 

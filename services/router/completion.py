@@ -14,6 +14,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -25,12 +26,13 @@ from services.router.feeds import Feeds, Lane
 from services.router.placer import Placer
 from services.router.policy import Placement
 from services.router.prefixes import Prefixes
-from services.router.quarantine import MOST_LOST, Quarantine, identity
+from services.router.quarantine import Loss, Quarantine, identity
 from services.router.reader import Reader
 from services.router.receipt import Account, Receipts
 from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels
+from services.view import ClusterView
 from tandem.errors import (
     Busy,
     Cancelled,
@@ -39,6 +41,7 @@ from tandem.errors import (
     IncompatibleLayout,
     InternalError,
     ResumeFailed,
+    StepFailed,
     TandemError,
     Unavailable,
     WorkerLost,
@@ -50,6 +53,8 @@ from tandem.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
 
 log = structlog.get_logger(__name__)
+TRANSFER, PREFILL_STEP = "TRANSFER_FAILED", "PREFILL_STEP_FAILED"  # reasons (services/decode/remote_prefill.py)
+EXPIRY_BEATS = 4  # so many after the record of a dead worker has expired, its absence is certain
 
 
 class Outbox:
@@ -100,6 +105,7 @@ class Shared:
     """What all completions of a router have in common."""
 
     settings: Settings
+    view: ClusterView
     text: Text
     channels: Channels
     feeds: Feeds
@@ -146,6 +152,8 @@ class Completion:
     async def _place(self) -> None:
         """Waits for room and has an attempt made. Raises what another attempt would not mend."""
         shared, job, account = self._shared, self.job, self.account
+        if shared.quarantine:
+            await self._check_poison()
         waiting_since = monotonic()
         remaining = self._deadline - waiting_since
         if remaining <= 0:
@@ -158,26 +166,28 @@ class Completion:
             remaining,
             near,
             functools.partial(shared.prefixes.cached, prompt),
+            functools.partial(shared.prefixes.holders, prompt),
             tenant=job.tenant,
             priority=job.priority,
             ttft_s=None if job.ttft_s is None else job.ttft_s - account.elapsed(),
-            begun=bool(job.generated or near),
+            begun=bool(job.generated),
+            follows=bool(near),
         ) as placement:
-            before = job.generated
-            account.placed(placement, waited=monotonic() - waiting_since)
+            before, began = job.generated, monotonic()
+            account.placed(placement, waited=began - waiting_since)
             try:
                 with _attempt_span(account, placement) as span:
                     await self._attempt(placement, span)
             except Busy:
-                shared.placer.said_no(placement.decode)
+                shared.placer.said_no(placement)
                 account.refused()
             except (Unavailable, DataLoss, IncompatibleLayout) as error:
                 self._blame(error, placement)
                 account.failed(error)
                 job.notes.append(f"attempt {account.attempts} at token {job.generated}: {error.message}")
                 log.warning("attempt.failed", request=job.request_id, attempt=account.attempts, error=error.message)
-                if error.reason in ("DECODE_LOST", "PREFILL_LOST") and job.generated - before < 2:
-                    self._suspect(error)
+                if job.generated - before < 2 and (loss := _loss(error, placement, began)):
+                    shared.quarantine.lost(identity(job), loss)
                 if account.attempts >= shared.settings.max_attempts:
                     raise _given_up(job, account, error) from error
             if shared.quarantine and job.generated - before >= 2:
@@ -190,7 +200,8 @@ class Completion:
         stub = decode_pb2_grpc.DecodeServiceStub(shared.channels.to(placement.decode.address))
         account.dispatched()
         try:
-            feed = await shared.feeds.of(placement.decode)
+            with calling(worker):
+                feed = await shared.feeds.of(placement.decode)
             with feed.lane() as lane, calling(worker):
                 request = _decode_request(self.job, placement, account.attempts, lane)
                 timeout = max(0.001, self._deadline - monotonic())
@@ -261,21 +272,48 @@ class Completion:
         account.span.answered(finished)
         self._outbox.put(generation_pb2.GenerateResponse(finished=finished))
 
-    def _suspect(self, error: TandemError) -> None:
-        """A worker was lost while it began with this request. Raises InternalError when it is the second one."""
-        request, now = identity(self.job), monotonic()
-        count = self._shared.quarantine.lost(request, now)
-        if count >= MOST_LOST:
-            log.error("request.kills_workers", request=self.job.request_id, workers=count, last=error.message)
-        self._shared.quarantine.check(request, now)
+    async def _check_poison(self) -> None:
+        """Raises InternalError when two workers ended with this request. Where the registry does not show yet if they
+        did, waits until it does, no longer than a dead worker's record needs to expire."""
+        shared, request, now = self._shared, identity(self.job), monotonic()
+        limit_s = shared.settings.heartbeat_ttl_s + EXPIRY_BEATS * shared.settings.heartbeat_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min(limit_s, self._deadline - now))):
+                if shared.quarantine.undecided(request, monotonic()):
+                    await shared.view.refresh()  # in full: beats that change nothing are not among the changes
+                while shared.quarantine.undecided(request, monotonic()):
+                    await shared.view.newer_than(shared.view.version)  # the view's own reads
+        try:
+            shared.quarantine.check(request, monotonic())
+        except InternalError as error:
+            log.error("request.kills_workers", request=self.job.request_id, error=error.message)
+            raise
 
     def _blame(self, error: TandemError, placement: Placement) -> None:
-        """Who should get nothing new for a while. A digest mismatch is nobody's death: the same pair may try again."""
-        if error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
-            if placement.prefill:
-                self._shared.placer.suspect(placement.prefill)
+        """Who should get nothing new for a while. A digest mismatch is nobody's death: the same pair may try again. KV
+        that did not arrive is the pair's: either worker may be well with others."""
+        placer, prefill = self._shared.placer, placement.prefill
+        if isinstance(error, StepFailed):  # it lives, and may be the only one
+            worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP else (placement.decode, "decode")
+            if worker and len(self._shared.view.of_role(role)) > 1:
+                placer.suspect(worker)
+        elif prefill and error.reason == TRANSFER:
+            placer.avoid(placement.decode, prefill)
+        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
+            if prefill:
+                placer.suspect(prefill)
         elif isinstance(error, Unavailable):
-            self._shared.placer.suspect(placement.decode)
+            placer.suspect(placement.decode)
+
+
+def _loss(error: TandemError, placement: Placement, began: float) -> Loss | None:
+    """The worker that may have ended, or has failed, because of the request, which was sent there at `began`."""
+    if error.reason not in ("DECODE_LOST", "PREFILL_LOST") and not isinstance(error, StepFailed):
+        return None
+    worker = placement.prefill if error.reason in ("PREFILL_LOST", PREFILL_STEP) else placement.decode
+    if worker is None:
+        return None
+    return Loss(worker.worker_id, worker.incarnation, began, monotonic(), isinstance(error, StepFailed))
 
 
 def _decode_request(job: Job, placement: Placement, attempt: int, lane: Lane) -> decode_pb2.DecodeRequest:

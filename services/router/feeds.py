@@ -1,12 +1,14 @@
 """The other end of services/decode/feeds.py: gives each stream what a decode worker says about it.
 
-One feed for each life of a decode worker, opened when the first request goes there. A lane is one attempt's share of
-it. Its number is never used again, so what comes late for an attempt that is over reaches nobody.
+One feed for each life of a decode worker, opened when a request goes there, and closed when none has for IDLE_S. A
+lane is one attempt's share of it. Its number is never used again, so what comes late for an attempt that is over
+reaches nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +18,11 @@ from services.router.policy import Candidate
 from services.server import Channels
 from tandem.errors import TandemError, WorkerLost
 from tandem.status import calling, known_errors
-from tandem.tasks import end
+from tandem.tasks import end, once
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
+IDLE_S = 30.0  # without a stream, after which a feed is closed: a router hears only of workers that serve it
 Take = Callable[[decode_pb2.DecodeResponse], bool]  # what a worker says; True: the stream is over
 FAREWELL_S = 5.0  # for the end of a stream to come, after its call has ended well
 
@@ -84,7 +87,8 @@ class Feed:
         self._count = 0
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id, interval_seconds=interval_s))
-        self.reading = asyncio.create_task(self._read(), name=f"feed {worker.worker_id}")
+        self.reading = once(self._read(), name=f"feed {worker.worker_id}")
+        self._idle = self._closed_later()
 
     async def opened(self) -> None:
         """Until the worker knows it. Raises WorkerLost, DeadlineExceeded."""
@@ -98,12 +102,24 @@ class Feed:
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
+        self._idle.cancel()
         self._count += 1
         lane = self._lanes[self._count] = Lane(self.id, self._count, self._worker.worker_id)
         try:
             yield lane
         finally:
             self._lanes.pop(lane.number, None)
+            if not self._lanes and not self.over:
+                self._idle.cancel()
+                self._idle = self._closed_later()
+
+    def _closed_later(self) -> asyncio.TimerHandle:
+        """Unless somebody takes a lane."""
+        return asyncio.get_running_loop().call_later(IDLE_S, self._close)
+
+    def _close(self) -> None:
+        self.over = True  # at once: the next request opens another one
+        self.reading.cancel()
 
     async def _read(self) -> None:
         name = self._worker.worker_id
@@ -126,6 +142,7 @@ class Feed:
 
     def _fail(self, error: TandemError) -> None:
         self.over = True
+        self._idle.cancel()
         if not self._opened.done():
             self._opened.set_exception(error)
             self._opened.exception()  # seen: who waits gets it, and nobody has to
@@ -150,15 +167,17 @@ class Feeds:
         if feed is None or feed.over:
             stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
             feed = self._feeds[key] = Feed(worker, stub, self._interval_s)
+            feed.reading.add_done_callback(functools.partial(self._forget, key, feed))
         await feed.opened()
         return feed
 
-    def keep_only(self, living: set[tuple[str, str]]) -> None:
-        """Forget those that have ended of workers that are gone. One that still listens is left to its streams."""
-        for key in [key for key, feed in self._feeds.items() if key not in living and feed.over]:
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def _forget(self, key: tuple[str, str], feed: Feed, _: asyncio.Task[None]) -> None:
+        if self._feeds.get(key) is feed:
             del self._feeds[key]
 
     async def close(self) -> None:
-        for feed in self._feeds.values():
+        for feed in list(self._feeds.values()):
             await end(feed.reading)
-        self._feeds.clear()

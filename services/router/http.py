@@ -1,5 +1,5 @@
-"""The HTTP front door: sockets, sizes, errors and clients that leave. What the bodies say is in openai.py, and tokens
-come from the same `generate` that gRPC calls.
+"""The endpoints of the HTTP front door: sizes, errors and clients that leave. What the bodies say is in openai.py, the
+connections are http_server.py's, and tokens come from the same `generate` that gRPC calls.
 
 A client that hangs up cancels its generation, which frees its blocks everywhere. A stream's status is decided by its
 first token: what goes wrong before it has a status code, what goes wrong later has an error event and no [DONE].
@@ -8,18 +8,15 @@ first token: what goes wrong before it has a status code, what goes wrong later 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
-import socket
-import ssl
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import structlog
-import uvicorn
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,13 +24,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.registry import State
 from services.router import openai, openai_answers
 from services.router.admin import AdminServicer
 from services.router.admit import checked_request_id
 from services.router.dashboard import PAGES, Dashboard, Goal, Seen
+from services.router.http_server import Server
 from services.router.keys import Keys
 from services.router.openai import Defaults
 from services.router.openai_answers import Events
@@ -41,11 +38,11 @@ from services.router.text import Text
 from services.view import ClusterView
 from tandem import metrics
 from tandem.errors import (
+    Busy,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
-    SettingsError,
     TandemError,
     TooLarge,
     Unavailable,
@@ -60,12 +57,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 BODY_TIMEOUT_S = 30.0
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
+MOST_BODY_BYTES = 64 * 1024 * 1024  # of a tenant's at a time
+MAX_TOKENIZE = 2**17  # tokens to text or back, or the context if that is longer
 NEED_NO_KEY = ("/health", "/version", *PAGES)  # probes have none, and the page asks its user for it
-LEAST_GRACE_S = 0.5  # what an idle server takes to stop
-FAREWELL_S = 1.0
 
 
 class Tokenize(BaseModel):
@@ -78,7 +73,46 @@ class Tokenize(BaseModel):
 class Detokenize(BaseModel):
     """POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+Asked = tuple[openai.Sampled, str, str, list[generation_pb2.GenerateRequest]]
+Result = TypeVar("Result")
+
+
+class Bodies:
+    """Bytes of the bodies that are being received, or wait to be read: so many at most for each tenant."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def total(self) -> int:
+        return self._held.total()
+
+    @contextmanager
+    def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """A function that is told of more bytes, which count until the block ends. It raises Busy when there are too
+        many."""
+        mine = 0
+
+        def more(count: int) -> None:
+            nonlocal mine
+            if self._held[tenant] + count > self._most:
+                raise Busy(
+                    f"bodies of {self._held[tenant]} bytes are being received, and {self._most} is the limit",
+                    reason="BODIES",
+                    retry_after=1.0,
+                )
+            mine += count
+            self._held[tenant] += count
+
+        try:
+            yield more
+        finally:
+            self._held[tenant] -= mine
+            if not self._held[tenant]:
+                del self._held[tenant]
 
 
 class Api:
@@ -98,6 +132,7 @@ class Api:
         self._text = text
         self._defaults = defaults
         self._began = int(time.time())
+        self.bodies = Bodies(max(MOST_BODY_BYTES, settings.max_prompt_bytes))
 
     def app(self, *more: Route) -> Starlette:
         return Starlette(
@@ -141,19 +176,45 @@ class Api:
         return Response(self._generation.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
-        body = openai.parse(await self._body(request), Tokenize)
-        with known_errors("tokenize"):
-            ids = await asyncio.to_thread(self._text.encode, body.prompt, special=body.add_special_tokens)
-        return JSONResponse({"count": len(ids), "max_model_len": self._generation.facts().context, "tokens": ids})
+        return Response(await self._worked(request, self._tokenized), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        body = openai.parse(await self._body(request), Detokenize)
-        with known_errors("detokenize"):
-            text = await asyncio.to_thread(self._text.decode, body.tokens)
-        return JSONResponse({"prompt": text})
+        return Response(await self._worked(request, self._detokenized), media_type="application/json")
+
+    def _tokenized(self, raw: bytes) -> bytes:
+        body = openai.parse(raw, Tokenize)
+        context = self._generation.facts().context
+        if least := self._text.at_least(body.prompt, max(context, MAX_TOKENIZE)):
+            bound = f"at most {max(context, MAX_TOKENIZE)} tokens"
+            raise InvalidRequest(f"prompt has over {least} tokens", field="prompt", bound=bound)
+        ids = self._text.encode(body.prompt, special=body.add_special_tokens)
+        return openai.to_json({"count": len(ids), "max_model_len": context, "tokens": ids})
+
+    def _detokenized(self, raw: bytes) -> bytes:
+        body = openai.parse(raw, Detokenize, max(self._generation.facts().context, MAX_TOKENIZE))
+        return openai.to_json({"prompt": self._text.decode(body.tokens)})
+
+    async def _worked(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
+        """What work(body, *args) makes of the request's body."""
+        tenant = self._generation.tenant(request.headers.get("authorization")).name
+        with self.bodies.of(tenant) as more:
+            raw = await self._body(request, more)
+            with known_errors("http"):
+                return await self._generation.offload.run(tenant, len(raw), work, raw, *args)
 
     async def _answer(self, request: Request, kind: type[openai.Sampled]) -> Response:
-        body = openai.parse(await self._body(request), kind)
+        asked = await self._worked(request, self._asked, kind, request.headers.get("x-request-id"))
+        body, request_id, model, requests = asked
+        key, generate = request.headers.get("authorization"), self._generation.generate
+        headers = request.headers.items
+        events = _merged([generate(one, None, body.default_max_tokens, key, headers=headers) for one in requests])
+        answer = openai_answers.answer(body, request_id, model, self._text, requests)
+        return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
+
+    def _asked(self, raw: bytes, kind: type[openai.Sampled], request_id: str | None) -> Asked:
+        """Raises InvalidRequest, NotFound for a model that there is not."""
+        context = self._generation.facts().context
+        body = openai.parse(raw, kind, kind.most_numbers(context))
         names = (self._settings.model, *self._settings.adapters)
         model = body.model or self._settings.model
         if model not in names:
@@ -163,16 +224,12 @@ class Api:
                 bound=", ".join(names),
             )
         adapter = model if model in self._settings.adapters else ""
-        request_id = checked_request_id(request.headers.get("x-request-id") or body.request_id or "")
-        requests = openai.requests(body, request_id, self._defaults, adapter)
-        key, generate = request.headers.get("authorization"), self._generation.generate
-        headers = request.headers.items
-        events = _merged([generate(one, None, body.default_max_tokens, key, headers=headers) for one in requests])
-        answer = openai_answers.answer(body, request_id, model, self._text, requests)
-        return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
+        request_id = checked_request_id(request_id or body.request_id or "")
+        return body, request_id, model, openai.requests(body, request_id, self._defaults, adapter, context)
 
-    async def _body(self, request: Request) -> bytes:
-        """All of it, unless it is larger than a gRPC message may be. Raises TooLarge before it is in memory."""
+    async def _body(self, request: Request, more: Callable[[int], None]) -> bytes:
+        """All of it, unless it is larger than a gRPC message may be. Raises TooLarge before it is in memory. `more` is
+        told of each part's size."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise InvalidRequest("the body is not declared as JSON", field="content-type", bound="application/json")
         most = self._settings.max_prompt_bytes
@@ -183,6 +240,7 @@ class Api:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for chunk in request.stream():
+                    more(len(chunk))
                     body += chunk
                     if len(body) > most:
                         raise too_large
@@ -248,7 +306,7 @@ class Streaming(Generating):
 
     async def _send(self, events: Events, send: Send) -> None:
         async for index, event in events:
-            if not (message := self._answer.stream(index, event)):
+            if not (message := await self._answer.stream(index, event)):
                 continue
             if not self._started:
                 self._started = True
@@ -305,7 +363,7 @@ class Guard:
         if scope["type"] == "http" and scope["path"] not in NEED_NO_KEY:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
-                self._keys.check(given.decode("latin-1"))
+                self._keys.check(given.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai.error_headers(error)}
                 await _write(send, error.http, openai.error_body(error), headers)
@@ -328,38 +386,11 @@ async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     return Response(body, error.status_code, error.headers, "application/json")
 
 
-# ---- the server
-
-
-class _Protocol(HttpToolsProtocol):
-    """Hangs up on a request that does not come to the point: httptools puts no bound on headers and trailers."""
-
-    _beside = 0  # bytes of this request that are no body
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._beside -= len(body)
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._beside = 0
-
-    def data_received(self, data: bytes) -> None:
-        self._beside += len(data)
-        super().data_received(data)
-        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The headers of the request are too large.")
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are the process's own business, not one server's."""
-        yield
+# ---- all of it
 
 
 class HttpServer:
-    """Nothing at all while `http_port` is absent."""
+    """The endpoints behind their server. Nothing at all while `http_port` is absent."""
 
     def __init__(
         self,
@@ -381,67 +412,22 @@ class HttpServer:
 
         goal = Goal(settings.slo_ttft_s, settings.slo_tpot_s)
         self.dashboard = Dashboard(goal, generation.receipts, seen, admin, keys)
-        app: ASGIApp = Api(settings, generation, view, text, defaults).app(*self.dashboard.routes())
-        self._serving: asyncio.Task[None] | None = None
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                Guard(app, keys) if keys else app,
-                loop="none",
-                http=_Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                ssl_certfile=settings.tls_cert,
-                ssl_keyfile=settings.tls_key,
-                ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
-            )
-        )
+        self.failed: Callable[[BaseException], object] | None = None  # called when the server ends by itself
+        api = Api(settings, generation, view, text, defaults)
+        self.bodies = api.bodies
+        app: ASGIApp = api.app(*self.dashboard.routes())
+        self._server = Server(Guard(app, keys) if keys else app, settings)
 
     async def start(self) -> None:
         """Listen. Raises SettingsError when the port is taken."""
-        if self._settings.http_port is None:
-            return
-        listening = _listen(self._settings.host, self._settings.http_port, share=self._settings.routers > 1)
-        self.address = f"{self._settings.host}:{listening.getsockname()[1]}"
-        self._serving = asyncio.create_task(self._server.serve([listening]), name="http")
-        log.info("http.ready", address=self.address)
+        if self._settings.http_port is not None:
+            self.address = await self._server.start(self._settings.http_port, self.failed)
+            log.info("http.ready", address=self.address)
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
-        if self._serving is None:
-            return
         self.dashboard.close()
-        self._server.should_exit = True
-        await asyncio.wait({self._serving}, timeout=max(grace_s, LEAST_GRACE_S))
-        tasks = self._server.server_state.tasks
-        for task in list(tasks):
-            task.cancel()
-        if tasks:
-            await asyncio.wait(list(tasks), timeout=FAREWELL_S)  # a client that reads nothing holds nobody up
-        self._server.force_exit = True
-        await asyncio.wait({self._serving}, timeout=FAREWELL_S)
-        await end(self._serving)
-
-
-def _listen(host: str, port: int, *, share: bool) -> socket.socket:
-    """`share`: the port, with other routers of this user's; the system gives each connection to one of them."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.bind(address)
-        listening.listen()
-    except OSError as error:
-        listening.close()
-        raise SettingsError(f"port {port} of {host} is in use; choose another", field="http_port") from error
-    return listening
+        await self._server.stop(grace_s)
 
 
 __all__ = ["Api", "HttpServer"]

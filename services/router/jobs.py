@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from time import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from random import uniform
+from time import monotonic, time
 from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 
-from cluster.journal import JobRecord, Journal, Kept
+from cluster.journal import Asked, JobRecord, Journal, Kept
 from cluster.journal import JobState as State
-from services.router.keys import ANYBODY, Key
+from services.router.admit import Past
+from services.router.keys import Key
+from services.router.turns import Turns
 from tandem.errors import (
     Busy,
     Cancelled,
     DataLoss,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
+    NoWorker,
     PreconditionFailed,
     ResumeFailed,
     TandemError,
@@ -34,7 +41,7 @@ from tandem.errors import (
 )
 from tandem.settings import Settings
 from tandem.status import known_errors
-from tandem.tasks import end
+from tandem.tasks import end, forever, once
 from tandem.tracing import OFF, Span, Tracing
 from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
@@ -44,10 +51,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MOST_AT_ONCE = 64  # jobs that one router runs; others wait for their turn
+MOST_HELD = 1024  # jobs of which one router has the lease, where it takes over more than it can run
+MOST_AT_ONCE_EACH = 48  # of them those of one tenant that has a name
 MOST_SUBMITTED = 128  # in one call
+MOST_WATCHERS = 1024  # of one tenant, at one router
+MOST_INTERNAL = 3  # attempts that end with INTERNAL and without a new token, one after the other
 LEASE_S = 6.0
-WATCH_S = 2.0  # of one question to the journal
+IDLE_S = 10.0  # a watcher that heard nothing for so long looks whether the job is still known
 FIRST_DELAY_S, LAST_DELAY_S = 0.5, 30.0  # until a job is tried again
+OTHER_MODEL_S = 600.0  # so long may no worker have the KV layout that a job began with
 PASSING = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # the same job may go well later
 
 STATES = {
@@ -56,6 +68,27 @@ STATES = {
     State.FAILED: jobs_pb2.JOB_STATE_FAILED,
     State.CANCELLED: jobs_pb2.JOB_STATE_CANCELLED,
 }
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job in this router's hands."""
+
+    record: JobRecord
+    kept: jobs_pb2.KeptJob
+    delay_s: float = FIRST_DELAY_S
+    charged: bool = False  # its prompt, to its tenant
+    failures: int = 0  # attempts that ended with INTERNAL, since the last token
+    homeless_since: float | None = None  # since when no worker has its layout
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.kept.request.token_ids.ids)
+
+    @property
+    def tokens(self) -> int:
+        """That it generates at most."""
+        return int(self.kept.request.sampling.max_tokens) * _choices(self.kept.request)
 
 
 class Jobs(jobs_pb2_grpc.JobServiceServicer):
@@ -69,25 +102,29 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
             lease_s=LEASE_S,
             kept_s=settings.job_kept_s,
             most=settings.max_jobs,
+            most_each=settings.max_tenant_jobs,
         )
         self._mine: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
-        self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+        self._ending: set[str] = set()  # ids of those that are being stopped here
+        self._at_once = Turns(MOST_AT_ONCE, MOST_AT_ONCE_EACH)
+        self._watchers: Counter[str] = Counter()  # by tenant
         self._keeping: asyncio.Task[None] | None = None
         self._leaving = False
 
     async def start(self) -> None:
-        self._keeping = asyncio.create_task(self._keep(), name="jobs")
+        self._keeping = forever(self._keep, name="jobs")
 
     async def leave(self) -> None:
         """Leaves its jobs, and those who watch, to the other routers."""
         self._leaving = True
+        self._journal.end_watches(_stopping())
         await end(self._keeping)
-        for job_id, (generation, task) in list(self._mine.items()):
-            await end(task)
-            try:
-                await self._journal.release(job_id, generation)
-            except Unavailable as error:
-                log.warning("job.not_released", job=job_id, error=error.message)  # its lease ends by itself
+        mine = [(job_id, generation) for job_id, (generation, _) in self._mine.items()]
+        await asyncio.gather(*(end(task) for _, task in list(self._mine.values())))
+        try:
+            await self._journal.release(mine)
+        except Unavailable as error:
+            log.warning("jobs.not_released", jobs=len(mine), error=error.message)  # their leases end by themselves
 
     async def close(self) -> None:
         await self._journal.close()
@@ -105,38 +142,58 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
             key = self._generation.who(context)
             asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
-            return jobs_pb2.SubmitJobsResponse(jobs=[await self._submit(*one, key, span) for one in asked])
+            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(asked, key, span))
 
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[jobs_pb2.WatchJobResponse, None]:
-        job_id, at = _scoped(self._generation.who(context), request.job_id), "0"
-        asked = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
-        started = generation_pb2.Started(
-            request_id=request.job_id,
-            model=self._settings.model,
-            prompt_tokens=len(asked.token_ids.ids),
-            choices=_choices(asked),
-        )
-        yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
-        while True:
-            entries = await self._journal.entries(job_id, at, WATCH_S)
-            for entry in entries:
-                at = entry.at
-                if entry.ended is not None:
-                    if entry.ended is State.CANCELLED:
-                        raise Cancelled(f"the job {request.job_id} was cancelled", reason="JOB_CANCELLED")
-                    if error := (await self._journal.get(job_id)).error:
-                        raise error
-                    return
-                event = generation_pb2.GenerateResponse.FromString(entry.event)
-                delta = event.delta
-                if event.HasField("delta") and delta.index + len(delta.token_ids) <= request.from_token:
-                    continue
-                yield jobs_pb2.WatchJobResponse(event=event)
-            self._check_stays()
-            if not entries:
-                await self._journal.get(job_id)  # it may have been forgotten
+        key = self._generation.who(context)
+        with self._watching(key):
+            job_id = _scoped(key, request.job_id)
+            asked = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
+            started = generation_pb2.Started(
+                request_id=request.job_id,
+                model=self._settings.model,
+                prompt_tokens=len(asked.token_ids.ids),
+                choices=_choices(asked),
+            )
+            yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
+            async with aclosing(self._journal.watch(job_id, IDLE_S)) as pages:
+                async for entries in pages:
+                    for entry in entries:
+                        if entry.ended is not None:
+                            await self._raise_end(job_id, request.job_id, entry.ended)
+                            return
+                        event = generation_pb2.GenerateResponse.FromString(entry.event)
+                        delta = event.delta
+                        if event.HasField("delta") and delta.index + len(delta.token_ids) <= request.from_token:
+                            continue
+                        yield jobs_pb2.WatchJobResponse(event=event)
+                    self._check_stays()
+                    if not entries:
+                        await self._journal.get(job_id)  # it may have been forgotten
+
+    async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
+        if ended is State.CANCELLED:
+            raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
+        if error := (await self._journal.get(job_id)).error:
+            raise error
+
+    @contextmanager
+    def _watching(self, key: Key) -> Iterator[None]:
+        if self._watchers[key.name] >= MOST_WATCHERS:
+            raise Busy(
+                f"{MOST_WATCHERS} watchers are open at this router, and more are not served",
+                reason="TENANT_WATCHERS",
+                retry_after=1.0,
+            )
+        self._watchers[key.name] += 1
+        try:
+            yield
+        finally:
+            self._watchers[key.name] -= 1
+            if not self._watchers[key.name]:
+                del self._watchers[key.name]
 
     async def GetJob(
         self, request: jobs_pb2.GetJobRequest, context: grpc.aio.ServicerContext
@@ -155,7 +212,7 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
 
     def _check_stays(self) -> None:
         if self._leaving:
-            raise Unavailable("the router is stopping; another one goes on", reason="DRAINING", retry_after=0.1)
+            raise _stopping()
 
     async def _fixed(
         self, request: generation_pb2.GenerateRequest, key: Key
@@ -164,7 +221,22 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
         return await self._generation.fixed(request, key), asked
 
-    async def _submit(self, request: generation_pb2.GenerateRequest, digest: str, key: Key, span: Span) -> jobs_pb2.Job:
+    async def _submit(
+        self, asked: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: Key, span: Span
+    ) -> list[jobs_pb2.Job]:
+        jobs = [self._to_keep(request, digest, key, span) for request, digest in asked]
+        new = await self._journal.submit(jobs, key.name)
+        for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
+            self._run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
+        return [
+            jobs_pb2.Job(job_id=request.request_id, state=STATES[State.OPEN])
+            if is_new
+            else await self._job(request.request_id, key)
+            for (request, _), is_new in zip(asked, new, strict=True)
+        ]
+
+    def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: Key, span: Span) -> Asked:
+        self._generation.tenants.check_job(key, len(request.token_ids.ids))
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
@@ -172,10 +244,7 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
             deadline=time() + self._settings.job_timeout_s,
             trace=dict(span.headers),
         )
-        job_id = _scoped(key, request.request_id)
-        if await self._journal.submit(job_id, kept.SerializeToString(), digest):
-            self._run_here(await self._journal.get(job_id))
-        return await self._job(request.request_id, key)
+        return Asked(_scoped(key, request.request_id), kept.SerializeToString(), digest)
 
     async def _job(self, name: str, key: Key) -> jobs_pb2.Job:
         record = await self._journal.get(_scoped(key, name))
@@ -193,22 +262,40 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         """Renews the leases of its own, and takes over what others have left."""
         while True:
             try:
-                for job_id, (generation, task) in list(self._mine.items()):
-                    kept = await self._journal.renew(job_id, generation)
-                    if kept is Kept.CANCELLED:
-                        await end(task)
-                        await self._journal.end(job_id, generation, State.CANCELLED)
-                    elif kept is Kept.LOST:
-                        await end(task)
-                while len(self._mine) < MOST_AT_ONCE and (record := await self._journal.claim()) is not None:
+                await self._renew()
+                until = monotonic() + LEASE_S / 3  # its own leases come first
+                while self._takes_more() and monotonic() < until and (record := await self._journal.claim()):
                     log.info("job.taken_over", job=record.job_id, tokens=record.tokens)
                     self._run_here(record)
             except TandemError as error:
                 log.warning("jobs.not_kept", error=error.message)
             await asyncio.sleep(LEASE_S / 3)
 
+    def _takes_more(self) -> bool:
+        """Also beside a backlog of one tenant, which may not have every place."""
+        return len(self._mine) < MOST_AT_ONCE or (self._at_once.free > 0 and len(self._mine) < MOST_HELD)
+
+    async def _renew(self) -> None:
+        mine = dict(self._mine)
+        owned = [(job_id, generation) for job_id, (generation, _) in mine.items()]
+        for (job_id, generation), kept in zip(owned, await self._journal.renew(owned), strict=True):
+            if kept is not Kept.KEPT and job_id not in self._ending:
+                self._ending.add(job_id)
+                # Beside this task: the leases of all others hang on it.
+                once(self._end_here(job_id, generation, mine[job_id][1], kept), name=f"end of job {job_id}")
+
+    async def _end_here(self, job_id: str, generation: int, task: asyncio.Task[None], why: Kept) -> None:
+        try:
+            await end(task)
+            if why is Kept.CANCELLED:
+                await self._journal.end(job_id, generation, State.CANCELLED)
+        except Unavailable as error:  # its lease ends, and whoever claims it hears that it was cancelled
+            log.warning("job.not_kept", job=job_id, why=error.message)
+        finally:
+            self._ending.discard(job_id)
+
     def _run_here(self, record: JobRecord) -> None:
-        task = asyncio.create_task(self._run(record), name=f"job {record.job_id}")
+        task = once(self._run(record), name=f"job {record.job_id}")
         self._mine[record.job_id] = record.generation, task
         task.add_done_callback(lambda _: self._done(record))
 
@@ -218,28 +305,41 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
 
     async def _run(self, record: JobRecord) -> None:
         """To its end, or until it is somebody else's."""
-        kept, delay = jobs_pb2.KeptJob.FromString(record.request), FIRST_DELAY_S
+        job = _Running(record, jobs_pb2.KeptJob.FromString(record.request))
         try:
             while True:
                 try:
-                    async with self._at_once:
+                    async with self._at_once.turn(job.kept.tenant):
                         with known_errors("job"):
-                            await self._attempt(record, kept)
+                            await self._attempt(job)
                     return
-                except PASSING as error:
-                    if error.reason == "REGISTRY_UNREACHABLE":
-                        raise
-                    wait_s = max(delay, error.retry_after or 0.0)
-                    if time() + wait_s > kept.deadline:
-                        raise DeadlineExceeded(f"the job's time is up; the last reason: {error.message}") from error
+                except (*PASSING, InternalError) as error:
+                    wait_s = self._pause(job, error)
                     log.info("job.waits", job=record.job_id, seconds=wait_s, reason=error.reason)
                 await asyncio.sleep(wait_s)
-                delay = min(2 * delay, LAST_DELAY_S)
         except TandemError as error:
             log.warning("job.broken", job=record.job_id, reason=error.reason, error=error.message)
             if error.reason != "REGISTRY_UNREACHABLE":
                 await self._fail(record, error)
             # else nothing can be kept: whoever claims it goes on
+
+    @staticmethod
+    def _pause(job: _Running, error: TandemError) -> float:
+        """Seconds until the next attempt. Raises what ends the job."""
+        if error.reason == "REGISTRY_UNREACHABLE":
+            raise error
+        if isinstance(error, InternalError):
+            job.failures += 1
+            if error.reason != InternalError.default_reason or job.failures >= MOST_INTERNAL:
+                raise error
+        if error.reason == "TENANT_TOKENS":  # its tenant's bucket says when
+            wait_s = min(max(error.retry_after or 0.0, FIRST_DELAY_S), LAST_DELAY_S) * uniform(1.0, 1.2)
+        else:
+            wait_s = max(job.delay_s, error.retry_after or 0.0)
+            job.delay_s = min(2 * job.delay_s, LAST_DELAY_S)
+        if time() + wait_s > job.kept.deadline:
+            raise DeadlineExceeded(f"the job's time is up; the last reason: {error.message}") from error
+        return wait_s
 
     async def _fail(self, record: JobRecord, error: TandemError) -> None:
         try:
@@ -247,40 +347,74 @@ class Jobs(jobs_pb2_grpc.JobServiceServicer):
         except Unavailable as lost:  # whoever claims it finds out again
             log.warning("job.not_kept", job=record.job_id, why=lost.message)
 
-    async def _attempt(self, record: JobRecord, kept: jobs_pb2.KeptJob) -> None:
+    async def _attempt(self, job: _Running) -> None:
         """Goes on behind what was kept. Raises what ends it too early."""
-        if kept.layout_hash != self._generation.facts().layout_hash:
-            raise PreconditionFailed(
-                "the job began with another checkpoint or dtype than is served now, and would go on in other tokens",
-                reason="JOB_OF_OTHER_MODEL",
+        self._check_layout(job)
+        tenants = self._generation.tenants
+        key = tenants.named(job.kept.tenant)
+        prompt_tokens = 0 if job.charged else job.prompt_tokens
+        with tenants.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
+            job.charged = True
+            entries = await self._journal.all(job.record.job_id)
+            past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
+            events = self._generation.generate(
+                job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
             )
-        past = [
-            generation_pb2.GenerateResponse.FromString(entry.event) for entry in await self._journal.all(record.job_id)
-        ]
-        left = _choices(kept.request) - sum(event.HasField("finished") for event in past)
-        key = Key(kept.tenant) if kept.tenant else ANYBODY
-        headers = kept.trace.items
-        events = self._generation.generate(kept.request, kept.deadline - time(), tenant=key, past=past, headers=headers)
-        async with aclosing(events):
-            async for event in events:
-                said = event.SerializeToString()
-                if event.HasField("delta"):
-                    choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
-                    found = await self._journal.append(
-                        record.job_id, record.generation, first, first + new, said, choice
-                    )
-                elif event.HasField("finished") and (left := left - 1):
-                    choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
-                    found = await self._journal.append(record.job_id, record.generation, end_at, end_at, said, choice)
-                elif event.HasField("finished"):
-                    found = await self._journal.end(record.job_id, record.generation, State.FINISHED, said)
-                else:
-                    continue
-                if found is Kept.CANCELLED:
-                    await self._journal.end(record.job_id, record.generation, State.CANCELLED)
-                if found is not Kept.KEPT:
-                    log.warning("job.not_kept", job=record.job_id, why=found.value)
-                    return
+            left = _choices(job.kept.request) - len(Past(past).ended)  # one may be kept twice
+            async with aclosing(events):
+                async for event in events:
+                    left -= event.HasField("finished")
+                    if not await self._add(job, event, left):
+                        return
+                    if event.HasField("delta"):
+                        job.failures, job.delay_s = 0, FIRST_DELAY_S
+                        allowance.spend(len(event.delta.token_ids))
+                        if not event.delta.last:  # else it has its last token, and waits for nothing
+                            allowance.check()
+
+    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, left: int) -> bool:
+        """Keeps an event, `left` completions before the job's end. False: the job has ended, or is not ours."""
+        job_id, generation, said = job.record.job_id, job.record.generation, event.SerializeToString()
+        if event.HasField("delta"):
+            choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
+            found = await self._journal.append(job_id, generation, first, first + new, said, choice)
+        elif event.HasField("finished") and left:
+            choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
+            found = await self._journal.append(job_id, generation, end_at, end_at, said, choice)
+        elif event.HasField("finished"):
+            found = await self._journal.end(job_id, generation, State.FINISHED, said)
+        else:
+            return True
+        if found is Kept.CANCELLED:
+            await self._journal.end(job_id, generation, State.CANCELLED)
+        if found is not Kept.KEPT:
+            log.warning("job.not_kept", job=job_id, why=found.value)
+        return found is Kept.KEPT
+
+    def _check_layout(self, job: _Running) -> None:
+        """A job goes on only where all workers have the layout that it began with: others would give other tokens.
+        While some have another one (an upgrade, perhaps one that is taken back) it waits."""
+        mine = job.kept.layout_hash
+        found = self._generation.layouts()
+        if found == {mine}:
+            job.homeless_since = None
+            return
+        if not found:
+            raise NoWorker("no decode worker is known", retry_after=2.0)
+        if mine not in found:
+            job.homeless_since = job.homeless_since or monotonic()
+            if monotonic() - job.homeless_since > OTHER_MODEL_S:
+                raise PreconditionFailed(
+                    "the job began with another checkpoint or dtype than any worker has: the tokens would differ",
+                    reason="JOB_OF_OTHER_MODEL",
+                )
+        raise Unavailable(
+            "some workers have another checkpoint or dtype than the job began with", reason="JOB_OF_OTHER_MODEL"
+        )
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the router is stopping; another one goes on", reason="DRAINING", retry_after=0.1)
 
 
 def _choices(request: generation_pb2.GenerateRequest) -> int:

@@ -1,10 +1,12 @@
 """Who may ask the router: the keys in a file, which is read again when it changes.
 
     NAME KEY                          may generate
-    NAME KEY admin                    may also scale, drain and look into the cluster
+    NAME KEY metrics                  may also read the router's metrics over HTTP
+    NAME KEY admin                    may do that, and scale, drain and look into the cluster
     NAME KEY requests=8               has no more in progress at a time
     NAME KEY tokens_per_minute=10000  of prompts and answers together
-    NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, 0 is the default
+    NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, and 0 is both what a
+                                      request has that names none and the most urgent one of a key without this word
 
 One on a line, its words in any order behind the key; `#` begins a comment. Several keys of one NAME are one tenant.
 Only digests of the keys stay in memory, and every one is compared, so that how long an answer takes says nothing about
@@ -33,6 +35,7 @@ LOOK_AGAIN_S = 1.0
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NUMBER = re.compile(r"-?[0-9]{1,12}")
 LEAST = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words behind a key
+RIGHTS = ("admin", "metrics")
 ADMIN_SERVICE = "/tandem.v1.AdminService/"
 
 
@@ -50,6 +53,7 @@ class Key:
     name: str  # of the tenant
     digest: bytes = field(default=b"", repr=False)
     admin: bool = False
+    metrics: bool = False
     limits: Limits = Limits()
 
 
@@ -65,7 +69,7 @@ class Keys:
         self._keys = _read(path)
         self._looked = monotonic()
 
-    def check(self, authorization: str | None, *, admin: bool = False) -> Key:
+    def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> Key:
         """Who sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
         self._look()
         scheme, _, given = (authorization or "").partition(" ")
@@ -79,7 +83,29 @@ class Keys:
             )
         if admin and not found[0].admin:
             raise PermissionDenied(f"the key of {found[0].name} may generate, and not change or look into the cluster")
+        if metrics and not (found[0].metrics or found[0].admin):
+            raise PermissionDenied(f"the key of {found[0].name} may not read metrics, which are of all tenants")
         return found[0]
+
+    def named(self, name: str) -> Key:
+        """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
+        PermissionDenied when it has no key."""
+        self._look()
+        limits = [key.limits for key in self._keys if key.name == name]
+        if not limits:
+            raise PermissionDenied(f"{name} has no key any more")
+
+        def given(what: str) -> list[int]:
+            return [value for one in limits if (value := getattr(one, what)) is not None]
+
+        return Key(
+            name,
+            limits=Limits(
+                requests=min(given("requests"), default=None),
+                tokens_per_minute=min(given("tokens_per_minute"), default=None),
+                priority=max(given("priority"), default=None),
+            ),
+        )
 
     def _look(self) -> None:
         """Reads the file again if it is another one by now. A file that means nothing changes nothing."""
@@ -128,16 +154,17 @@ def _read(path: Path) -> list[Key]:
 
 def _key(path: Path, number: int, words: list[str]) -> Key:
     name, key, *about = words
-    admin, limits = False, {}
+    rights: set[str] = set()
+    limits = {}
     for word in about:
         what, _, value = word.partition("=")
-        if word == "admin" and not admin:
-            admin = True
+        if word in RIGHTS and word not in rights:
+            rights.add(word)
         elif what in LEAST and what not in limits and NUMBER.fullmatch(value) and int(value) >= LEAST[what]:
             limits[what] = int(value)
         else:
             raise _bad(path, f"has a word {word!r:.80} in line {number} that means nothing there")
-    return Key(name, _digest(key), admin, Limits(**limits))
+    return Key(name, _digest(key), "admin" in rights, "metrics" in rights, Limits(**limits))
 
 
 def _digest(key: str) -> bytes:
@@ -145,7 +172,7 @@ def _digest(key: str) -> bytes:
 
 
 def _bad(path: Path, what: str) -> SettingsError:
-    words = "admin, requests=N, tokens_per_minute=N, priority=N"
+    words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
     return SettingsError(f"{path} {what}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}")
 
 

@@ -15,6 +15,19 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from services.router import json_body
+from services.router.admit import (
+    MAX_BIASES,
+    MAX_MESSAGES,
+    MAX_REQUEST_ID,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    OVER_CONTEXT,
+    over_context,
+)
+from services.router.json_body import MAX_NUMBERS, wrong
+from services.router.structured import MAX_CHOICES
 from tandem.errors import Busy, CheckpointRefused, InvalidRequest, TandemError, Unavailable
 from tandem.status import NAME_BYTES, shown
 from tandem.v1 import common_pb2, generation_pb2
@@ -23,7 +36,19 @@ MAX_PROMPTS = 128
 COMPLETION_TOKENS = 16  # what /v1/completions gives when max_tokens is absent, as OpenAI's does
 REST_OF_CONTEXT = 2**31  # what /v1/chat/completions gives, likewise: admit takes the lesser of it and the room
 GRAMMAR = "sampling.grammar"
+CODES = {OVER_CONTEXT: "context_length_exceeded"}  # of OpenAI's, which clients switch on
+# Items of the lists that a body may have. The bounds are admit's; here they spare the look at each item.
+MOST = {
+    "messages": MAX_MESSAGES,
+    "tools": MAX_TOOLS,
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_IDS,
+    "logit_bias": MAX_BIASES,
+    "guided_choice": MAX_CHOICES,
+}
 
+Item = TypeVar("Item")
+List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 UInt64 = Annotated[int, Field(ge=0, lt=2**64)]
 TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON object's keys are strings
@@ -96,7 +121,7 @@ class Structured(BaseModel):
     schema_: Any = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: List[str] | None = None
     grammar: str | None = None
 
 
@@ -118,9 +143,9 @@ class Sampled(BaseModel, ABC):
     min_tokens: Int64 | None = None
     n: Int64 | None = None
     best_of: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     include_stop_str_in_output: bool | None = None
-    stop_token_ids: list[Int64] | None = None
+    stop_token_ids: List[Int64] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -130,7 +155,7 @@ class Sampled(BaseModel, ABC):
     structured_outputs: Structured | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: List[str] | None = None
     guided_grammar: str | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
@@ -141,6 +166,12 @@ class Sampled(BaseModel, ABC):
     tandem_receipt: bool | None = None
 
     default_max_tokens: ClassVar[int]
+    input_name: ClassVar[str]
+
+    @classmethod
+    def most_numbers(cls, context: int) -> int:
+        """Values that a body may have, for a context of so many tokens."""
+        return MAX_NUMBERS
 
     def sampling(self, defaults: Defaults) -> generation_pb2.SamplingParams:
         given = {name: value for name in SAME if (value := getattr(self, name)) is not None}
@@ -149,9 +180,9 @@ class Sampled(BaseModel, ABC):
         if params.top_k == -1:  # how vLLM's clients say "off"
             params.top_k = 0
         if self.best_of not in (None, self.n or 1):
-            raise _wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
+            raise wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
         if self.prompt_logprobs is not None and self.stream:
-            raise _wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
+            raise wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params.stop.extend(_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone says nothing
         params.include_stop = bool(self.include_stop_str_in_output)
@@ -179,18 +210,20 @@ class Sampled(BaseModel, ABC):
             return None
         (name, grammar), *others = found
         if others:
-            raise _wrong(others[0][0], f"given beside {name}", "the only one")
+            raise wrong(others[0][0], f"given beside {name}", "the only one")
         return name.partition(".")[0], grammar
 
     def named(self, error: TandemError) -> TandemError:
-        """The same error, with this body's own name for what the text must fit."""
+        """The same error, with this body's own name for what the text must fit, and for what the context must hold."""
+        if error.reason == OVER_CONTEXT:
+            error.field = self.input_name
         if error.field is not None and error.field.startswith(GRAMMAR) and (found := self.grammar()) is not None:
             error.field = found[0] + error.field.removeprefix(GRAMMAR)
         return error
 
     @abstractmethod
-    def inputs(self) -> list[dict[str, Any]]:
-        """For each prompt its part of a GenerateRequest."""
+    def inputs(self, context: int) -> list[dict[str, Any]]:
+        """For each prompt its part of a GenerateRequest; `context` in tokens. Raises InvalidRequest."""
 
 
 class Completions(Sampled):
@@ -201,6 +234,11 @@ class Completions(Sampled):
     logprobs: Int64 | None = None
 
     default_max_tokens: ClassVar[int] = COMPLETION_TOKENS
+    input_name: ClassVar[str] = "prompt"
+
+    @classmethod
+    def most_numbers(cls, context: int) -> int:
+        return MAX_NUMBERS + MAX_PROMPTS * context
 
     def sampling(self, defaults: Defaults) -> generation_pb2.SamplingParams:
         params = super().sampling(defaults)
@@ -208,18 +246,18 @@ class Completions(Sampled):
             params.logprobs = self.logprobs
             if self.echo:
                 if self.prompt_logprobs not in (None, self.logprobs):
-                    raise _wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
+                    raise wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
                 params.prompt_logprobs = self.logprobs
         return params
 
-    def inputs(self) -> list[dict[str, Any]]:
+    def inputs(self, context: int) -> list[dict[str, Any]]:
         """`prompt` is a text, a list of token ids, or a list of one of these."""
         prompts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if prompts and all(type(one) is int for one in prompts):  # not bool
+        if prompts and type(prompts[0]) is int:
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise _wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
-        return [_prompt(one) for one in prompts]
+            raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
+        return [_prompt(one, context) for one in prompts]
 
 
 class Message(BaseModel):
@@ -227,7 +265,7 @@ class Message(BaseModel):
 
     role: str
     content: Any = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: List[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -235,8 +273,8 @@ class Message(BaseModel):
 class Chat(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    messages: List[Message]
+    tools: List[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Int64 | None = None
@@ -244,18 +282,19 @@ class Chat(Sampled):
     top_logprobs: Int64 | None = None
 
     default_max_tokens: ClassVar[int] = REST_OF_CONTEXT
+    input_name: ClassVar[str] = "messages"
 
     def sampling(self, defaults: Defaults) -> generation_pb2.SamplingParams:
         params = super().sampling(defaults)
         if self.max_completion_tokens is not None:
             params.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs", str(self.top_logprobs), "absent unless logprobs is true")
+            raise wrong("top_logprobs", str(self.top_logprobs), "absent unless logprobs is true")
         if self.logprobs:
             params.logprobs = self.top_logprobs or 0
         return params
 
-    def inputs(self) -> list[dict[str, Any]]:
+    def inputs(self, context: int) -> list[dict[str, Any]]:
         messages = [_message(one, f"messages[{index}]") for index, one in enumerate(self.messages)]
         tools = _bytes(encode(self.tools)) if self.offers_tools else b""
         return [{"chat": generation_pb2.Chat(messages=messages, tools=tools, tool_choice=self.forced())}]
@@ -281,35 +320,24 @@ class Chat(Sampled):
         match self.tool_choice:
             case None | "none" | "auto":
                 if not parallel:
-                    raise _wrong("parallel_tool_calls", "false", "absent or true unless tool_choice forces a call")
+                    raise wrong("parallel_tool_calls", "false", "absent or true unless tool_choice forces a call")
                 return None
             case "required":
                 return generation_pb2.ToolChoice(several=parallel)
             case {"type": "function", "function": {"name": str(name)}}:
                 return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
         kinds = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
-        raise _wrong("tool_choice", "of no known kind", kinds)
+        raise wrong("tool_choice", "of no known kind", kinds)
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Raises InvalidRequest, with nothing of the body's content in the message."""
-    try:
-        fields = json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant)
-    except UnicodeDecodeError as error:
-        raise _wrong("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        what = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or nested too deep"
-        raise _wrong("body", f"not readable JSON ({what})", "a JSON object") from error
-    if not isinstance(fields, dict):
-        raise _wrong("body", f"a JSON {type(fields).__name__}", "a JSON object")
+def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kind:
+    """Raises InvalidRequest at the first thing that is wrong, with nothing of the body's content in the message."""
+    fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
-        for name, harmless in NOT_SERVED.items():
-            if (value := fields.get(name)) is not None and value not in harmless:
-                bound = " or ".join(["absent", *map(encode, harmless)])
-                raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
+        _check_fields(fields)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -318,22 +346,25 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         raise InvalidRequest(f"{name}: {first['msg']}", field=name, bound=first["msg"]) from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise _wrong("body", "an object that has a key twice", "unambiguous")
-    return fields
+def _check_fields(fields: dict[str, Any]) -> None:
+    """What is not served, and lists that are too long, before a look at each of their items."""
+    for name, harmless in NOT_SERVED.items():
+        if (value := fields.get(name)) is not None and value not in harmless:
+            bound = " or ".join(["absent", *map(encode, harmless)])
+            raise InvalidRequest(f"this value of {name} is not served; it must be {bound}", field=name, bound=bound)
+    for name, most in MOST.items():
+        if isinstance(value := fields.get(name), list | dict) and len(value) > most:
+            raise wrong(name, f"{len(value)} long", f"at most {most}")
 
 
-def _constant(name: str) -> None:
-    raise _wrong("body", f"a number {name}", "JSON, which has no such number")
-
-
-def _prompt(prompt: object) -> dict[str, Any]:
+def _prompt(prompt: object, context: int) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": _bytes(prompt)}
-    if isinstance(prompt, list) and all(type(one) is int and -(2**63) <= one < 2**63 for one in prompt):
-        return {"token_ids": generation_pb2.TokenIds(ids=prompt)}
+    if isinstance(prompt, list):
+        if len(prompt) > context:
+            raise over_context(context, len(prompt), "token_ids")
+        if all(type(one) is int and -(2**63) <= one < 2**63 for one in prompt):  # not bool
+            return {"token_ids": generation_pb2.TokenIds(ids=prompt)}
     raise InvalidRequest("prompt is of no known kind", field="prompt", bound="text, token ids, or a list of these")
 
 
@@ -353,10 +384,12 @@ def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
+    where = f"{where}.function.arguments"
+    json_body.check(_bytes(text), name=where)
     try:
         arguments = json.loads(text) if text else {}
     except (ValueError, RecursionError) as error:
-        raise _wrong(f"{where}.function.arguments", "no readable JSON", "JSON") from error
+        raise wrong(where, "no readable JSON", "JSON") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -383,9 +416,9 @@ def _of_format(given: dict[str, Any]) -> common_pb2.Grammar | None:
             inner = given.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if schema is None:
-                raise _wrong("response_format.json_schema.schema", "absent", "a JSON schema")
+                raise wrong("response_format.json_schema.schema", "absent", "a JSON schema")
             return _of_schema(schema)
-    raise _wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
+    raise wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
 
 
 def _of_schema(given: Any) -> common_pb2.Grammar | None:
@@ -417,12 +450,8 @@ def _clean(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _wrong(where, "no valid Unicode", "valid Unicode") from error
+        raise wrong(where, "no valid Unicode", "valid Unicode") from error
     return text
-
-
-def _wrong(name: str, value: str, bound: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {value}; it must be {bound}", field=name, bound=bound)
 
 
 def new_id() -> str:
@@ -430,17 +459,17 @@ def new_id() -> str:
 
 
 def requests(
-    body: Sampled, request_id: str, defaults: Defaults, adapter: str = ""
+    body: Sampled, request_id: str, defaults: Defaults, adapter: str = "", context: int = REST_OF_CONTEXT
 ) -> list[generation_pb2.GenerateRequest]:
     """One for each prompt. Raises InvalidRequest."""
     try:
-        sampling, inputs = body.sampling(defaults), body.inputs()
+        sampling, inputs = body.sampling(defaults), body.inputs(context)
     except RecursionError as error:  # it was read where fewer calls were under way
-        raise _wrong("body", "nested too deep", "a JSON object of some levels") from error
+        raise wrong("body", "nested too deep", "a JSON object of some levels") from error
     salt = _bytes(body.cache_salt or "")
     return [
         generation_pb2.GenerateRequest(
-            request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
+            request_id=request_id if len(inputs) == 1 else f"{request_id[: MAX_REQUEST_ID - 4]}-{index}",
             sampling=sampling,
             cache_salt=salt,
             adapter=adapter,
@@ -450,6 +479,12 @@ def requests(
         )
         for index, one in enumerate(inputs)
     ]
+
+
+def _id_of(request_id: str, index: int) -> str:
+    """Of one of several prompts, within the bound of an id. Ids need not be unique: Job.internal_id is."""
+    suffix = f"-{index}"
+    return request_id[: MAX_REQUEST_ID - len(suffix)] + suffix
 
 
 # ---- errors
@@ -463,7 +498,7 @@ def _error(error: TandemError) -> dict[str, Any]:
     """OpenAI's shape. `code` is the stable reason, `param` the field."""
     kind = "server_error" if error.http >= 500 else "rate_limit_error" if error.http == 429 else "invalid_request_error"
     message, param = shown(error.message.removeprefix("sampling.").removeprefix("chat.")), _param(error.field)
-    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": CODES.get(error.reason, error.reason)}}
 
 
 def error_event(error: TandemError) -> bytes:

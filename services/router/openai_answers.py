@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.openai import Chat, Completions, Sampled, StreamOptions, encode, to_json
+from services.router.openai import Chat, Completions, Sampled, StreamOptions, encode
 from services.router.text import Text
 from services.router.tools import CallReader
 from tandem import answers
@@ -17,6 +18,7 @@ from tandem.v1 import common_pb2, generation_pb2
 
 LEAST = -9999.0  # log probability: JSON has no infinity
 DONE = "data: [DONE]\n\n"
+AT_ONCE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
 
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
@@ -80,13 +82,13 @@ class Answer(ABC):
         """The error in the words of the request."""
         return self._body.named(error)
 
-    def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The server-sent events that tell it; none before the first token."""
         piece = self._piece(index, event)
         if piece is None:
             return b""
         about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
-        data = f'data: {self._opening}"choices":[{encode(self.chunk(piece))}]{about}}}\n\n'
+        data = f'data: {self._opening}"choices":[{await self._encoded(piece, self.chunk(piece))}]{about}}}\n\n'
         if piece.finish:
             self._left -= 1
             if self._left == 0:
@@ -107,16 +109,33 @@ class Answer(ABC):
                 whole.logprobs += piece.logprobs
                 whole.prompt_logprobs += piece.prompt_logprobs
                 whole.finish, whole.stop_reason, whole.receipt = piece.finish, piece.stop_reason, piece.receipt
-        choices = [self.message(pieces[index]) for index in sorted(pieces)]
-        return to_json({**self._head, "choices": choices, "usage": self._usage()})
+        choices = [await self._encoded(piece, self.message(piece)) for _, piece in sorted(pieces.items())]
+        return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
 
     @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """What a piece of a stream says."""
+        """What a piece of a stream says, without its log probabilities."""
 
     @abstractmethod
     def message(self, piece: Piece) -> dict[str, Any]:
-        """What a whole answer says."""
+        """What a whole answer says, likewise."""
+
+    @abstractmethod
+    async def scores(self, piece: Piece) -> str:
+        """JSON of its log probabilities."""
+
+    async def _encoded(self, piece: Piece, fields: dict[str, Any]) -> str:
+        """JSON of the fields with the piece's log probabilities. Those may be hundreds of thousands."""
+        if not piece.logprobs and not piece.prompt_logprobs:
+            return encode(fields)
+        more = ""
+        if piece.logprobs:
+            del fields["logprobs"]
+            more += f',"logprobs":{await self.scores(piece)}'
+        if self._body.prompt_logprobs is not None:
+            del fields["prompt_logprobs"]
+            more += f',"prompt_logprobs":[{await _joined(self._of_prompt, piece.prompt_logprobs)}]'
+        return f"{encode(fields)[:-1]}{more}}}"
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
         kind = event.WhichOneof("event")
@@ -176,7 +195,7 @@ class Answer(ABC):
         if self._body.return_token_ids:
             extras["token_ids"] = piece.token_ids
         if self._body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = [self._of_prompt(*one) for one in piece.prompt_logprobs]
+            extras["prompt_logprobs"] = []
         if piece.receipt:
             extras["tandem_receipt"] = piece.receipt
         return extras
@@ -213,7 +232,7 @@ class CompletionsAnswer(Answer):
         return {
             "index": piece.choice.index,
             "text": piece.text,
-            "logprobs": self._logprobs(piece) if piece.logprobs else None,
+            "logprobs": None,
             "finish_reason": piece.finish,
             **self._extras(piece),
         }
@@ -230,26 +249,23 @@ class CompletionsAnswer(Answer):
         if self._body.logprobs is not None:
             piece.logprobs = list(piece.prompt_logprobs)
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    async def scores(self, piece: Piece) -> str:
         tokens = [self._token(token) for token, _, _ in piece.logprobs]
         offsets, at = [], piece.offset
         for token in tokens:
             offsets.append(at)
             at += len(token)
+        chosen = [chosen for _, chosen, _ in piece.logprobs]
+        fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
+        return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
+
+    def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
+        """By text, so that of several tokens with the same text the likeliest is shown; the chosen one always is."""
+        if chosen is None:
+            return None
         return {
-            "tokens": tokens,
-            "token_logprobs": [chosen for _, chosen, _ in piece.logprobs],
-            # by text, so that of several tokens with the same text the likeliest is shown; the chosen one always is
-            "top_logprobs": [
-                None
-                if chosen is None
-                else {
-                    **{self._token(one): value for one, value in reversed(top.items())},
-                    **({} if token in top else {self._token(token): chosen}),
-                }
-                for token, chosen, top in piece.logprobs
-            ],
-            "text_offset": offsets,
+            **{self._token(one): value for one, value in reversed(top.items())},
+            **({} if token in top else {self._token(token): chosen}),
         }
 
 
@@ -290,13 +306,15 @@ class ChatAnswer(Answer):
             content = ""  # it stands between calls
         calls = [
             (index, {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}})
-            for index, one in enumerate(reader.calls)
+            for index, one in enumerate(reader.calls[before:], before)
         ]
-        return content, calls[before:]
+        return content, calls
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
-        logprobs = {"content": [self._logprob(*one) for one in piece.logprobs]} if piece.logprobs else None
-        return {"logprobs": logprobs, "finish_reason": piece.finish, **self._extras(piece)}
+        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
+
+    async def scores(self, piece: Piece) -> str:
+        return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*one) for one in top.items()]}
@@ -311,6 +329,15 @@ def answer(
 ) -> Answer:
     kind = ChatAnswer if isinstance(body, Chat) else CompletionsAnswer
     return kind(body, request_id, model, text, requests)
+
+
+async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
+    """JSON of each, with commas between, made some at a time, so that other streams are relayed meanwhile."""
+    parts = []
+    for at in range(0, len(scored), AT_ONCE):
+        parts += [encode(make(*one)) for one in scored[at : at + AT_ONCE]]
+        await asyncio.sleep(0)
+    return ",".join(parts)
 
 
 def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:

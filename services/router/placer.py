@@ -1,7 +1,9 @@
-"""Keeps the snapshot that the policy decides on, and lets requests wait their turn for room.
+"""Gives requests their places, and lets them wait their turn for room.
 
-A worker's record is up to a heartbeat old. What this router has started and ended there since is added to it; the
-worker itself has the last word ("not now"), and is then left alone until something about it changes.
+What the policy decides on is in services.router.workers. The worker itself has the last word ("not now").
+
+Nobody who waits looks for a place: whatever may have made room has `_dispatch` called, which places those who wait in
+their order, a few at a time, and wakes them alone.
 """
 
 from __future__ import annotations
@@ -9,43 +11,34 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import monotonic
 
-from cluster.registry import State, WorkerRecord
-from services.router.policy import Candidate, Placement, Rules, begins_late, expected_wait, place
+from cluster.registry import State
+from services.router.policy import Candidate, Placement, Rules, begins_late, choose_decode, pair
+from services.router.pools import expected_wait
 from services.router.queue import GENERATED, Queue, Waiting
 from services.router.ways import Ways
-from services.view import ClusterView
+from services.router.workers import Cached, Workers
+from services.view import ClusterView, Life
 from tandem.errors import Busy, DeadlineExceeded, NoWorker
 
-Cached = Callable[[WorkerRecord], int]
+Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
 
 # Output room that a decode worker reserves with the prompt (services/decode/servicer.py).
 AHEAD_TOKENS = 64
 # A worker that failed a request is left alone for so long, unless it comes back as a new incarnation.
 SUSPECT_S = 5.0
+# One that said "not now", at most.
+FULL_S = 0.5
 # Placements while others wait: from so many on, and from the latest so many, one knows how fast places come free.
 FEW, LATEST = 4, 32
 LEAST_RETRY_S = 0.1
-
-
-@dataclass(slots=True)
-class _Since:
-    """What this router did at one worker since the worker's last beat."""
-
-    incarnation: str
-    beat: float = -1.0
-    running: int = 0
-    blocks: int = 0
-    full: bool = False
-    suspect_until: float = 0.0
-    # Placements without a first token, by id():
-    prompts: dict[int, int] = field(default_factory=dict)  # the prompt tokens to be computed there
-    awaited: set[int] = field(default_factory=set)  # those that will decode there
-    last_used: int = 0  # the number of the latest placement there
+AT_ONCE = 4  # placements before the streams have their turn again
+OVER = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -53,21 +46,29 @@ class _Waiting(Waiting):
     ahead: int = 0
     near: str = ""
     cached: Cached = lambda record: 0
+    holders: Holders = lambda role: ()
     placement: Placement | None = None
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    computed: int = 0  # tokens of its prompt that were expected to be computed
+    refused: bool = False  # its worker said "not now"
 
 
 class Placer:
     def __init__(self, view: ClusterView, queue_timeout_s: float, rules: Rules) -> None:
         self._view = view
         self._rules = rules
-        self.ways = Ways()
+        self._ways = Ways()
+        self._workers = Workers(rules)
+        self._avoided: dict[tuple[Life, Life], float] = {}  # decode and prefill worker, until when (monotonic)
         self._queue_timeout_s = queue_timeout_s
-        self._since: dict[str, _Since] = {}
-        self._placements = 0
         self.arrived = 0  # prompt tokens to be computed that have come, refused ones included
         self._queue: Queue[_Waiting] = Queue()
         self._places: deque[float] = deque(maxlen=LATEST)  # when somebody was placed while others waited
-        self._dispatched = -1  # the version of the view at which everybody who waits was tried last
+        self._news: Iterator[None] = iter(())
+        self._newest: object = None  # what `_news` is about
+        self._kept_up = False  # whether somebody takes over the view's news in the background
+        self._dispatching: asyncio.Handle | None = None
+        self._placed: dict[int, _Waiting] = {}  # by the id() of its placement
 
     @asynccontextmanager
     async def placed(
@@ -77,26 +78,30 @@ class Placer:
         remaining_s: float,
         near: str = "",
         cached: Cached = lambda record: 0,
+        holders: Holders = lambda role: (),
         *,
         tenant: str = "",
         priority: int = 0,
         ttft_s: float | None = None,
         begun: bool = False,
+        follows: bool = False,
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
-        block ends. `cached` says how many leading tokens a worker has already; its first token is of no use after
-        `ttft_s`. One that has `begun` is refused for no estimate.
+        block ends. `cached` says how many leading tokens a worker has already, and `holders` which ones to ask first;
+        its first token is of no use after `ttft_s`. One that has `begun`, or `follows` another completion of its
+        request that has, is refused for no estimate.
 
         Raises Busy at once when it would wait too long, and after the queue timeout or `remaining_s` when it did;
         DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when nobody is there.
         """
         ahead = min(AHEAD_TOKENS, limit - tokens)
-        one = _Waiting(tokens, tenant, priority, begun, ahead=ahead, near=near, cached=cached)
+        one = _Waiting(tokens, tenant, priority, begun, ahead=ahead, near=near, cached=cached, holders=holders)
+        self._catch_up()
         if not self._queue:
             self._places.clear()
         self._queue.add(one)
         try:
-            useful_s = math.inf if begun else self._useful(one, remaining_s, ttft_s)
+            useful_s = math.inf if begun or follows else self._useful(one, remaining_s, ttft_s)
         except (Busy, DeadlineExceeded):
             self._queue.remove(one)  # nobody need look whether it is their turn now
             raise
@@ -105,12 +110,16 @@ class Placer:
         finally:
             self._queue.remove(one)
             if one.placement:
-                blocks = self._blocks(one, one.placement)
-                self._forget(one.placement)
-                self._count(one.placement.decode, -1, -blocks)
-                if one.placement.prefill:
-                    self._count(one.placement.prefill, -1, -blocks)
-            await self._view.nudge()
+                self._leave(one, one.placement)
+            self._dispatch_soon()
+
+    async def keep_up(self) -> None:
+        """Takes over what is new in the view, some workers at a time, and places who waits for it. To be called after
+        each change; who never does has it done by the next request, all at once."""
+        self._kept_up = True
+        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer ones may come meanwhile
+            await asyncio.sleep(0)
+        self._dispatch()
 
     def waiting(self) -> int:
         """How many wait for a place."""
@@ -118,7 +127,7 @@ class Placer:
 
     def waiting_tokens(self) -> int:
         """Of their prompts."""
-        return sum(one.tokens for one in self._queue)
+        return self._queue.tokens
 
     def generated(self, tenant: str, tokens: int) -> None:
         """A tenant was sent so many tokens: who had fewer comes before it."""
@@ -126,22 +135,33 @@ class Placer:
 
     async def prefilled(self, placement: Placement) -> None:
         """Its first token has come: the prompt is nobody's backlog any more. Safe to call twice."""
-        self._forget(placement)
-        if self._queue:
-            await self._view.nudge()
+        self._workers.first_token(placement)
+        self._dispatch_soon()
 
     def took(self, placement: Placement, way: tuple[float, int, float] | None) -> None:
         """A request came this way to its end, in so many seconds, blocks and seconds (services.router.receipt)."""
         if way is not None:
-            self.ways.took(placement.decode.worker_id, placement.prefill.worker_id if placement.prefill else "", *way)
+            prefill = placement.prefill.worker_id if placement.prefill else ""
+            self._ways.took(placement.decode.worker_id, prefill, *way, now=monotonic())
 
-    def said_no(self, worker: Candidate) -> None:
-        """It had no room after all: leave it alone until its next beat, or until something of ours ends there."""
-        self._of(worker).full = True
+    def said_no(self, placement: Placement) -> None:
+        """Its decode worker had no room after all: leave it alone until its record changes, something of ours ends
+        there, or FULL_S. The request will ask for another place, and is to be counted once."""
+        self._refused(placement.decode)
+        if one := self._placed.get(id(placement)):
+            one.refused = True
 
     def suspect(self, worker: Candidate) -> None:
         """This life of it failed a request: leave it alone for a while."""
-        self._of(worker).suspect_until = monotonic() + SUSPECT_S
+        self._workers.suspect(worker, monotonic() + SUSPECT_S)
+        self._dispatch_after(SUSPECT_S)
+
+    def avoid(self, decode: Candidate, prefill: Candidate) -> None:
+        """KV did not get from one to the other: do not pair these lives of them for a while."""
+        now = monotonic()
+        self._avoided = {pair: until for pair, until in self._avoided.items() if until > now}
+        self._avoided[_life(decode), _life(prefill)] = now + SUSPECT_S
+        self._dispatch_after(SUSPECT_S)
 
     def _useful(self, one: _Waiting, remaining_s: float, ttft_s: float | None) -> float:
         """For how many seconds waiting is of use to it. Raises Busy where that is expected to be too short, and
@@ -169,69 +189,123 @@ class Placer:
 
     def _expected(self, one: _Waiting) -> tuple[float, float]:
         """Seconds until its turn, and of computing it: by the workers' rates, or by how places came free lately."""
-        before = self._queue.before(one)
-        decodes, prefills = (self._candidates(role, one.cached) for role in ("decode", "prefill"))
-        self.arrived += min((worker.fresh(one.tokens) for worker in prefills or decodes), default=one.tokens)
-        wait_s, own_s = expected_wait(decodes, prefills, one.tokens, sum(other.tokens for other in before), self._rules)
+        self._workers.settle()
+        before, queued = self._queue.before(one)
+        pools, cached = self._workers, self._workers.cached_at(one.cached)
+        holders = [name for role in ("prefill", "decode") for name in one.holders(role)[:1]]
+        wait_s, own_s, one.computed = expected_wait(pools.decodes, pools.prefills, one.tokens, queued, holders, cached)
+        self.arrived += one.computed
         if len(self._places) >= FEW and before:
             every = (monotonic() - self._places[0]) / len(self._places)
-            wait_s = max(wait_s, every * (len(before) + 1))
+            wait_s = max(wait_s, every * (before + 1))
         return wait_s, own_s
 
     async def _wait(self, one: _Waiting, timeout_s: float, useful_s: float) -> Placement:
-        self._dispatched = -1
+        if self._queue.first() is one:  # else it is not its turn, and those before it were tried before it came
+            self._dispatch()
         patience_s = min(timeout_s, useful_s)
         try:
             async with asyncio.timeout(patience_s):
-                while one.placement is None:
-                    version = self._view.version
-                    if self._dispatched != version:
-                        self._dispatched = version
-                        if any(placed is not one for placed in self._dispatch()):
-                            await self._view.nudge()  # wakes them
-                    if one.placement is None:
-                        await self._view.newer_than(version)
+                await one.placed.wait()
         except TimeoutError as error:
+            self._catch_up()
             if one.placement is None and useful_s >= timeout_s and (found := self._place(one, 0)):
                 self._take(one, found)  # there is room; it must do without patience
             if one.placement is None:
                 raise self._no_room(one, patience_s) from error
+        assert one.placement
         return one.placement
 
-    def _dispatch(self) -> list[_Waiting]:
-        """Places those who wait, in their order, and returns them. The first for whom it is too early keeps all others
-        waiting."""
-        placed: list[_Waiting] = []
-        while (one := self._queue.first()) is not None:
-            found = self._place(one, len(self._queue) - 1)
-            if found is None or begins_late(found, one.tokens):
-                break
+    def _refused(self, worker: Candidate) -> None:
+        self._workers.said_no(worker, monotonic() + FULL_S)
+        self._dispatch_after(FULL_S)
+
+    def _dispatch_after(self, seconds: float) -> None:
+        """When a worker may be used again that was left alone for so long."""
+        asyncio.get_running_loop().call_later(seconds, self._dispatch_soon)
+
+    def _dispatch_soon(self) -> None:
+        """Once, however many requests end in this turn of the loop."""
+        if self._queue and self._dispatching is None:
+            self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Places those who wait, in their order, as long as there is room, some in each turn of the loop. The first for
+        whom it is too early keeps all others waiting."""
+        if self._dispatching:
+            self._dispatching.cancel()
+            self._dispatching = None
+        for _ in range(AT_ONCE):
+            one = self._queue.first()
+            found = self._place(one, len(self._queue) - 1) if one else None
+            if one is None or found is None or begins_late(found, one.tokens):
+                return
             self._take(one, found)
-            placed.append(one)
-        return placed
+        self._dispatch_soon()
 
     def _place(self, one: _Waiting, behind: int) -> Placement | None:
-        decodes, prefills = (self._candidates(role, one.cached) for role in ("decode", "prefill"))
-        return place(decodes, prefills, one.tokens, one.ahead, self._rules, one.near, behind, self.ways.known)
+        self._workers.settle()
+        ways = self._ways.at(monotonic())
+        decode = choose_decode(self._decodes(one), one.tokens, one.ahead, self._rules, one.near, ways)
+        if decode is None:
+            return None
+        avoided = self._avoided_by(decode)
+        share = behind / max(1, self._workers.prefills.able(decode.layout_hash) - len(avoided))
+        prefills = self._prefills(one, decode, avoided)
+        found = pair(decode, prefills, one.tokens, self._rules, one.near, share, ways)
+        if avoided and found.prefill is None:
+            why = f"KV from {' and '.join(avoided)} did not arrive there lately"
+            return replace(found, why_local=f"{why}; {found.why_local}" if prefills else why)
+        return found
+
+    def _avoided_by(self, decode: Candidate) -> list[str]:
+        """Ids of living prefill workers that are not to hand over to this decode worker now."""
+        if not self._avoided:
+            return []
+        now, known = monotonic(), self._workers.prefills.workers
+        return [
+            prefill[0]
+            for (to, prefill), until in self._avoided.items()
+            if until > now and to == _life(decode) and prefill[0] in known and _life(known[prefill[0]]) == prefill
+        ]
+
+    def _decodes(self, one: _Waiting) -> list[Candidate]:
+        cached, holders = self._workers.cached_at(one.cached), one.holders("decode")
+        return self._workers.decodes.shortlist(one.tokens, one.ahead, one.near, holders, cached)
+
+    def _prefills(self, one: _Waiting, decode: Candidate, avoided: Sequence[str]) -> list[Candidate]:
+        cached, holders = self._workers.cached_at(one.cached), one.holders("prefill")
+        return self._workers.prefills.shortlist(decode, self._ways.at(monotonic()), holders, cached, avoided)
 
     def _take(self, one: _Waiting, placement: Placement) -> None:
         one.placement = placement
+        self._placed[id(placement)] = one
+        one.placed.set()
         self._queue.place(one)
         if self._queue:
             self._places.append(monotonic())
         else:
             self._places.clear()
-        blocks = self._blocks(one, placement)
-        self._placements += 1
-        for worker in filter(None, (placement.decode, placement.prefill)):
-            self._count(worker, +1, blocks)
-            self._of(worker).last_used = self._placements
-        self._of(placement.prefill or placement.decode).prompts[id(placement)] = _new(one, placement)
-        self._of(placement.decode).awaited.add(id(placement))
+        self._workers.take(placement, self._blocks(one, placement), _new(one, placement))
 
-    def _forget(self, placement: Placement) -> None:
-        self._of(placement.prefill or placement.decode).prompts.pop(id(placement), None)
-        self._of(placement.decode).awaited.discard(id(placement))
+    def _leave(self, one: _Waiting, placement: Placement) -> None:
+        self._workers.end(placement, self._blocks(one, placement))
+        del self._placed[id(placement)]
+        if one.refused:
+            self._refused(placement.decode)  # what ended there is what it said no to
+            self._queue.give_back(one.tenant, one.tokens)
+            self.arrived -= one.computed
+
+    def _catch_up(self) -> None:
+        """In the middle of the view's news, with one slice of them."""
+        for _ in islice(self._latest_news(), 1 if self._kept_up else None):
+            pass
+
+    def _latest_news(self) -> Iterator[None]:
+        if self._newest is not self._view.workers:
+            self._newest = self._view.workers
+            self._news = self._workers.news(self._view.workers)
+        return self._news
 
     @staticmethod
     def _blocks(one: _Waiting, placement: Placement) -> int:
@@ -250,47 +324,9 @@ class Placer:
             retry_after=1.0,
         )
 
-    def _candidates(self, role: str, cached: Cached) -> list[Candidate]:
-        return [self._candidate(record, cached(record)) for record in self._view.of_role(role)]
 
-    def _candidate(self, record: WorkerRecord, cached: int) -> Candidate:
-        since = self._since.get(record.worker_id)
-        if since is None or since.incarnation != record.incarnation:
-            since = self._since[record.worker_id] = _Since(record.incarnation)
-        if since.beat != record.beat:  # the record counts by now what we did
-            since.beat, since.running, since.blocks, since.full = record.beat, 0, 0, False
-        return Candidate(
-            worker_id=record.worker_id,
-            incarnation=record.incarnation,
-            address=record.address,
-            layout_hash=record.layout_hash,
-            running=max(0, record.running + since.running),
-            max_running=record.max_running,
-            free_blocks=record.blocks_total - record.blocks_held - since.blocks,
-            block_size=record.block_size,
-            max_model_len=record.max_model_len,
-            streams=max(0, record.running + since.running - len(since.awaited)),
-            prompts=tuple(since.prompts.values()),
-            prompt_rate=record.prompt_rate,
-            step_s=record.step_s,
-            stream_s=record.stream_s,
-            cached=cached,
-            last_used=since.last_used,
-            usable=record.state is State.READY and not since.full and monotonic() >= since.suspect_until,
-        )
-
-    def _of(self, worker: Candidate) -> _Since:
-        since = self._since.get(worker.worker_id)
-        if since is None or since.incarnation != worker.incarnation:
-            return _Since(worker.incarnation)  # that life is over; nobody looks at its account again
-        return since
-
-    def _count(self, worker: Candidate, running: int, blocks: int) -> None:
-        since = self._of(worker)
-        since.running += running
-        since.blocks += blocks
-        if running < 0:
-            since.full = False
+def _life(worker: Candidate) -> Life:
+    return worker.worker_id, worker.incarnation
 
 
 def _new(one: _Waiting, placement: Placement) -> int:

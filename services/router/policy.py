@@ -10,6 +10,7 @@ from what earlier requests met on their way.
             for this one
             + the way there and back, and what moving the KV delays the second token
     here    the same on the decode worker, which also goes on with its streams
+            + what the prompts that wait there lose: each of them waits for this one
             + what its streams lose: each of them waits for this prompt's tokens; nothing where an objective is kept
             + the way there
 
@@ -20,15 +21,17 @@ whoever is done first takes it, and until then it holds no blocks on a decode wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """One worker as a router knows it: its last record, and what this router has sent there since."""
+    """One worker as a router knows it: its last record, and what this router has sent there since. Never changed; not
+    frozen, because making a frozen one takes twice as long, and a router makes thousands in a second."""
 
     worker_id: str
     incarnation: str
@@ -44,9 +47,13 @@ class Candidate:
     prompt_rate: float = 0.0  # prompt tokens per second; 0: not known
     step_s: float = 0.0  # seconds of a step of one stream; 0: not known
     stream_s: float = 0.0  # that each further stream adds
-    cached: int = 0  # leading tokens of the prompt in question that it has already
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
+    cached: int = 0  # leading tokens of the prompt in question that it has already
+
+    def having(self, cached: int) -> Candidate:
+        """The same for another prompt (dataclasses.replace takes three times as long)."""
+        return Candidate(*(*_but_cached(self), cached)) if cached != self.cached else self
 
     def fresh(self, tokens: int) -> int:
         """Tokens of a prompt of so many that it would have to compute."""
@@ -55,6 +62,11 @@ class Candidate:
     def before(self, tokens: int) -> int:
         """Prompt tokens that are computed there before a new prompt of so many."""
         return sum(min(tokens, waiting) for waiting in self.prompts)
+
+
+_but_cached: Callable[[Candidate], tuple[Any, ...]] = attrgetter(
+    *(one.name for one in fields(Candidate) if one.name != "cached")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ def place(
     ahead: int,
     rules: Rules,
     near: str = "",
-    behind: int = 0,
+    behind: float = 0.0,
     ways: Ways = MappingProxyType({}),
 ) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
@@ -131,23 +143,43 @@ def place(
     turns.
 
     `near` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room for
-    what is new, nothing moves. `behind` is how many prompts wait at the router after this one.
+    what is new, nothing moves. `behind` is how many prompts wait at the router after this one, for each prefill worker.
+
+    This is the definition, over all workers. The router runs its two halves over the few of each pool that
+    services.router.pools names.
     """
-    roomy = [
-        one
-        for one in decodes
-        if one.usable
-        and one.running < one.max_running
-        and one.free_blocks * one.block_size >= (one.block_size if one.worker_id == near else tokens) + ahead
-        and one.max_model_len > tokens
-        and _keeps_pace(one, rules)
-    ]
+    decode = choose_decode(decodes, tokens, ahead, rules, near, ways)
+    return pair(decode, prefills, tokens, rules, near, behind, ways) if decode else None
+
+
+def choose_decode(
+    decodes: Sequence[Candidate],
+    tokens: int,
+    ahead: int,
+    rules: Rules,
+    near: str = "",
+    ways: Ways = MappingProxyType({}),
+) -> Candidate | None:
+    """The first half of `place`."""
+    roomy = [one for one in decodes if has_room(one, tokens, ahead, rules, near)]
     for one in roomy:
         if one.worker_id == near:
-            return Placement(one, None, "the KV of the prompt is there already")
-    if not roomy:
-        return None
-    decode = _decode(roomy, tokens, rules, ways)
+            return one
+    return _decode(roomy, tokens, rules, ways) if roomy else None
+
+
+def pair(
+    decode: Candidate,
+    prefills: Sequence[Candidate],
+    tokens: int,
+    rules: Rules,
+    near: str = "",
+    behind: float = 0.0,
+    ways: Ways = MappingProxyType({}),
+) -> Placement:
+    """The second half of `place`: who computes the prompt for this decode worker."""
+    if decode.worker_id == near:
+        return Placement(decode, None, "the KV of the prompt is there already")
     able = [one for one in prefills if one.usable and one.layout_hash == decode.layout_hash]
     here = _estimate(decode, _share(decode, rules), tokens)
     if rules.local == "always" or not able:
@@ -158,7 +190,7 @@ def place(
         return Placement(decode, prefill, "", there)
     costs = {
         "here_s": cost_here(decode, tokens, rules, ways),
-        "there_s": cost_there(prefill, decode, tokens, behind / len(able), ways),
+        "there_s": cost_there(prefill, decode, tokens, behind, ways),
     }
     if costs["here_s"] >= CLEARLY * costs["there_s"]:
         return Placement(decode, prefill, "", replace(there, **costs))
@@ -170,27 +202,35 @@ def place(
     return Placement(decode, None, why, replace(here, **costs))
 
 
+def has_room(one: Candidate, tokens: int, ahead: int, rules: Rules, near: str = "") -> bool:
+    """Whether a request can start on this decode worker now."""
+    return (
+        one.usable
+        and one.running < one.max_running
+        and one.free_blocks * one.block_size >= (one.block_size if one.worker_id == near else tokens) + ahead
+        and one.max_model_len > tokens
+        and _keeps_pace(one, rules)
+    )
+
+
 def _keeps_pace(one: Candidate, rules: Rules) -> bool:
     """Whether its streams would keep the objective with one more; the first one always may."""
     return rules.tpot is None or one.running == 0 or one.step_s + one.stream_s * one.running <= rules.tpot
 
 
-def expected_wait(
-    decodes: Sequence[Candidate], prefills: Sequence[Candidate], tokens: int, queued: int, rules: Rules
-) -> tuple[float, float]:
-    """Seconds that a prompt of `tokens` tokens waits, and then is computed for, when prompts of `queued` tokens in all
-    are placed before it. Zeros where no worker has said how fast it computes."""
-    able = [(one, 1.0) for one in prefills if one.usable and one.prompt_rate]
-    able += [
-        (one, _share(one, rules))
-        for one in decodes
-        if one.usable and one.prompt_rate and (not able or (rules.local == "measured" and _makes_way(one, rules)))
-    ]
-    if not able:
-        return 0.0, 0.0
-    rate = sum(one.prompt_rate * share for one, share in able)
-    waiting = sum(one.before(one.fresh(tokens)) for one, _ in able)
-    return (queued + waiting) / rate, min(_computing(one, share, tokens) for one, share in able)
+def pace_of(one: Candidate, rules: Rules, role: str) -> float:
+    """Prompt tokens per second that it computes beside its streams."""
+    return one.prompt_rate * (_share(one, rules) if role == "decode" else 1.0)
+
+
+def helps(one: Candidate, rules: Rules) -> bool:
+    """Whether this decode worker computes prompts although there are prefill workers, to the harm of no stream."""
+    return rules.local == "measured" and _makes_way(one, rules)
+
+
+def computing(one: Candidate, pace: float, tokens: int) -> float:
+    """Seconds of computing a prompt at so many tokens per second. Streams finish a step before it."""
+    return one.step_s + one.fresh(tokens) / pace
 
 
 def _decode(roomy: Sequence[Candidate], tokens: int, rules: Rules, ways: Ways) -> Candidate:
@@ -205,7 +245,8 @@ def _decode(roomy: Sequence[Candidate], tokens: int, rules: Rules, ways: Ways) -
 
 def _prefill(able: Sequence[Candidate], decode: Candidate, tokens: int, ways: Ways) -> Candidate:
     """The one that would begin soonest. A way counts where it is clearly longer than the shortest, for what was learnt
-    of two equal ones never is the same."""
+    of two equal ones never is the same. It counts for nothing where the prompt would wait at the router for it: work
+    goes to a worker that has none, unless computing again what another one has cached takes longer than to wait."""
     least, blocks = min(one.fresh(tokens) for one in able), _to_move(decode, tokens)
     way_s = {one.worker_id: _way(ways, decode, one).seconds(blocks) for one in able}
     far_s = FAR * min(way_s.values())
@@ -213,7 +254,13 @@ def _prefill(able: Sequence[Candidate], decode: Candidate, tokens: int, ways: Wa
     def late(one: Candidate) -> float:
         return _late(one, tokens, least) + (way_s[one.worker_id] if way_s[one.worker_id] > far_s else 0.0)
 
-    return min(able, key=lambda one: (late(one), one.running, -one.free_blocks, *_turn(one)))
+    def order(one: Candidate, seconds: float) -> tuple[float, int, int, int, str]:
+        return seconds, one.running, -one.free_blocks, *_turn(one)
+
+    soonest = min(able, key=lambda one: order(one, late(one)))
+    if _begins_late(soonest, tokens):  # the prompt would be kept back: what was learnt of ways is no reason for that
+        return min(able, key=lambda one: order(one, _late(one, tokens, least)))
+    return soonest
 
 
 def _why_alone(decode: Candidate, prefills: Sequence[Candidate], rules: Rules) -> str:
@@ -228,13 +275,11 @@ def _why_alone(decode: Candidate, prefills: Sequence[Candidate], rules: Rules) -
 
 def begins_late(found: Placement, tokens: int) -> bool:
     """Whether its prefill worker has enough to do without this prompt, so that nothing is lost by deciding later."""
-    prefill = found.prefill
-    return (
-        prefill is not None
-        and len(prefill.prompts) >= READY_PROMPTS
-        and prefill.prompt_rate > 0
-        and _wait(prefill, tokens) > READY_S
-    )
+    return found.prefill is not None and _begins_late(found.prefill, tokens)
+
+
+def _begins_late(prefill: Candidate, tokens: int) -> bool:
+    return len(prefill.prompts) >= READY_PROMPTS and prefill.prompt_rate > 0 and _wait(prefill, tokens) > READY_S
 
 
 def _wait(prefill: Candidate, tokens: int) -> float:
@@ -253,12 +298,7 @@ def _estimate(one: Candidate, share: float, tokens: int) -> Estimate | None:
     if not one.prompt_rate:
         return None
     wait_s = one.before(one.fresh(tokens)) / (one.prompt_rate * share)
-    return Estimate(wait_s, _computing(one, share, tokens))
-
-
-def _computing(one: Candidate, share: float, tokens: int) -> float:
-    """Seconds of computing a prompt with that share of a worker's time. Streams finish a step before it."""
-    return one.step_s + one.fresh(tokens) / (one.prompt_rate * share)
+    return Estimate(wait_s, computing(one, one.prompt_rate * share, tokens))
 
 
 def cost_there(
@@ -272,12 +312,12 @@ def cost_there(
 
 
 def cost_here(decode: Candidate, tokens: int, rules: Rules, ways: Ways = MappingProxyType({})) -> float:
-    """Seconds to the first token when the decode worker computes the prompt, and what all its streams lose by it:
-    nothing where its steps keep to an objective."""
-    share = _share(decode, rules)
-    before = decode.before(decode.fresh(tokens)) / (decode.prompt_rate * share)
-    lost = 0.0 if _makes_way(decode, rules) else decode.streams * decode.fresh(tokens) / decode.prompt_rate
-    return before + _computing(decode, share, tokens) + lost + _way(ways, decode).first_s
+    """Seconds to the first token when the decode worker computes the prompt, what the prompts that wait there lose, and
+    what all its streams lose by it: nothing where its steps keep to an objective."""
+    pace, fresh = decode.prompt_rate * _share(decode, rules), decode.fresh(tokens)
+    own = decode.step_s + (decode.before(fresh) + fresh * (1 + len(decode.prompts))) / pace
+    lost = 0.0 if _makes_way(decode, rules) else decode.streams * fresh / decode.prompt_rate
+    return own + lost + _way(ways, decode).first_s
 
 
 def _way(ways: Ways, decode: Candidate, prefill: Candidate | None = None) -> Way:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from time import monotonic
 
@@ -19,13 +19,14 @@ import grpc
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from services.access import front_door, to_workers
 from services.router.admin import AdminServicer
-from services.router.admit import DEFAULT_MAX_TOKENS, Job, ModelFacts, Past, admit
+from services.router.admit import DEFAULT_MAX_TOKENS, DEFAULT_PRIORITY, Job, ModelFacts, Past, admit
 from services.router.checkpoint import local_folder
 from services.router.completion import Completion, Outbox, Shared
 from services.router.feeds import Feeds
 from services.router.http import HttpServer
 from services.router.jobs import Jobs
 from services.router.keys import Key, KeyGuard, Keys
+from services.router.offload import Offload
 from services.router.openai import Defaults
 from services.router.placer import Placer
 from services.router.policy import Rules
@@ -36,16 +37,18 @@ from services.router.tenants import Tenants
 from services.router.text import Text
 from services.server import Channels, GrpcServer
 from services.view import ClusterView
+from services.watchdog import Watchdog
 from tandem import tracing
-from tandem.errors import NoWorker
+from tandem.errors import InternalError, NoWorker
 from tandem.metrics import RouterMetrics, Served
 from tandem.settings import Settings
-from tandem.tasks import end
+from tandem.tasks import end, forever
 from tandem.tracing import OFF, Headers, Tracing
 from tandem.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-LONG_TEXT_BYTES = 64 * 1024  # tokenised on a thread, so that streams do not wait for it
+LOOP_S = 30.0  # that the event loop may be blocked; then the process ends, to be started again
+SLICE = 64  # channels that are looked at before the streams have their turn again
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -71,23 +74,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ttft=settings.slo_ttft_s,
             tpot=settings.slo_tpot_s,
         )
-        self._tenants = Tenants(keys)
-        self._quarantine = Quarantine()
+        self.tenants = Tenants(keys)
+        self.offload = Offload(settings.queue_timeout_s)
+        self._quarantine = Quarantine(view.ended)
         self._placer = Placer(view, settings.queue_timeout_s, rules)
         self.metrics = RouterMetrics(settings, worker_id, self._placer.waiting)
         self._tracing = tracing
         self._model: ModelFacts | None = None
+        self._facts_of: object = None  # the view that they were read from
         self.running = 0  # requests in progress
         self.waiting = self._placer.waiting
         self.receipts = Receipts()
         self._shared = Shared(
             settings=settings,
+            view=view,
             text=text,
             channels=channels,
             feeds=self.feeds,
             prefixes=self.prefixes,
             placer=self._placer,
-            tenants=self._tenants,
+            tenants=self.tenants,
             quarantine=self._quarantine,
             metrics=self.metrics,
             receipts=self.receipts,
@@ -125,8 +131,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         span = self._tracing.request(request, self._settings.model, headers)
         with self.metrics.request() as counted, span:
             account = Account(arrived, span)
-            tenant = tenant or self._tenants.who(authorization)
-            job = await self._admit(request, default_max_tokens, fixed=past is not None)
+            tenant = tenant or self.tenants.who(authorization)
+            job = await self._admit(request, tenant, default_max_tokens, fixed=past is not None)
             _give_to(tenant, job)
             account.admitted()
             if self._quarantine:
@@ -137,7 +143,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             started = generation_pb2.Started(
                 request_id=job.request_id, model=self._settings.model, prompt_tokens=job.prompt_len, choices=job.choices
             )
-            with self._tenants.admitted(tenant, job.prompt_len, job.choices):
+            # The tokens of a job are services/router/jobs.py's business.
+            admitted = nullcontext() if past is not None else self.tenants.admitted(tenant, job.prompt_len, job.choices)
+            with admitted:
                 yield generation_pb2.GenerateResponse(started=started)
                 with self._in_progress():
                     async with self._completing(job, account, deadline, before) as outbox:
@@ -158,7 +166,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         async def follow(other: Job) -> None:
             await lead.begun.wait()
-            if mine.generated > 1:
+            if mine.generated > 1 and not past.deltas[other.choice]:  # else it has tokens that are not there
                 other.near = account.decode_worker
             with account.span.begin(f"choice {other.choice}") as span:
                 own = Account(account.arrived, span)
@@ -184,7 +192,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def fixed(self, request: generation_pb2.GenerateRequest, tenant: Key) -> generation_pb2.GenerateRequest:
         """The same request with nothing left open: its prompt as token ids, its seed, its limits. Raises what
         `generate` would raise before it begins."""
-        job = await self._admit(request, DEFAULT_MAX_TOKENS)
+        job = await self._admit(request, tenant, DEFAULT_MAX_TOKENS)
         _give_to(tenant, job)
         found = generation_pb2.GenerateRequest()
         found.CopyFrom(request)
@@ -197,20 +205,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def who(self, context: grpc.aio.ServicerContext) -> Key:
         """Raises Unauthenticated."""
-        return self._tenants.who(_authorization(context))
+        return self.tenants.who(_authorization(context))
+
+    def tenant(self, authorization: str | None) -> Key:
+        """Whose header that is. Raises Unauthenticated."""
+        return self.tenants.who(authorization)
 
     async def _admit(
-        self, request: generation_pb2.GenerateRequest, default_max_tokens: int, fixed: bool = False
+        self, request: generation_pb2.GenerateRequest, tenant: Key, default_max_tokens: int, fixed: bool = False
     ) -> Job:
-        model = self.facts()
-        if request.ByteSize() > LONG_TEXT_BYTES:
-            return await asyncio.to_thread(admit, request, self._text, model, default_max_tokens, fixed)
-        return admit(request, self._text, model, default_max_tokens, fixed)
+        args = (request, self._text, self.facts(), default_max_tokens, fixed)
+        return await self.offload.run(tenant.name, request.ByteSize(), admit, *args)
 
-    def keep_only(self, workers: Sequence[WorkerRecord]) -> None:
-        """Forgets what it knows of all others."""
-        self.feeds.keep_only({(record.worker_id, record.incarnation) for record in workers})
-        self._placer.ways.keep_only({record.worker_id for record in workers})
+    async def keep_up(self) -> None:
+        """Takes over what is new in the view."""
+        await self._placer.keep_up()
 
     def loaded(self, record: WorkerRecord) -> WorkerRecord:
         """The router's record with what it has to do."""
@@ -224,6 +233,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def facts(self) -> ModelFacts:
         """What the decode workers say; the last known answer while none lives. Raises NoWorker before the first."""
+        if self._facts_of is self._view.workers and self._model:
+            return self._model
+        self._facts_of = self._view.workers
         records = self._view.of_role("decode")
         if records:
             longest = max(records, key=lambda record: record.max_model_len)
@@ -238,6 +250,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if self._model is None:
             raise NoWorker("no decode worker has come up yet; `tandem workers` shows the pools", retry_after=2.0)
         return self._model
+
+    def layouts(self) -> set[str]:
+        """The KV layouts of the decode workers that are known now."""
+        return {record.layout_hash for record in self._view.of_role("decode")}
 
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -261,9 +277,9 @@ def _authorization(context: grpc.aio.ServicerContext) -> str | None:
 
 def _give_to(tenant: Key, job: Job) -> None:
     """What a tenant may do, and that no other one can tell from the time to its first token what it has asked."""
-    if tenant.limits.priority is not None:
-        job.priority = max(job.priority, tenant.limits.priority)
     if tenant.name:
+        most_urgent = DEFAULT_PRIORITY if tenant.limits.priority is None else tenant.limits.priority
+        job.priority = max(job.priority, most_urgent)
         job.tenant = tenant.name
         job.salt = hashlib.blake2b(job.salt, key=tenant.name.encode(), digest_size=32, person=b"tandem.tenant").digest()
 
@@ -309,6 +325,8 @@ class Router:
         )
         self._heartbeat = Heartbeat(self.registry, lambda: generation.loaded(self._record), settings.heartbeat_s)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.http.failed = self._on_broken
+        self._watchdog = Watchdog([], lambda check, why: self._watchdog.exit_within(0.0), LOOP_S)
         self._following: asyncio.Task[None] | None = None
         self._indexing: asyncio.Task[None] | None = None
         self._metrics_served: Served | None = None
@@ -326,10 +344,11 @@ class Router:
             metrics_address=self._metrics_served.address if self._metrics_served else "",
         )
         await self._heartbeat.start()
+        self._watchdog.start()
         await self.jobs.start()
-        self._following = asyncio.create_task(self._follow(), name="warm-channels")
+        self._following = forever(self._follow, name="warm-channels")
         if self.settings.place_by_prefix:
-            self._indexing = asyncio.create_task(self._generation.prefixes.follow(), name="prefixes")
+            self._indexing = forever(self._generation.prefixes.follow, name="prefixes")
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -349,21 +368,32 @@ class Router:
         await self._generation.feeds.close()
         await self.channels.close()
         await self.jobs.close()
+        self._generation.offload.close()
         await self.registry.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
         await asyncio.to_thread(self.tracing.close)
+        await asyncio.to_thread(self._watchdog.stop)
         if not self._ended.done():
             self._ended.set_result(None)
 
+    def _on_broken(self, error: BaseException) -> None:
+        """Ends this process, to be started again: one of its doors is shut for good."""
+        if not self._ended.done():
+            self._ended.set_exception(InternalError(f"{self.worker_id} broke: {error}"))
+            self._ended.exception()  # retrieved: nobody may be waiting
+
     async def _follow(self) -> None:
         """Connect to workers before a request needs them, and hang up on those that are gone."""
-        async for workers in self.view.updates():
-            addresses = {record.address for record in workers.values() if record.role != "router"}
+        async for _ in self.view.updates():
+            lives = self.view.lives.values()
+            addresses = {record.address for record in lives if record.role != "router"}
             self.channels.keep_only(addresses)
-            self._generation.keep_only(list(workers.values()))
-            for address in addresses:
+            await self._generation.keep_up()
+            for number, address in enumerate(addresses):
                 self.channels.to(address).get_state(try_to_connect=True)
+                if number % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)
 
 
 async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Router:

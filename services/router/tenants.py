@@ -15,6 +15,8 @@ from services.router.keys import ANYBODY, Key, Keys
 from tandem.errors import Busy, TooLarge
 
 MINUTE_S = 60.0
+JOBS_LEAVE = 0.5  # of the bucket, for requests that somebody waits for
+JOB_PART = 0.125  # of the bucket, that a job may generate before it asks again
 RETRY_S = 1.0  # when one of so many in progress has ended, nobody knows
 
 
@@ -24,6 +26,7 @@ class _Tenant:
     tokens: float = 0.0  # in its bucket
     filled: float = 0.0  # when that was so
     known: bool = False  # whether its bucket has been filled before
+    promised: int = 0  # tokens in it that running jobs may still generate
 
     def fill(self, per_minute: int) -> None:
         """Brings the bucket up to now; a new one is full, and a limit that has become smaller holds at once."""
@@ -41,6 +44,11 @@ class Tenants:
         """Raises Unauthenticated."""
         return self._keys.check(authorization) if self._keys else ANYBODY
 
+    def named(self, name: str) -> Key:
+        """The tenant of that name, with the limits that the file of keys gives it now: for work that goes on without
+        its client, such as a job's. Raises PermissionDenied when it has no key any more."""
+        return self._keys.named(name) if self._keys and name else Key(name)
+
     @contextmanager
     def admitted(self, key: Key, prompt_tokens: int, requests: int) -> Iterator[None]:
         """Counts `requests` in progress inside. Raises Busy when the tenant may have no more now, TooLarge when it
@@ -57,9 +65,71 @@ class Tenants:
         finally:
             tenant.running -= requests
 
+    def check_job(self, key: Key, prompt_tokens: int) -> None:
+        """Raises TooLarge for a prompt that can never be charged to its tenant."""
+        _check_prompt(key, prompt_tokens)
+
+    @contextmanager
+    def job(self, key: Key, prompt_tokens: int, longest: int) -> Iterator[Allowance]:
+        """Charges a job's prompt, and allows it a part of its `longest` tokens. Raises Busy while that would leave too
+        little to the tenant's other requests. Jobs do not count as requests in progress."""
+        if key.limits.tokens_per_minute is None:
+            yield Allowance(key, _Tenant(), longest)
+            return
+        self.check_job(key, prompt_tokens)
+        allowance = Allowance(key, self._tenants.setdefault(key.name, _Tenant()), longest)
+        allowance.take(prompt_tokens)
+        try:
+            yield allowance
+        finally:
+            allowance.give_back()
+
     def generated(self, name: str, tokens: int) -> None:
         if (tenant := self._tenants.get(name)) is not None:
             tenant.tokens -= tokens
+
+
+class Allowance:
+    """What a running job may still generate before it has to ask again. Jobs never take the last JOBS_LEAVE of their
+    tenant's bucket, so that they wait for its requests and not the other way round."""
+
+    def __init__(self, key: Key, tenant: _Tenant, longest: int) -> None:
+        self._key, self._tenant = key, tenant
+        self._most = key.limits.tokens_per_minute
+        self._part = longest if self._most is None else max(1, min(longest, int(self._most * JOB_PART)))
+        self._left = 0
+
+    def take(self, prompt_tokens: int = 0) -> None:
+        """Raises Busy."""
+        if self._most is None:
+            return
+        self._tenant.fill(self._most)
+        wanted = min(self._most * JOBS_LEAVE + prompt_tokens + self._part, self._most)
+        missing = wanted - (self._tenant.tokens - self._tenant.promised)
+        if missing > 0:
+            raise Busy(
+                f"the jobs of {self._key.name} have had their part of its {self._most} tokens of this minute",
+                reason="TENANT_TOKENS",
+                retry_after=missing / self._most * MINUTE_S,
+            )
+        self._tenant.tokens -= prompt_tokens
+        self._tenant.promised += self._part
+        self._left += self._part
+
+    def spend(self, tokens: int) -> None:
+        """These were generated; `Tenants.generated` charges them."""
+        used = min(tokens, self._left)
+        self._left -= used
+        self._tenant.promised -= used
+
+    def check(self) -> None:
+        """Raises Busy when nothing is left and there is no more for now."""
+        if self._left <= 0:
+            self.take()
+
+    def give_back(self) -> None:
+        self._tenant.promised -= self._left
+        self._left = 0
 
 
 def _check_requests(key: Key, tenant: _Tenant, requests: int) -> None:
@@ -80,16 +150,21 @@ def _check_requests(key: Key, tenant: _Tenant, requests: int) -> None:
         )
 
 
-def _take(key: Key, tenant: _Tenant, tokens: int) -> None:
+def _check_prompt(key: Key, tokens: int) -> None:
     most = key.limits.tokens_per_minute
-    if most is None:
-        return
-    if tokens > most:
+    if most is not None and tokens > most:
         raise TooLarge(
             f"{key.name} may have {most} tokens in a minute, this prompt has {tokens}",
             field="text",
             bound=f"at most {most} tokens",
         )
+
+
+def _take(key: Key, tenant: _Tenant, tokens: int) -> None:
+    _check_prompt(key, tokens)
+    most = key.limits.tokens_per_minute
+    if most is None:
+        return
     tenant.fill(most)
     if tenant.tokens < tokens:
         raise Busy(

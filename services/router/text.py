@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from services.router.tools import Format, format_of
 from tandem.errors import CheckpointRefused, InvalidRequest
@@ -59,16 +60,39 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+# Texts of up to so many bytes for each token of the context are tokenised without a look at whether they fit: in the
+# worst case that is so many contexts of work, and most texts that fit are no longer.
+UNCHECKED_BYTES = 4
+PIECE = 16 * 1024  # characters that are counted at once
+SEAM = 256  # tokens more than in the whole that a piece may have, because it was cut off
+COMPOSED = 4  # characters that a normalizer may make one of
+# Tokens that stay in a window: an incomplete code point has up to three bytes, so it is in the last three.
+CONTEXT = 4
+LONGEST_WINDOW = 12
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
 class Text:
     """The tokenizer of one checkpoint. A checkpoint without one still serves token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._texts: dict[int, str] = {}  # of single tokens
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            self.known_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+            vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+            self.known_ids = 1 + max(vocabulary.values())
+            # By id: whether it can be anything in an answer's text. Special tokens, and ids that no token has, are not.
+            self.shown = bytearray(self.known_ids)
+            for token in vocabulary.values():
+                self.shown[token] = 1
+            for token, added in tokenizer.get_added_tokens_decoder().items():
+                self.shown[token] = not added.special
+            self.bytes = _bytes(tokenizer)
+            # A token's name has no fewer characters than the text that it stands for.
+            self._longest = max(map(len, vocabulary)) * (COMPOSED if tokenizer.normalizer else 1)
 
     @classmethod
     def load(cls, folder: Path) -> Text:
@@ -102,21 +126,39 @@ class Text:
         """One token as text, for log probabilities; an incomplete code point shows as U+FFFD."""
         if self.tokenizer is None:
             return f"token_id:{token_id}"
-        return self.decode([token_id])
+        if (text := self._texts.get(token_id)) is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return text
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """Ids of the rendered conversation. Raises InvalidRequest without a template, or if it refuses."""
+    def at_least(self, text: str, most: int) -> int | None:
+        """A number of tokens over `most` that the text has, found without tokenising all of it; None: it may have
+        fewer. What it leaves to `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
+        tokenizer."""
+        tokenizer = self._need()
+        if len(text) > most * self._longest:
+            return len(text) // self._longest
+        if len(text.encode("utf-8", "surrogatepass")) <= most * UNCHECKED_BYTES:
+            return None
+        count = 0
+        for at in range(0, len(text), PIECE):
+            (piece,) = tokenizer.encode_batch_fast([text[at : at + PIECE]], add_special_tokens=False)
+            count += max(0, len(piece) - SEAM)
+            if count > most:
+                return count
+        return None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """The conversation as the model reads it. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
             raise InvalidRequest(
                 "this model has no chat template; send text or token_ids",
                 field="chat",
                 bound="text or token_ids instead",
             )
-        ids: list[int] = self._need().encode(self.template.render(messages, tools), add_special_tokens=False).ids
-        return ids
+        return self.template.render(messages, tools)
 
     def stream(self) -> Detokenizer:
-        return Detokenizer(self.tokenizer)
+        return Detokenizer(self)
 
     def _need(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -127,28 +169,71 @@ class Text:
 
 
 class Detokenizer:
-    """Tokens in, whole code points out. What could still become part of a code point is held back."""
+    """Tokens in, whole code points out. What could still become part of a code point is held back.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._length = 0  # characters given out so far
+    Only a window of tokens is decoded: the new ones behind CONTEXT earlier ones, because decoders treat the first token
+    of a text in their own way. So a token costs the same wherever it stands, and whatever it is.
+
+    A decoder of byte-level tokens shows an incomplete code point as one U+FFFD at the end. That is held back, and
+    everything before it is certain. A decoder with byte fallback shows each byte of a run as U+FFFD while the run as a
+    whole is not valid, and so takes back what it showed before. Runs of bytes are therefore decoded here, where an
+    invalid byte spoils nothing but itself.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window: list[int] = []
+        self._shown = ""  # what was given out of the window's text
 
     def push(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
+        if self._text.tokenizer is None:
             return ""
-        self._ids += ids
-        text = "".join(self._stream.step(self._tokenizer, token) or "" for token in ids)
-        self._length += len(text)
+        can_be, of_bytes = self._text.shown, self._text.bytes
+        shown = [one for one in ids if one < len(can_be) and can_be[one]]
+        if not of_bytes:
+            return self._of_words(shown) if shown else ""
+        text = ""
+        for are_bytes, group in groupby(shown, key=of_bytes.__contains__):
+            run = list(group)
+            text += self._of_bytes(run) if are_bytes else self._of_words(run)
         return text
 
     def finish(self) -> str:
         """What was held back; an unfinished code point at the very end shows as U+FFFD."""
-        if self._tokenizer is None or not self._ids:
+        return self._utf8.decode(b"", final=True) + self._decode()[len(self._shown) :]
+
+    def _of_bytes(self, run: list[int]) -> str:
+        self._window = [*self._window, *run][-CONTEXT:]
+        self._shown = self._decode()
+        return self._utf8.decode(bytes(self._text.bytes[one] for one in run))
+
+    def _of_words(self, run: list[int]) -> str:
+        unfinished = self._utf8.decode(b"", final=True) if self._text.bytes else ""
+        self._window += run
+        text = self._decode()
+        held = not self._text.bytes and text.endswith(REPLACEMENT)
+        more = text[len(self._shown) : len(text) - held]
+        if len(self._window) > LONGEST_WINDOW:
+            self._window = self._window[-CONTEXT:]
+            text = self._decode()
+        self._shown = text[: len(text) - held]
+        return unfinished + more
+
+    def _decode(self) -> str:
+        if not self._window:
             return ""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole[self._length :]
+        assert self._text.tokenizer is not None
+        text: str = self._text.tokenizer.decode(self._window, skip_special_tokens=True)
+        return text
+
+
+def _bytes(tokenizer: Tokenizer) -> dict[int, int]:
+    """The tokens that are a byte each where the decoder has byte fallback, as in Llama 2, Mistral and Gemma."""
+    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
+        return {}
+    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return {token: byte for token, byte in ids.items() if token is not None}
 
 
 def _template(folder: Path) -> ChatTemplate | None:

@@ -23,8 +23,10 @@ class FakeLife:
         self.killed = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.graces: list[float] = []
+        self.tell: Callable[[str], None]
 
     async def start(self, tell: Callable[[str], None]) -> Started:
+        self.tell = tell
         tell("weights read")
         await self.loaded.wait()
         if self._refuse:
@@ -125,10 +127,10 @@ class Watch:
 
 @asynccontextmanager
 async def supervised(
-    host: FakeHost, registry: Registry, spares: int = 0, **wanted: int
+    host: FakeHost, registry: Registry, spares: int = 0, start_s: float = 60.0, **wanted: int
 ) -> AsyncIterator[tuple[Supervisor, Watch]]:
     await registry.want(wanted)
-    supervisor = Supervisor(host, registry, grace_s=7.0, spares=spares)
+    supervisor = Supervisor(host, registry, grace_s=7.0, spares=spares, start_s=start_s)
     running = asyncio.create_task(supervisor.run())
     yield supervisor, Watch(supervisor)
     async with asyncio.timeout(SOON_S):
@@ -141,6 +143,35 @@ async def test_how_far_a_start_is_is_told(registry: Registry) -> None:
     async with supervised(FakeHost(), registry, decode=1) as (_, watch):
         assert (await watch.until(Kind.LOADING, "decode-0")).text == "weights read"
         await watch.until(Kind.READY, "decode-0")
+
+
+async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(registry: Registry) -> None:
+    """Its process is killed; the next life of the place may come up."""
+    host = FakeHost(slow=("decode-0",))
+    async with supervised(host, registry, start_s=0.1, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        hung = host.lives["decode-0"]
+        ended = await watch.until(Kind.DIED, "decode-0")
+        assert "no stage of its start ended for 0.1 s" in ended.error.message  # type: ignore[union-attr]
+        assert hung.killed
+        host._slow = ()
+        await watch.until(Kind.READY, "decode-0")
+        assert host.lives["decode-0"] is not hung
+
+
+async def test_a_start_that_makes_progress_may_take_longer(registry: Registry) -> None:
+    """Every stage gives it the same time again."""
+    host = FakeHost(slow=("decode-0",))
+    async with supervised(host, registry, start_s=0.4, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        life = host.lives["decode-0"]
+        for stage in range(8):
+            await asyncio.sleep(0.1)
+            life.tell(f"stage {stage}")
+        life.loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        assert host.lives["decode-0"] is life
+        assert not life.killed
 
 
 async def test_what_is_wanted_is_started(registry: Registry) -> None:
@@ -180,15 +211,27 @@ async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: R
     host = FakeHost()
     async with supervised(host, registry, decode=1) as (_, watch):
         first = await watch.until(Kind.READY, "decode-0")
-        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, "old", "127.0.0.1:1"))
+        assert first.started
+        life = first.started.incarnation
+        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, life, "127.0.0.1:1"))
         host.lives["decode-0"].kill()
         died = await watch.until(Kind.DIED, "decode-0")
         assert isinstance(died.error, WorkerLost)
         assert await registry.workers() == []
         second = await watch.until(Kind.READY, "decode-0")
-    assert first.started
     assert second.started
     assert first.started.incarnation != second.started.incarnation
+
+
+async def test_a_dead_worker_does_not_take_the_record_of_another_life_with_it(registry: Registry) -> None:
+    """The id may be in use elsewhere: what is there stays."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, "other", "127.0.0.1:1"))
+        host.lives["decode-0"].kill()
+        await watch.until(Kind.DIED, "decode-0")
+        assert [one.incarnation for one in await registry.workers()] == ["other"]
 
 
 async def test_scaling_down_drains_the_highest_number_with_grace(registry: Registry) -> None:
@@ -272,7 +315,7 @@ async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
     host = FakeHost()
     async with supervised(host, registry, decode=1) as (_, watch):
         await watch.until(Kind.READY, "decode-0")
-        await registry._redis.flushall()
+        await registry._store.client.flushall()
         async with asyncio.timeout(SOON_S):
             changes = registry.changes(every_s=0.1)
             while await registry.wanted() != {"decode": 1}:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
+import redis.asyncio as redis
+from structlog.testing import capture_logs
 
 from cluster.registry import Heartbeat, Registry, State, WorkerRecord
 from cluster.valkey import EmbeddedValkey
-from tandem.errors import Unavailable
+from services.view import ClusterView
+from tandem.errors import PreconditionFailed, Unavailable
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
+RECORD_JSON = json.dumps(asdict(RECORD))
 SOON_S = 5.0
 
 
@@ -34,6 +39,38 @@ async def test_a_record_comes_back_as_it_was_written(registry: Registry) -> None
     [found] = await registry.workers()
     assert replace(found, beat=0.0) == RECORD
     assert found.age() < SOON_S
+
+
+UNREADABLE = {
+    "no JSON": RECORD_JSON[:-1],
+    "no object": "[]",
+    "a field that is missing": '{"worker_id": "decode-9"}',
+    "a field of another type": RECORD_JSON.replace('"running": 0', '"running": null'),
+    "no text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("value", UNREADABLE.values(), ids=UNREADABLE)
+async def test_a_record_that_cannot_be_read_hides_no_other_worker(
+    registry: Registry, valkey: EmbeddedValkey, value: str | bytes
+) -> None:
+    """While workers are upgraded one after another, some write what the older ones do not understand. A view goes on,
+    and follows what changes after it."""
+    view = ClusterView(registry, refresh_s=5.0)
+    async with redis.Redis.from_url(valkey.url) as others, asyncio.timeout(SOON_S):
+        await registry.beat(RECORD)
+        await view.start()
+        with capture_logs() as logs:
+            await registry.beat(replace(RECORD, worker_id="decode-9"))
+            raw = value if isinstance(value, bytes) else value.encode()
+            await others.hset("tandem:{test}:workers", "decode-9", b"a1 0.0 " + raw)
+            await view.refresh()
+            async for workers in view.updates():
+                await registry.beat(replace(RECORD, worker_id="decode-1"), announce=True)
+                if set(workers) == {"decode-0", "decode-1"}:
+                    break
+    assert {entry["worker"] for entry in logs if entry["event"] == "registry.unreadable_record"} == {"decode-9"}
+    await view.stop()
 
 
 async def test_a_worker_that_stops_beating_is_forgotten(valkey: EmbeddedValkey) -> None:
@@ -136,5 +173,134 @@ async def test_changes_survive_a_restart_of_the_server(valkey: EmbeddedValkey, r
         valkey.start()
         await registry.want({"decode": 4})
         while await registry.wanted() != {"decode": 4}:
+            await anext(changes)
+    await changes.aclose()
+
+
+# ---- whose record it is
+
+
+async def test_a_life_withdraws_its_own_record_only(registry: Registry) -> None:
+    """The end of one life never hides another life with the same id."""
+    await registry.beat(RECORD)
+    assert not await registry.withdraw("decode-0", "b2")
+    assert [one.incarnation for one in await registry.workers()] == ["a1"]
+    assert await registry.withdraw("decode-0", "a1")
+    assert await registry.workers() == []
+
+
+async def test_of_two_lives_with_one_id_the_later_one_is_found(registry: Registry) -> None:
+    """The record does not alternate between them, and the earlier one is found again when the later one ends."""
+    older, newer = RECORD, replace(RECORD, incarnation="b2", address="127.0.0.1:6")
+    assert await registry.beat(older, born=1.0)
+    assert await registry.beat(newer, born=2.0)
+    for _ in range(3):
+        assert not await registry.beat(older, born=1.0)
+        assert await registry.beat(newer, born=2.0)
+        assert [one.incarnation for one in await registry.workers()] == ["b2"]
+    await registry.withdraw("decode-0", "b2")
+    assert await registry.beat(older, born=1.0)
+    assert [one.incarnation for one in await registry.workers()] == ["a1"]
+
+
+async def test_a_worker_does_not_start_behind_a_later_life_of_its_id(registry: Registry) -> None:
+    """The error names the setting that two clusters share by mistake; the other heartbeat's end leaves the record."""
+    late = Heartbeat(registry, lambda: RECORD, interval_s=60.0)
+    early = Heartbeat(registry, lambda: replace(RECORD, incarnation="b2"), interval_s=60.0)
+    early._born = late._born - 1.0
+    await late.start()
+    with pytest.raises(PreconditionFailed) as refused:
+        await early.start()
+    assert (refused.value.reason, refused.value.field) == ("SUPERSEDED", "cluster")
+    await early.stop()
+    assert [one.incarnation for one in await registry.workers()] == ["a1"]
+    await late.stop()
+    assert await registry.workers() == []
+
+
+# ---- what a reader is told
+
+
+async def test_a_reader_is_told_what_has_changed_and_no_more(registry: Registry) -> None:
+    """A beat without a change is no news; a change, a removal and an expiry are, once for each reader."""
+    other = replace(RECORD, worker_id="decode-1", incarnation="c3")
+    await registry.beat(RECORD)
+    await registry.beat(other)
+    first = await registry.news()
+    assert first.full
+    assert set(first.records) == {"decode-0", "decode-1"}
+    await registry.beat(RECORD)
+    assert (await registry.news(first.mark)).records == {}
+    await registry.beat(replace(RECORD, running=1))
+    second = await registry.news(first.mark)
+    assert not second.full
+    assert {name: one and one.running for name, one in second.records.items()} == {"decode-0": 1}
+    await registry.withdraw("decode-1", "c3")
+    third = await registry.news(second.mark)
+    assert third.records == {"decode-1": None}
+    assert (await registry.news(third.mark)).records == {}
+    assert set((await registry.news(first.mark)).records) == {"decode-0", "decode-1"}
+
+
+async def test_a_reader_hears_of_an_expired_record(valkey: EmbeddedValkey) -> None:
+    """A worker that stops beating is told as gone, to readers who know it."""
+    registry = Registry(valkey.url, "test", ttl_s=0.1)
+    await registry.beat(RECORD)
+    mark = (await registry.news()).mark
+    await workers_once(registry, 0)
+    assert (await registry.news(mark)).records == {"decode-0": None}
+    await registry.close()
+
+
+async def test_a_registry_that_lost_everything_tells_everything(registry: Registry) -> None:
+    """Numbers of an earlier content mean nothing: a reader with an old mark gets all records."""
+    await registry.beat(RECORD)
+    await registry.beat(replace(RECORD, running=1))
+    mark = (await registry.news()).mark
+    await registry._store.client.flushall()
+    await registry.beat(replace(RECORD, worker_id="decode-7"))
+    found = await registry.news(mark)
+    assert found.full
+    assert set(found.records) == {"decode-7"}
+
+
+async def test_ids_that_never_come_back_are_forgotten(registry: Registry) -> None:
+    """Pods have a new id each: what remains of those that are gone is bounded, and no reader misses a removal."""
+    await registry.beat(RECORD)
+    await registry.beat(replace(RECORD, worker_id="pod-x"))
+    mark = (await registry.news()).mark
+    await registry.withdraw("pod-x", "a1")
+    for number in range(1100):
+        await registry.beat(replace(RECORD, worker_id=f"pod-{number}"))
+        await registry.withdraw(f"pod-{number}", "a1")
+    assert await registry._store.client.zcard(registry._keys[2]) <= 1002
+    found = await registry.news(mark)
+    assert found.full
+    assert set(found.records) == {"decode-0"}
+
+
+async def test_a_record_of_a_newer_version_keeps_nobody_from_the_others(registry: Registry) -> None:
+    """A state that is unknown here takes no new requests; a record that cannot be read is left out."""
+    await registry.beat(RECORD)
+    await registry.beat(replace(RECORD, worker_id="new", state="resting"))  # type: ignore[arg-type]
+    await registry._store.client.hset(registry._keys[0], "broken", "x 0.0 {")
+    found = {one.worker_id: one.state for one in await registry.workers()}
+    assert found == {"decode-0": State.READY, "new": State.DRAINING}
+
+
+async def test_announcements_that_come_together_wake_a_reader_once(registry: Registry) -> None:
+    """A pool of 500 that changes at once does not cost each router 500 refreshes."""
+    changes = registry.changes(every_s=60.0)
+    async with asyncio.timeout(SOON_S):
+        await anext(changes)
+        await anext(changes)  # subscribed
+        waiting = asyncio.create_task(anext(changes))
+        async with registry._store.client.pipeline(transaction=True) as pipe:  # all 20 at the same moment
+            for _ in range(20):
+                pipe.publish(f"{registry._prefix}:changed", "workers")
+            await pipe.execute()
+        await waiting
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
             await anext(changes)
     await changes.aclose()

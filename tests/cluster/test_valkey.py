@@ -78,3 +78,49 @@ def test_a_server_that_cannot_start_says_why(directory: Path) -> None:
     """The error carries the server's own last words."""
     with pytest.raises(Unavailable, match=r"(?i)socket"):
         EmbeddedValkey(directory / ("x" * 120)).start()
+
+
+def test_servers_that_are_killed_before_they_answer_are_started_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kill after another must not end a cluster, which goes on without its registry meanwhile. Only the death of a
+    server that had answered is reported, so that none is started twice."""
+    deaths: list[int | None] = []
+    dead = threading.Event()
+
+    def died() -> None:
+        deaths.append(server.pid)
+        dead.set()
+
+    server = EmbeddedValkey(directory, on_death=died)
+    server.start()
+    first = server.pid
+    answers, killed = server._answers, []
+
+    def killed_before() -> bool:
+        if len(killed) < 3:
+            assert server.pid
+            os.kill(server.pid, signal.SIGKILL)
+            killed.append(server.pid)
+        return answers()
+
+    assert first
+    os.kill(first, signal.SIGKILL)
+    assert dead.wait(SOON_S)
+    monkeypatch.setattr(server, "_answers", killed_before)
+    server.restart()
+    assert server.pid not in (first, None, *killed)
+    assert len(killed) == 3
+    assert deaths == [first]
+    server.stop()
+
+
+def test_control_without_another_attempt_one_kill_more_is_the_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `tandem up` did before."""
+    monkeypatch.setattr("cluster.valkey.RESTARTS", ())
+    server = EmbeddedValkey(directory)
+    monkeypatch.setattr(server, "_answers", lambda: False)
+    with pytest.raises(Unavailable):
+        server.restart()

@@ -27,6 +27,8 @@ OWN = {
     *("cluster", "metrics_port"),
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
     *("redis", "ray_address", "logs", "transport"),
+    # The kubelet's startup probe is in its place.
+    "start_timeout_s",
     # Here an HPA or KEDA sizes the pools.
     *("autoscale", "prefill_max", "decode_max", "autoscale_hold_s", "spares"),
 }

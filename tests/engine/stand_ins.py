@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine.engine
+from engine.model import Model
+from engine.pages import Pages
+from engine.step import Batch
 
 
 def checked(
@@ -84,3 +90,26 @@ class Asked(TorchDispatchMode):
         if by_mask or any(name in str(func) for name in WAITING):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class Late:
+    """A device that has computed nothing before somebody waits for it: `behind` says how many forwards it has not."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.behind = 0
+        forward, choose = Model.forward, engine.engine.choose
+
+        def queued(model: Model, pages: Pages, batch: Batch) -> torch.Tensor:
+            self.behind += 1
+            return forward(model, pages, batch)
+
+        def read_back(*args: Any, **kwargs: Any) -> Any:
+            self.wait()
+            return choose(*args, **kwargs)
+
+        patch.setattr(Model, "forward", queued)
+        patch.setattr(engine.engine, "choose", read_back)
+        patch.setattr(engine.engine, "device_done", self.wait)
+
+    def wait(self, _device: torch.device | None = None) -> None:
+        self.behind = 0

@@ -94,6 +94,27 @@ def test_the_check_finds_what_does_not_add_up() -> None:
     assert any("holders" in fault for fault in pool.check())
 
 
+def test_what_is_in_doubt_is_found_by_nobody() -> None:
+    """A block that was published and one that was not; other owners' blocks stay known, and who listens hears of it."""
+    pool = BlockPool(4, SIZE)
+    pool.listen()
+    for owner, digest in (("a", b"1"), ("b", b"2")):
+        pool.take(owner, [], 2)
+        pool.publish(owner, 0, digest)
+    pool.distrust("a")
+    assert (pool.match([b"1"]), pool.match([b"2"])) == (0, 1)
+    assert pool.news() == [(b"1", True), (b"2", True), (b"1", False)]
+    pool.drop("a")
+    assert (pool.free, pool.cached, pool.check(live=["b"])) == (2, 0, [])
+
+
+@pytest.mark.parametrize(("total", "size"), [(0, SIZE), (4, 0)])
+def test_a_pool_has_blocks_and_a_block_has_places(total: int, size: int) -> None:
+    """A setting of zero is refused, not served."""
+    with pytest.raises(ValueError, match="a pool needs blocks"):
+        BlockPool(total, size)
+
+
 def test_an_owner_takes_once() -> None:
     """A second table for one name would make the first one unaccounted for."""
     pool = BlockPool(4, SIZE)

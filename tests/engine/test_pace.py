@@ -50,6 +50,19 @@ def test_strange_steps_leave_numbers_that_mean_something() -> None:
     assert pace.without_prompts(16) == pytest.approx(0.035, rel=0.05)
 
 
+def test_a_step_in_which_the_process_stood_still_says_little() -> None:
+    """2.4 s instead of 20 ms, and half a second of prompts that took three, or nothing: no number changes by more than
+    the least that a learner needs to follow a real change."""
+    for seconds in (0.032, 2.4):  # a control: what is not strange counts as it is
+        pace = Pace(0.020, 0.001, 1000)
+        pace.learn(0, 1, seconds)
+        assert pace.step_s == pytest.approx(0.020 + 0.2 * (min(seconds, 0.080) - 0.020))
+    for seconds in (3.0, 0.0201):
+        pace = Pace(0.020, 0.001, 1000)
+        pace.learn(512, 0, seconds)
+        assert 800 < pace.prompt_rate < 1600
+
+
 def test_a_few_tokens_say_nothing_about_the_rate() -> None:
     """A step of a handful of prompt tokens is all overhead."""
     pace = Pace(0.020, 0.0, 1000)

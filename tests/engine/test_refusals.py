@@ -147,6 +147,75 @@ def test_hybrid(tmp_path: Path) -> None:
         load(folder)
 
 
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0},
+}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+FALCON_H1: dict[str, Any] = {"mamba_d_ssm": 128, **MAMBA}
+EVERY_OTHER = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+KEEP_STATE: dict[str, dict[str, Any]] = {
+    "falcon_h1": FALCON_H1,
+    "bamba": {"attn_layer_indices": [1, 3], **MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "zaya": {"num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        **{"mamba_d_state": 16, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8, "use_mamba_kernels": False},
+    },
+    "recurrent_gemma": {"lru_width": 64, "attention_window_size": 16},
+    "minimax": {"layer_types": EVERY_OTHER, "num_local_experts": 4, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("family", KEEP_STATE)
+def test_families_that_keep_state_beside_kv(family: str, tmp_path: Path) -> None:
+    """Refused for what they are, before any logits are compared."""
+    folder = save(tmp_path, family, **{**SMALL, **KEEP_STATE[family]})
+    with pytest.raises(CheckpointRefused, match=r"keeps? state"):
+        load(folder)
+
+
+def unseen(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[], Model]:
+    """Loads as a model of more than a billion parameters is checked: in its own 16 bits, whose rounding hides much."""
+    monkeypatch.setattr("engine.selfcheck.COPY_LIMIT", 0)
+    return lambda: Model.load(str(folder), dtype=torch.bfloat16, device=CPU, kernels="reference")
+
+
+def test_state_that_weighs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon-H1 attends in every layer, and its state hardly shows in bfloat16: the structure decides, not a gap."""
+    load_it = unseen(monkeypatch, save(tmp_path, "falcon_h1", **{**SMALL, **FALCON_H1}))
+    with pytest.raises(CheckpointRefused, match="LinearAttentionAndFullAttentionLayer"):
+        load_it()
+
+
+def test_control_without_the_check_of_the_structure_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrongly: neither the probe nor the self-check sees it."""
+    monkeypatch.setattr("engine.probe._check_state", lambda *_: None)
+    load_it = unseen(monkeypatch, save(tmp_path, "falcon_h1", **{**SMALL, **FALCON_H1}))
+    assert load_it().check.passed  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state", "get_recurrent_state"])
+def test_a_layer_that_calls_the_state_of_the_cache(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whatever its config says of its layers."""
+    forward = modeling_llama.LlamaAttention.forward
+
+    def keeps(self: Any, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            getattr(past_key_values, call)(hidden_states, 0)
+        return forward(self, hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", keeps)
+    with pytest.raises(CheckpointRefused, match=call):
+        load(checkpoint("tiny-llama"))
+
+
 def test_state_beside_attention(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that influence each other outside of attention are found by the probe, whatever the layers are called."""
     forward = modeling_llama.LlamaMLP.forward

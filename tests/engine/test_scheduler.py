@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.blocks import BlockPool
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.scheduler import EXTRA_LOGITS, Scheduler
+from engine.sequence import Sampling, Sequence
 
 SIZE = 4
 
@@ -18,8 +18,10 @@ def sequence(name: str, prompt: int, new: int = 8, first: int = 0, **kw: object)
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
-    """Do what the engine does with a plan, without a model: every new token is 7."""
+    """Do what the engine does with a plan, without a model: every new token is 7. Whoever is planned has its blocks."""
     plan = scheduler.plan()
+    pool = scheduler.pool
+    assert all(len(pool.table(one.id)) >= pool.blocks_for(one.done + count) for one, count in plan)
     for one, count in plan:
         one.done += count
         if one.todo == 0 and one.append(7) is not None:
@@ -143,6 +145,75 @@ def test_blocks_that_were_promised_to_another_worker_are_never_preempted() -> No
     assert handoff.preemptions == 0
     assert stream.preemptions > 0
     assert len(handoff.tokens) == 16
+
+
+def test_drafts_take_only_what_is_left_over() -> None:
+    """Budget, rows of logits, the limit of a sequence, and blocks that nobody holds; never somebody's block."""
+    pool = BlockPool(6, SIZE)
+    scheduler = Scheduler(pool, token_budget=10, max_running=4)
+    for index, prompt in enumerate((6, 5)):
+        scheduler.add(one := sequence(f"s{index}", prompt, new=12, first=10 * index))
+        scheduler.plan()
+        one.done = prompt
+        one.append(7)
+    plan = scheduler.plan()
+    assert [chunk.tokens for chunk in plan] == [1, 1]
+    assert [len(pool.table(name)) for name in ("s0", "s1")] == [2, 2]
+    assert scheduler.lend(plan, [6, 6]) == [6, 2], "8 tokens are left of the budget"
+    assert [len(pool.table(name)) for name in ("s0", "s1")] == [4, 2]
+    pool.take("somebody", [], pool.free)
+    assert scheduler.lend(plan, [8, 0]) == [8, 0]
+    assert scheduler.lend(plan, [0, 8]) == [0, 2], "no block is free, two places are"
+    assert scheduler.preemptions == 0
+    plan[0].sequence.limit = len(plan[0].sequence.tokens) + 2
+    assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"
+
+
+def test_a_sequence_that_owns_blocks_goes_on_at_once() -> None:
+    """Its KV came from elsewhere; nobody has to admit it."""
+    pool = BlockPool(8, SIZE)
+    scheduler = Scheduler(pool, token_budget=8, max_running=4)
+    one = sequence("here", 6)
+    pool.take("here", [], 2)
+    one.done = 5
+    scheduler.add(one)
+    assert (scheduler.running, list(scheduler.waiting)) == ([one], [])
+    assert run_step(scheduler) == [("here", 1)]
+
+
+def test_nobody_is_admitted_into_a_step_that_is_full() -> None:
+    """Blocks are taken in the step that computes something into them."""
+    pool = BlockPool(8, SIZE)
+    scheduler = Scheduler(pool, token_budget=8, max_running=4)
+    scheduler.add(sequence("first", 8))
+    scheduler.add(second := sequence("second", 12, first=50))
+    assert run_step(scheduler) == [("first", 8)]
+    assert list(scheduler.waiting) == [second]
+    assert not pool.owns("second")
+
+
+def test_a_prompt_is_scored_as_far_as_rows_of_logits_go() -> None:
+    """The rest of it is computed and scored in the next step, and two prompts share the rows."""
+    scheduler = Scheduler(BlockPool(128, SIZE), token_budget=512, max_running=4)
+    scored = Sampling(prompt_logprobs=0)
+    scheduler.add(sequence("a", EXTRA_LOGITS + 20, sampling=scored))
+    scheduler.add(sequence("b", EXTRA_LOGITS + 30, first=500, sampling=scored))
+    first = run_step(scheduler)
+    assert first == [("a", EXTRA_LOGITS)]
+    for one in scheduler.running:
+        one.prompt_logprobs += [None] * one.done  # type: ignore[list-item]
+    assert run_step(scheduler) == [("a", 20), ("b", EXTRA_LOGITS - 19)]  # the last token of a prompt is not scored
+
+
+def test_what_was_preempted_is_to_be_computed_again() -> None:
+    """All its tokens are work that waits, those that were generated, too."""
+    scheduler = Scheduler(BlockPool(8, SIZE), token_budget=8, max_running=4)
+    scheduler.add(one := sequence("a", 6))
+    run_step(scheduler)
+    assert scheduler.backlog == 0
+    scheduler.preempt(one)
+    assert scheduler.backlog == one.todo == 7
+    assert scheduler.pool.held == 0
 
 
 def test_a_budget_below_the_number_of_streams_is_refused() -> None:

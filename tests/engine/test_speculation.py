@@ -21,11 +21,10 @@ import pytest
 import torch
 
 import engine.engine
-from engine.blocks import BlockPool
 from engine.checkpoints import TINY, make_checkpoint
 from engine.engine import Engine
 from engine.model import Model
-from engine.scheduler import Chunk, Scheduler
+from engine.scheduler import Chunk
 from engine.selfcheck import pack
 from engine.sequence import Finish, Sampling, Sequence
 from engine.speculation import EVERY, KNOWN, Ask, ModelDrafter, Ngram, Speculation, fit, worth
@@ -366,29 +365,6 @@ def test_published_blocks_hold_accepted_tokens_only(llama: Model, monkeypatch: p
     (wrong,) = sequences([prompt])
     run(engine_, [wrong])
     assert not cached_kv_is_right(engine_, wrong.tokens[:-1])
-
-
-def test_drafts_take_only_what_is_left_over() -> None:
-    """Budget, rows of logits, the limit of a sequence, and blocks that nobody holds; never somebody's block."""
-    pool = BlockPool(6, SIZE)
-    scheduler = Scheduler(pool, token_budget=10, max_running=4)
-    for index, prompt in enumerate((6, 5)):
-        one = Sequence(f"s{index}", list(range(10 * index, 10 * index + prompt)), prompt, prompt + 12)
-        scheduler.add(one)
-        scheduler.plan()
-        one.done = prompt
-        one.append(7)
-    plan = scheduler.plan()
-    assert [chunk.tokens for chunk in plan] == [1, 1]
-    assert [len(pool.table(name)) for name in ("s0", "s1")] == [2, 2]
-    assert scheduler.lend(plan, [6, 6]) == [6, 2], "8 tokens are left of the budget"
-    assert [len(pool.table(name)) for name in ("s0", "s1")] == [4, 2]
-    pool.take("somebody", [], pool.free)
-    assert scheduler.lend(plan, [8, 0]) == [8, 0]
-    assert scheduler.lend(plan, [0, 8]) == [0, 2], "no block is free, two places are"
-    assert scheduler.preemptions == 0
-    plan[0].sequence.limit = len(plan[0].sequence.tokens) + 2
-    assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"
 
 
 # ---- prompt lookup

@@ -9,11 +9,14 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from queue import Queue
 from time import monotonic
 from typing import Any
 
 import pytest
 
+import services.router.servicer
+import services.watchdog
 import services.worker
 from cluster.valkey import EmbeddedValkey
 from engine.checkpoints import make_checkpoint
@@ -52,6 +55,7 @@ class Inside:
         self.workers: dict[str, Worker] = {}
         self.router: Router
         self.client: AsyncClient
+        self.exits: Queue[int]  # statuses with which a worker would have ended its process
 
     async def start_worker(self, worker_id: str) -> Worker:
         role = worker_id.rsplit("-", 1)[0]
@@ -102,6 +106,7 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
     async def start(
         *, prefill: int = 1, decode: int = 1, wrap: Wrap | None = None, measured: bool = False, **settings: Any
     ) -> AsyncIterator[Inside]:
+        exits: Queue[int] = Queue()
         given = {
             "model": str(tiny),
             "redis": valkey_url,
@@ -129,9 +134,14 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
         if not measured:
             told = Worker.record
             monkeypatch.setattr(Worker, "record", lambda worker: dataclasses.replace(told(worker), **EQUAL))
-            monkeypatch.setattr(Ways, "took", lambda *_: None)
+            monkeypatch.setattr(Ways, "took", lambda *_, **__: None)
+        monkeypatch.setattr(services.watchdog, "end_process", exits.put)
+        # The test's own computing shares the event loop, which a worker's process has to itself.
+        for module in (services.worker, services.router.servicer):
+            monkeypatch.setattr(module, "LOOP_S", 300.0)
         async with AsyncExitStack() as stack:
             cluster = Inside(Settings(**given), stack)
+            cluster.exits = exits
             await cluster.start_router()
             for number in range(prefill):
                 await cluster.start_worker(f"prefill-{number}")

@@ -58,7 +58,7 @@ def given(adapters: dict[str, Path]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(tiny: Path, given: dict[str, str]) -> Iterator[LocalCluster]:
     settings = {"adapters": json.dumps(given), "adapter_slots": 2, "block_size": 8, "max_num_batched_tokens": 64}
-    with LocalCluster(tiny, dtype="float32", http_port=0, decode=2, **settings) as running:
+    with LocalCluster(tiny, dtype="float32", http_port=0, decode=2, step_s=0.01, **settings) as running:
         yield running
 
 
@@ -305,7 +305,7 @@ def without_the_prefills_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_decodes_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.servicer._check_opened", lambda *given: None)
+    monkeypatch.setattr("services.decode.remote_prefill._check_adapter", lambda *given: None)
 
 
 def without_the_adapter_in_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,20 @@ import pytest
 
 from services.decode.servicer import DecodeServicer
 from services.router import placer, quarantine
+from services.view import ClusterView
 from tandem.client import AsyncClient
-from tandem.errors import Busy, InternalError, InvalidRequest, Unavailable
+from tandem.errors import Busy, InternalError, InvalidRequest, StepFailed, Unavailable
 from tandem.v1 import decode_pb2
 from tests import oracle
 
 SMALL, LARGE = "small-key-0123456789", "large-key-0123456789"
 
 
-def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> list[str]:
-    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Returns who crashed."""
+def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = True) -> list[str]:
+    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Its record then goes,
+    unless only the connection broke. Returns whose calls ended."""
     crashed: list[str] = []
+    ending: list[asyncio.Task[None]] = []
     decode = DecodeServicer.Decode
 
     async def crash(self: Any, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
@@ -38,6 +41,8 @@ def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> list[str]:
                 yield event
                 if event.HasField("admitted"):
                     crashed.append(self._worker.worker_id)
+                    if dies:
+                        ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "")
 
     monkeypatch.setattr(DecodeServicer, "Decode", crash)
@@ -68,16 +73,64 @@ async def test_a_request_that_kills_workers_is_stopped_after_two(
 async def test_control_without_the_quarantine_it_takes_all_attempts(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each time that it is sent."""
+    """And as many workers."""
     monkeypatch.setattr(quarantine, "MOST_LOST", 1000)
-    monkeypatch.setattr("services.router.completion.MOST_LOST", 1000)
     poison = oracle.prompts(tiny, [30])[0]
     crashed = deadly(monkeypatch, poison)
+    async with inside(decode=4) as cluster:
+        with pytest.raises(Unavailable):
+            await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
+        assert len(set(crashed)) == cluster.settings.max_attempts
+
+
+async def test_lost_connections_to_workers_that_live_are_no_reason_to_refuse_a_request(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss as a crash, but the workers beat on: all attempts are used, each time that it is sent."""
+    unlucky = oracle.prompts(tiny, [30])[0]
+    broken = deadly(monkeypatch, unlucky, dies=False)
     async with inside(decode=2) as cluster:
         for _ in range(2):
             with pytest.raises(Unavailable):
-                await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
-        assert len(crashed) == 2 * cluster.settings.max_attempts
+                await cluster.client.generate(unlucky, max_tokens=8, ignore_eos=True)
+        assert len(broken) == 2 * cluster.settings.max_attempts
+
+
+async def test_control_if_every_loss_counted_they_would_be(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a broken connection means is asked of the view."""
+    monkeypatch.setattr(ClusterView, "ended", lambda *_: True)
+    unlucky = oracle.prompts(tiny, [30])[0]
+    deadly(monkeypatch, unlucky, dies=False)
+    async with inside(decode=2) as cluster:
+        with pytest.raises(InternalError):
+            await cluster.client.generate(unlucky, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("workers", [2, 1])
+async def test_a_request_whose_step_fails_at_two_workers_is_stopped(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Though both live. One worker alone is no proof: it is tried there until the attempts are used."""
+    poison = oracle.prompts(tiny, [30])[0]
+    failed: list[str] = []
+    decode = DecodeServicer.Decode
+
+    async def fail(self: Any, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        async with aclosing(decode(self, request, context)) as events:
+            async for event in events:
+                yield event
+                if event.HasField("admitted"):
+                    failed.append(self._worker.worker_id)
+                    raise StepFailed("the step with this request failed")
+
+    monkeypatch.setattr(DecodeServicer, "Decode", fail)
+    async with inside(decode=workers) as cluster:
+        with pytest.raises(InternalError if workers == 2 else Unavailable):
+            await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
+        assert len(failed) == (2 if workers == 2 else cluster.settings.max_attempts)
+        assert len(set(failed)) == workers
 
 
 async def test_a_tenant_has_no_more_than_its_line_says(inside: Any, tmp_path: Path) -> None:

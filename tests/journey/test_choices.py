@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.router.placer import Placer
 from tandem.errors import TandemError
 from tests import oracle
 from tests.faults import Harm, flip_a_byte, only_first, slow_down
@@ -36,6 +37,23 @@ async def test_each_answer_is_what_its_own_seed_gives(inside: Any, tiny: Path, p
             assert alone.receipt.choices == 1
         [single] = await cluster.client.generate(prompt, n=1, **options())
         assert single.token_ids == done[0].token_ids
+
+
+async def test_only_the_first_answer_comes_before_those_who_wait(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others follow it, to where the prompt's KV is, and have no token yet: they wait as everybody does."""
+    asked = []
+    placed = Placer.placed
+
+    def seen(placer: Placer, *given: Any, **about: Any) -> Any:
+        asked.append((about["begun"], about["follows"]))
+        return placed(placer, *given, **about)
+
+    monkeypatch.setattr(Placer, "placed", seen)
+    async with inside() as cluster:
+        await cluster.client.generate(oracle.prompts(tiny, [45])[0], n=4, **options())
+    assert asked == [(False, False), *[(False, True)] * 3]
 
 
 async def test_the_prompt_is_computed_once_and_its_blocks_are_shared(inside: Any, tiny: Path) -> None:

@@ -80,16 +80,17 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     (told,) = (await telling).events
     assert (told.tokens.position, len(told.tokens.token_ids)) == (11, 3)
     assert monotonic() - told_at > 0.9
-    telling = asyncio.create_task(anext(messages))
-    began = monotonic()
-    feed.put(said(1, 14, 5))
-    feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
-    assert [event.lane for event in (await telling).events] == [1, 2]
-    assert monotonic() - began < 0.9
-    feed.put(said(1, 15, 5))
     feed.close()
     with pytest.raises(Unavailable):
-        feed.put(said(1, 16, 5))
+        feed.put(said(1, 14, 5))
+    feed = services.decode.feeds.Feed(3600.0)
+    messages = feed.messages()
+    feed.put(said(1, 10, 5))
+    await anext(messages)
+    telling = asyncio.create_task(anext(messages))
+    feed.put(said(1, 11, 5))
+    feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
+    assert [event.lane for event in (await telling).events] == [1, 2]  # else the test takes an hour
     at_once = services.decode.feeds.Feed(0.0)
     messages = at_once.messages()
     for position in (10, 11, 12):
@@ -107,17 +108,18 @@ def test_an_interval_that_nobody_would_want_is_refused(interval_s: float) -> Non
         pass
 
 
-@pytest.mark.parametrize(("interval_s", "least", "most"), [(1.0, 2, 4), (0.0, 20, 66)])
-async def test_a_router_asks_for_its_interval(
-    inside: Any, tiny: Path, interval_s: float, least: int, most: int
-) -> None:
+@pytest.mark.parametrize("interval_s", [1.0, 0.0])
+async def test_a_router_asks_for_its_interval(inside: Any, tiny: Path, interval_s: float) -> None:
     """`stream_interval_s`: 64 tokens, one each 10 ms or more, in a few pieces, or in many."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(stream_interval_s=interval_s) as cluster:
         slow_down(cluster.workers["decode-0"])
+        began = monotonic()
         pieces = [piece async for piece in cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True)]
+        took = monotonic() - began
     assert [token for piece in pieces for token in piece.token_ids] == oracle.greedy(tiny, prompt, NEW)
-    assert least <= sum(bool(piece.token_ids) for piece in pieces) <= most
+    told = sum(bool(piece.token_ids) for piece in pieces)
+    assert 2 <= told <= 3 + took / interval_s if interval_s else told >= 20
 
 
 async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

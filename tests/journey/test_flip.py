@@ -240,6 +240,23 @@ async def test_an_engine_with_something_left_in_it_is_not_handed_on(inside: Any)
         await worker.loop.call(lambda: worker.engine.pool.drop("a-leak"))
 
 
+async def test_an_engine_whose_transport_did_not_close_is_not_handed_on(inside: Any) -> None:
+    """While peers may still read or write the pages, no other incarnation may serve from them."""
+    async with inside(prefill=0, decode=1) as cluster:
+        worker = cluster.workers["decode-0"]
+        close, failures = worker.transport.close, [InternalError("the NIXL agent did not stop")]
+
+        def fail() -> None:
+            close()
+            if failures:
+                raise failures.pop()
+
+        worker.transport.close = fail
+        with pytest.raises(InternalError, match="did not stop"):
+            await worker.release(0.0)
+        worker.loop.stop()
+
+
 async def test_an_engine_that_only_prefills_does_not_decode(inside: Any) -> None:
     """With speculation a prefill worker leaves out what drafts; it says that it does not turn, and a decode worker on
     its engine is refused. Where the autoscaler may flip workers, every engine has it."""

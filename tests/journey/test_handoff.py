@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import grpc
 import pytest
 
-import services.decode.servicer as decode_servicer
 from kvtransfer.blocks import Peer, Ticket
 from kvtransfer.source import Source
+from services.decode.remote_prefill import RemotePrefill
 from services.server import Channels
-from tandem.errors import StaleTransfer, Unavailable
+from tandem.errors import StaleTransfer, TransferFailed, Unavailable
 from tandem.status import from_rpc
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests import oracle
 from tests.faults import Harm, hold_until, only_first
+from tests.journey.test_requests import until
 
 NEW = 16
 
@@ -62,6 +64,38 @@ async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside
         assert ids == oracle.greedy(tiny, prompt, NEW)
         assert rest[-1].receipt is not None
         assert rest[-1].receipt.transfer.exposed >= 0.3
+
+
+async def test_a_long_prompt_is_announced_and_read_in_parts(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step may finish many blocks, all of them where the prompt is cached: no read is of more than PART_BYTES."""
+    monkeypatch.setattr("services.prefill.servicer.PART_BYTES", 1)  # one block
+    sizes: list[int] = []
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming({}, before=lambda harm, peer, pairs: sizes.append(len(pairs)))) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert done.receipt.path == "disaggregated"
+        assert sizes == [1] * -(-len(prompt) // cluster.settings.block_size)
+
+
+async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any, tiny: Path) -> None:
+    """A transfer that fails once costs neither the prefill nor an attempt of the request."""
+    failed: list[int] = []
+
+    def fail_once(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+        if not failed:
+            failed.append(1)
+            raise TransferFailed("injected")
+
+    prompt = oracle.prompts(tiny, [50])[0]
+    async with inside(wrap=harming({}, before=fail_once)) as cluster:
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert failed
+        assert done.receipt.attempts == 1
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert await cluster.ledgers_balance()
 
 
 async def test_a_corrupted_block_is_refused_and_the_request_retried(inside: Any, tiny: Path) -> None:
@@ -108,6 +142,11 @@ async def test_blocks_in_another_order_are_refused(inside: Any, tiny: Path) -> N
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
 
 
+def give_up(book: Any) -> None:
+    for ticket in book.tickets:
+        book.revoke_ticket(ticket, "given up")
+
+
 @pytest.fixture
 def books(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     """The prefill workers' books of open transfers, which nothing else has a way to reach."""
@@ -116,7 +155,12 @@ def books(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
     class Recorded(Source):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
+            self.tickets: list[Ticket] = []
             made.append(self)
+
+        def open(self, transfer_id: str) -> Ticket:
+            self.tickets.append(super().open(transfer_id))
+            return self.tickets[-1]
 
     monkeypatch.setattr("services.prefill.servicer.Source", Recorded)
     return made
@@ -149,7 +193,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
             fired.append(1)
             await _reuse_at_source(running[0], overwrite=overwrite)
             if not overwrite:  # the source notices the loss as it would notice any end of a transfer
-                books[0].revoke_all("given up")
+                give_up(books[0])
 
     async with inside(wrap=harming({}, before=reuse)) as cluster:
         running.append(cluster)
@@ -170,7 +214,7 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
     async def reuse(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
         if not fired:
             fired.append(1)
-            books[0].revoke_all("given up")
+            give_up(books[0])
 
     async def yes(self: Any, request: Any, context: Any) -> prefill_pb2.ReleaseTransferResponse:
         ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
@@ -215,16 +259,16 @@ async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_reque
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release with an older generation of the same transfer does not commit anything."""
-    original = decode_servicer.DecodeServicer._open_pull
+    original = RemotePrefill._open
     aged: list[int] = []
 
-    def open_pull(self: Any, peer: Peer, opened: prefill_pb2.Opened, sequence: Any) -> Any:
+    def age(self: Any, opened: prefill_pb2.Opened) -> None:
         if not aged:
             aged.append(1)
             opened.generation -= 1
-        return original(self, peer, opened, sequence)
+        original(self, opened)
 
-    monkeypatch.setattr(decode_servicer.DecodeServicer, "_open_pull", open_pull)
+    monkeypatch.setattr(RemotePrefill, "_open", age)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside() as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
@@ -280,3 +324,75 @@ async def test_layouts_that_differ_are_refused_before_any_byte_moves(inside: Any
         report = await cluster.client.diagnose()
         assert not report.pairs[0].compatible
         assert any("block_size" in sentence for sentence in report.pairs[0].differences)
+
+
+async def test_a_half_filled_block_is_not_announced(inside: Any, tiny: Path) -> None:
+    """With steps whose ends are not those of blocks: every block that is read is the final one."""
+    prompts = oracle.prompts(tiny, [50, 61, 75])
+    async with inside(max_num_batched_tokens=20, max_num_seqs=8) as cluster:
+        for prompt in prompts:
+            done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+            assert done.receipt.attempts == 1
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+
+
+async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that cannot be ended at once may still write into them."""
+    started, aborting, landed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    blocks: set[int] = set()
+
+    class Stubborn(Harm):
+        async def read(self, peer: Peer, pairs: Sequence[tuple[int, int]], *rest: Any, **more: Any) -> Any:
+            blocks.update(local for _, local in pairs)
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                aborting.set()
+                await landed.wait()
+                raise
+
+    wrap = lambda inner, who: Stubborn(inner) if who.startswith("decode") else inner  # noqa: E731
+    async with inside(wrap=wrap) as cluster:
+        decode, prefill = cluster.workers["decode-0"], cluster.workers["prefill-0"]
+        request = asyncio.create_task(cluster.client.generate(oracle.prompts(tiny, [50])[0], max_tokens=NEW))
+        await asyncio.wait_for(started.wait(), 10)
+        request.cancel()
+        await asyncio.wait_for(aborting.wait(), 10)
+        await until(lambda: not prefill.engine.pool.held, 10, cluster.held)  # the call is over everywhere
+        ledger = await decode.ledger()
+        assert blocks <= {block for entry in ledger.entries for block in entry.blocks}
+        assert not ledger.faults
+        landed.set()
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+
+
+async def test_a_ticket_is_dead_before_its_blocks_are_freed(
+    inside: Any, tiny: Path, books: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that comes between the two would say yes for blocks that somebody else may have."""
+    go, tickets, still_open = asyncio.Event(), list[Ticket](), list[Ticket]()
+    opened = Source.open
+    monkeypatch.setattr(Source, "open", lambda book, name: tickets.append(opened(book, name)) or tickets[-1])
+    async with inside(wrap=harming({}, before=hold_until(go))) as cluster:
+        prefill = cluster.workers["prefill-0"]
+        drop = prefill.loop.drop
+
+        async def check_and_drop(owner: str) -> None:
+            for ticket in tickets:
+                with contextlib.suppress(StaleTransfer):
+                    books[0].release(ticket)
+                    still_open.append(ticket)
+            await drop(owner)
+
+        monkeypatch.setattr(prefill.loop, "drop", check_and_drop)
+        stream = cluster.client.stream(oracle.prompts(tiny, [50])[0], max_tokens=NEW, ignore_eos=True)
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: not prefill.engine.pool.held, 10, cluster.held)
+        assert tickets
+        assert not still_open
+        await cluster.freed()

@@ -18,10 +18,10 @@ import jsonschema
 import openai
 import pytest
 
-from services.router import http
+from services.router import http, http_server
 from services.router.openai import Defaults
 from services.router.text import ChatTemplate
-from tandem.errors import CheckpointRefused
+from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.faults import Harm, hold_until
 from tests.templates import HERMES, LLAMA
 
@@ -523,7 +523,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     ("id of the vocabulary's size", {"prompt": [1, 10**6]}, 400, "prompt[1]"),
     ("prompt over the context", {"prompt": [5] * 5000}, 400, "prompt"),
     ("max_tokens 0", {"max_tokens": 0}, 400, "max_tokens"),
-    ("max_tokens huge", {"max_tokens": 2**31 - 1}, 400, "max_tokens"),
+    ("max_tokens huge", {"max_tokens": 2**31 - 1}, 400, "prompt"),
     ("max_tokens over 2^63", {"max_tokens": 2**63}, 400, "max_tokens"),
     ("max_tokens as text", {"max_tokens": "5"}, 400, "max_tokens"),
     ("temperature negative", {"temperature": -0.1}, 400, "temperature"),
@@ -655,7 +655,7 @@ async def test_no_depth_of_a_body_is_a_bug(door: Any) -> None:
     """One that can just be read may be too deep where it is written again for the chat template or the grammar."""
     json_type = {"content-type": "application/json"}
     async with door() as it:
-        for depth in range(840, 1010, 3):
+        for depth in (*range(100, 135, 3), *range(840, 1010, 40)):
             deep = "[" * depth + "]" * depth
             for field in (
                 f'"tools": [{{"function": {{"name": "f", "x": {deep}}}}}]',
@@ -665,6 +665,75 @@ async def test_no_depth_of_a_body_is_a_bug(door: Any) -> None:
                 body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
                 answer = await it.raw.post("/v1/chat/completions", content=body, headers=json_type)
                 assert answer.status_code in (200, 400), (depth, answer.text)
+
+
+OVER = "This model's maximum context length is 4096 tokens. However, you requested "
+
+
+async def test_more_than_the_context_is_refused_in_openais_words(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the code and the words that clients look for, in a stream or not, and the same over gRPC by its reason. A text
+    that cannot fit is not tokenised."""
+    async with door() as it:
+        for stream in (False, True):
+            for said, prompt in (("4101 tokens (4100 in the prompt, 1 ", [5] * 4100), ("over ", " a" * 500_000)):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await it.openai.completions.create(model="", prompt=prompt, max_tokens=1, stream=stream)
+                error = refused.value
+                assert (error.code, error.type, error.param) == (
+                    "context_length_exceeded",
+                    "invalid_request_error",
+                    "prompt",
+                )
+                assert error.body["message"].startswith(OVER + said)  # type: ignore[index]
+            with pytest.raises(openai.BadRequestError) as refused:
+                await it.openai.chat.completions.create(model="", messages=CHAT, max_tokens=5000, stream=stream)
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+            assert "5000 in the completion" in refused.value.message
+        monkeypatch.setattr(
+            type(it.cluster.router._generation._text), "encode", lambda *_, **__: pytest.fail("tokenised")
+        )
+        with pytest.raises(openai.BadRequestError):
+            await it.openai.completions.create(model="", prompt=" a" * 500_000)
+        with pytest.raises(InvalidRequest) as ours:
+            await it.cluster.client.generate([5] * 5000)
+        assert (ours.value.reason, ours.value.field) == ("CONTEXT_LENGTH_EXCEEDED", "token_ids")
+
+
+async def test_an_id_of_the_greatest_length_names_several_prompts(door: Any) -> None:
+    """128 characters are 128 with one prompt or with a hundred."""
+    async with door() as it:
+        for prompts in (PROMPT, [PROMPT] * 11):
+            body = {"prompt": prompts, "max_tokens": 1}
+            answer = await it.raw.post("/v1/completions", json=body, headers={"x-request-id": "x" * 128})
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "x" * 128), answer.text
+
+
+async def test_bodies_that_do_not_end_take_no_more_memory_than_a_tenant_may_have(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that would be too much is refused at once and told to come again; when others have ended, it is taken."""
+    monkeypatch.setattr(http, "MOST_BODY_BYTES", 200_000)
+    go, sent = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "x", "max_tokens": 1, "user": "' + b"x" * 150_000
+        sent.set()
+        await go.wait()
+        yield b'"}'
+
+    async with door(max_prompt_bytes=200_000) as it:
+        headers = {"content-type": "application/json"}
+        holding = asyncio.create_task(it.raw.post("/v1/completions", content=slow(), headers=headers))
+        await sent.wait()
+        assert await until(lambda: it.cluster.router.http.bodies.total() >= 150_000, 10)
+        large = {"prompt": "x", "max_tokens": 1, "user": "y" * 100_000}
+        refused = await it.raw.post("/v1/completions", json=large)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "BODIES")
+        assert refused.headers["x-should-retry"] == "true"
+        assert (await it.raw.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 200
+        go.set()
+        assert (await holding).status_code == 200
+        assert (await it.raw.post("/v1/completions", json=large)).status_code == 200
 
 
 async def test_a_body_without_a_length_is_cut_off_at_the_bound(door: Any) -> None:
@@ -702,7 +771,7 @@ async def test_a_head_that_does_not_end_is_hung_up_on(door: Any, monkeypatch: py
 
     async with door() as it:
         assert await taken(it, 2_000_000) < 1_000_000
-        monkeypatch.setattr(http, "MAX_HEAD_BYTES", 10**9)
+        monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 10**9)
         assert await taken(it, 2_000_000) >= 2_000_000
 
 

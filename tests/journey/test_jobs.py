@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster import journal
-from cluster.journal import Journal, Kept
+from cluster.journal import Asked, Journal, Kept
 from engine.checkpoints import make_adapter
 from services import launch
 from services.decode.servicer import DecodeServicer
 from services.router import jobs, servicer
 from tandem import client as client_module
 from tandem.client import AsyncClient
-from tandem.errors import Busy, Cancelled, InvalidRequest, NotFound, PreconditionFailed, Unavailable
+from tandem.errors import (
+    Busy,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
 from tandem.tasks import end
+from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 from tests import oracle
 from tests.calls import forced_call, with_template
+from tests.faults import slow_down
 
 NEW = 48
 
@@ -39,11 +48,39 @@ async def ended(client: AsyncClient, job_id: str) -> Any:
             await asyncio.sleep(0.02)
 
 
+async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.02)
+
+
 async def crash(router: Any) -> None:
     """Its process is gone: nothing is renewed, released or kept any more."""
     await end(router.jobs._keeping)
     for _, task in list(router.jobs._mine.values()):
         await end(task)
+
+
+def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1) -> None:
+    """The router keeps nothing more of its job as soon as what was kept fulfils `when`: however quick it is and however
+    late its watchers, the job is open then."""
+    kept: list[list[int]] = [[] for _ in range(choices)]
+    journal = router.jobs._journal
+    append, end_it = journal.append, journal.end
+
+    async def or_wait(call: Any, *given: Any, **more: Any) -> Any:
+        if when(kept):
+            await asyncio.Event().wait()
+        return await call(*given, **more)
+
+    async def keep(job_id: str, generation: int, first: int, end_at: int, event: bytes, choice: int = 0) -> Any:
+        found = await or_wait(append, job_id, generation, first, end_at, event, choice)
+        kept[choice] += generation_pb2.GenerateResponse.FromString(event).delta.token_ids
+        return found
+
+    journal.append, journal.end = keep, lambda *given, **more: or_wait(end_it, *given, **more)
 
 
 async def test_a_job_is_what_generate_gives(inside: Any, tiny: Path) -> None:
@@ -91,11 +128,17 @@ async def of_each(pieces: AsyncIterator[Any], into: list[list[int]], until: Any 
 async def taken_over(cluster: Any, submit: Any, choices: int, until: Any, lost: Any = crash) -> list[list[int]]:
     """The tokens that a watcher has who begins at the first router, loses it there, and goes on at the second one."""
     second: Any = await launch.start("router", cluster.settings, "router-1")
+    held(cluster.router, until, choices)
+    quick = {name: worker.engine.step for name, worker in cluster.workers.items()}
+    for worker in cluster.workers.values():
+        slow_down(worker)
     async with AsyncClient(second.address) as client:
         job = await submit(cluster.client)
         seen: list[list[int]] = [[] for _ in range(choices)]
         await of_each(cluster.client.watch(job.job_id), seen, until)
         await lost(cluster.router)
+        for name, step in quick.items():
+            cluster.workers[name].engine.step = step
         assert (await client.job(job.job_id)).state == "open", "the router must have been lost in the middle"
         whole: list[list[int]] = [[] for _ in range(choices)]
         async with asyncio.timeout(20):
@@ -141,6 +184,7 @@ async def test_a_watcher_of_several_completions_finds_the_next_router(
     async with inside() as cluster:
         expected: list[list[int]] = [[], [], []]
         await of_each(cluster.client.stream(prompt, **options), expected)
+        held(cluster.router, lambda now: min(map(len, now)) >= 5, choices=3)
         job = await cluster.client.submit(prompt, **options)
         watching = cluster.client.watch(job.job_id)
         seen: list[list[int]] = [[], [], []]
@@ -226,6 +270,9 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
 async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -> tuple[Any, Any]:
     """A job that began with an adapter whose name another one has by now, and the router that takes it over."""
     second: Any = await launch.start("router", cluster.settings, "router-1")
+    held(cluster.router, lambda now: len(now[0]) >= 8)
+    slow_down(cluster.workers["decode-0"], 0.05)  # it is replaced below
+    await end(second.jobs._keeping)  # it takes nothing over before the adapter is another one
     job = await cluster.client.submit(prompt, max_tokens=80, ignore_eos=True, adapter="red")
     seen: list[list[int]] = [[]]
     await of_each(cluster.client.watch(job.job_id), seen, lambda now: len(now[0]) >= 8)
@@ -236,6 +283,7 @@ async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -
     adapters["other"].rename(adapters["red"])
     for name in ("prefill-0", "decode-0"):
         await cluster.start_worker(name)
+    await second.jobs.start()
     return job, second
 
 
@@ -308,6 +356,7 @@ async def test_another_router_goes_on_at_the_last_token(
     async with inside() as cluster:
         expected = (await cluster.client.generate(prompt, **options)).token_ids
         second: Any = await launch.start("router", cluster.settings, "router-1")
+        held(cluster.router, lambda now: len(now[0]) >= 20)
         async with AsyncClient(second.address) as client:
             job = await cluster.client.submit(prompt, **options)
             seen: list[int] = []
@@ -329,14 +378,16 @@ async def test_another_router_goes_on_at_the_last_token(
 async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would give other tokens: the job fails and says so, and what was kept stays as it was."""
+    """They would give other tokens: when no worker has had its own for a while, the job fails and says so, and what was
+    kept stays as it was."""
     monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(jobs, "OTHER_MODEL_S", 0.3)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         second: Any = await launch.start("router", cluster.settings, "router-1")
-        facts = second._generation.facts
-        monkeypatch.setattr(second._generation, "facts", lambda: replace(facts(), layout_hash="another"))
+        monkeypatch.setattr(second._generation, "layouts", lambda: {"another"})
         async with AsyncClient(second.address) as client:
+            held(cluster.router, lambda now: len(now[0]) >= 1)
             job = await cluster.client.submit(prompt, max_tokens=400, ignore_eos=True)
             async for _ in cluster.client.watch(job.job_id):
                 break
@@ -421,6 +472,234 @@ async def test_a_tenant_sees_its_own_jobs_only(inside: Any, tiny: Path, tmp_path
                 assert await read(client, "x") == oracle.greedy(tiny, prompt, 4)
 
 
+async def test_a_leaving_router_gives_its_jobs_back(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one has them long before the leases would have ended."""
+    monkeypatch.setattr(jobs, "LEASE_S", 60.0)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        taken = [await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True) for _ in range(3)]
+        await cluster.router.jobs.leave()
+        other = Journal(cluster.settings.redis, cluster.settings.cluster, lease_s=6.0, kept_s=60.0, most=100)
+        async with asyncio.timeout(2):
+            claimed = [await other.claim() for _ in taken]
+        assert {record.job_id for record in claimed if record} == {f"/{job.job_id}" for job in taken}
+        for record in claimed:
+            await other.end(record.job_id, record.generation, journal.JobState.CANCELLED)
+        await other.close()
+
+
+@pytest.mark.parametrize("told_by", ["append", "renew"])
+async def test_a_router_that_lost_a_job_generates_no_more(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, told_by: str
+) -> None:
+    """It is another router's by now; this one hears of it by the next token or the next renewal, and frees what it has
+    for it."""
+    monkeypatch.setattr(jobs, "LEASE_S", 0.6 if told_by == "renew" else 60.0)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        kept, append = cluster.router.jobs._journal, cluster.router.jobs._journal.append
+        begun, answers = asyncio.Event(), []
+
+        async def slow(*given: Any) -> Any:
+            begun.set()
+            if told_by == "renew":
+                await asyncio.Event().wait()
+            answers.append(await append(*given))
+            return answers[-1]
+
+        monkeypatch.setattr(kept, "append", slow)
+        job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
+        await kept._writes.client.hset(kept._job(f"/{job.job_id}"), "generation", 7)
+        await begun.wait()
+        await until(lambda: not cluster.router.jobs._mine)
+        await cluster.freed()
+        assert answers.count(Kept.LOST) == (told_by == "append")
+        await kept.end(f"/{job.job_id}", 7, journal.JobState.CANCELLED)
+
+
+async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(inside: Any, tiny: Path) -> None:
+    """On the wire, before the client's own filter: what ends where the watch begins is not sent."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+        await read(cluster.client, job.job_id)
+        stub = jobs_pb2_grpc.JobServiceStub(cluster.client._channel)
+
+        async def deltas(from_token: int) -> list[Any]:
+            request = jobs_pb2.WatchJobRequest(job_id=job.job_id, from_token=from_token)
+            return [one.event.delta async for one in stub.WatchJob(request) if one.event.HasField("delta")]
+
+        whole = await deltas(0)
+        assert len(whole) > 2
+        for place in range(1, len(whole)):
+            assert await deltas(whole[place].index) == whole[place:]
+
+
+async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watchers that wait take nothing from those who submit, keep tokens and renew leases."""
+    prompt = oracle.prompts(tiny, [20])[0]
+    async with inside() as cluster:
+        here, begin = cluster.router.jobs, asyncio.Event()
+        attempt = here._attempt
+
+        async def later(*given: Any) -> None:
+            await begin.wait()
+            await attempt(*given)
+
+        monkeypatch.setattr(here, "_attempt", later)
+        taken = await cluster.client.submit_many([prompt] * 128, max_tokens=8, ignore_eos=True)
+        reading = [asyncio.create_task(read(cluster.client, job.job_id)) for job in taken]
+        await until(lambda: here._watchers.total() == 128)
+        another = await cluster.client.submit(prompt, max_tokens=8, ignore_eos=True)
+        begin.set()
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(*reading, read(cluster.client, another.job_id))
+        assert found == [oracle.greedy(tiny, prompt, 8)] * 129
+        assert [(await cluster.client.job(job.job_id)).takeovers for job in taken] == [0] * 128
+
+
+async def test_watchers_of_a_tenant_are_bounded(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is refused with the time to come back, and has room when another one leaves."""
+    monkeypatch.setattr(jobs, "MOST_WATCHERS", 1)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        job = await cluster.client.submit(prompt, max_tokens=300, ignore_eos=True)
+        watching = cluster.client.watch(job.job_id)
+        await anext(watching)
+        with pytest.raises(Busy) as full:
+            await read(cluster.client, job.job_id)
+        assert full.value.reason == "TENANT_WATCHERS"
+        await watching.aclose()
+        await until(lambda: not cluster.router.jobs._watchers)
+        async with asyncio.timeout(20):
+            assert len(await read(cluster.client, job.job_id)) == 300
+
+
+# ---- jobs and the tokens of their tenant
+
+
+async def test_jobs_keep_to_their_tenants_tokens(inside: Any, tiny: Path, tmp_path: Path) -> None:
+    """16,000 tokens of jobs under a limit of 2,000 a minute: they get their part of it, a request of the same tenant is
+    served meanwhile, and so are the jobs of another one. They go on as tokens come back."""
+    file, keys = tmp_path / "keys", ["anna-key-0123456789", "ben-key-01234567890"]
+    file.write_text(f"anna {keys[0]} tokens_per_minute=2000\nben {keys[1]}\n")
+    prompt = oracle.prompts(tiny, [100])[0]
+    async with inside(api_keys=file, kv_blocks=1024) as cluster:
+        anna, ben = (AsyncClient(cluster.router.address, api_key=key) for key in keys)
+        async with anna, ben, asyncio.timeout(60):
+            taken = await anna.submit_many([prompt] * 20, max_tokens=700, ignore_eos=True)
+
+            async def made() -> int:
+                return sum([(await anna.job(job.job_id)).tokens for job in taken])
+
+            before = -1
+            while before < (now := await made()) or not now:
+                before = now
+                await asyncio.sleep(0.5)
+            assert 200 <= now <= 1000 + 4 * 250
+            assert len(await read(ben, (await ben.submit(prompt, max_tokens=50, ignore_eos=True)).job_id)) == 50
+            answer = await anna.generate(prompt, max_tokens=100, ignore_eos=True, timeout=10)
+            assert len(answer.token_ids) == 100
+            bucket = cluster.router._generation.tenants._tenants["anna"]
+            assert bucket.tokens >= 500
+            bucket.tokens += 1000  # as after half a minute
+            while True:
+                if await made() > now:
+                    break
+                await asyncio.sleep(0.2)
+            for job in taken:
+                await anna.cancel(job.job_id)
+
+
+async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
+    inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped in the middle and goes on later, token for token."""
+    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr(jobs, "LAST_DELAY_S", 0.05)
+    file, key = tmp_path / "keys", "anna-key-0123456789"
+    file.write_text(f"anna {key} tokens_per_minute=400\n")
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside(api_keys=file) as cluster, AsyncClient(cluster.router.address, api_key=key) as anna:
+        job = await anna.submit(prompt, max_tokens=200, ignore_eos=True, temperature=1.0, seed=3)
+        whole = asyncio.create_task(read(anna, job.job_id))
+        bucket = cluster.router._generation.tenants._tenants
+        async with asyncio.timeout(30):
+            while not whole.done():
+                if "anna" in bucket:
+                    bucket["anna"].tokens = max(bucket["anna"].tokens, 260.0)
+                await asyncio.sleep(0.02)
+            file.write_text(f"anna {key}\n")
+            await until(lambda: not cluster.router._generation.tenants.named("anna").limits.tokens_per_minute)
+            again = await anna.generate(prompt, max_tokens=200, ignore_eos=True, temperature=1.0, seed=3)
+        assert await whole == again.token_ids
+
+
+# ---- what passes, and what ends a job
+
+
+async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reason: str | None = None) -> list[int]:
+    """The next attempts end with INTERNAL. Returns a list with one entry for each."""
+    generate, seen = cluster.router._generation.generate, []
+
+    def failing(*given: Any, **more: Any) -> Any:
+        if len(seen) < times:
+            seen.append(1)
+            raise InternalError("broken", reason=reason)
+        return generate(*given, **more)
+
+    monkeypatch.setattr(cluster.router._generation, "generate", failing)
+    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
+    return seen
+
+
+async def test_a_job_outlives_an_internal_error_that_passes(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is about to die may say INTERNAL once; the third time in a row ends the job."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        await broken(monkeypatch, cluster, jobs.MOST_INTERNAL - 1)
+        job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+        assert await read(cluster.client, job.job_id) == oracle.greedy(tiny, prompt, NEW)
+        seen = await broken(monkeypatch, cluster, 100)
+        job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+        assert (await ended(cluster.client, job.job_id)).state == "failed"
+        assert len(seen) == jobs.MOST_INTERNAL
+
+
+async def test_a_job_that_kills_workers_is_not_tried_again(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it is poison was found out already."""
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        seen = await broken(monkeypatch, cluster, 100, "KILLS_WORKERS")
+        job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+        assert (await ended(cluster.client, job.job_id)).state == "failed"
+        assert len(seen) == 1
+
+
+async def test_a_job_waits_while_some_workers_have_another_layout(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an upgrade nothing is mixed; when all have its own again it goes on."""
+    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr(jobs, "OTHER_MODEL_S", 0.2)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        generation = cluster.router._generation
+        (mine,) = generation.layouts()
+        with monkeypatch.context() as upgrade:
+            upgrade.setattr(generation, "layouts", lambda: {mine, "another"})
+            job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
+            await asyncio.sleep(0.5)
+            waiting = await cluster.client.job(job.job_id)
+            assert (waiting.state, waiting.tokens) == ("open", 0)
+        async with asyncio.timeout(20):
+            assert await read(cluster.client, job.job_id) == oracle.greedy(tiny, prompt, NEW)
+
+
 # ---- who no longer owns a job can add nothing
 
 
@@ -429,14 +708,14 @@ async def owned(valkey_url: str) -> AsyncIterator[tuple[Journal, str]]:
     """A job that was taken over: generation 1 was its owner, 2 is."""
     kept = Journal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
     name = "/job"
-    assert await kept.submit(name, b"asked", "digest")
+    assert await kept.submit([Asked(name, b"asked", "digest")]) == [True]
     assert await kept.append(name, 1, 0, 2, b"first") is Kept.KEPT
     record = await kept.claim()
     assert record is not None
     assert (record.job_id, record.generation, record.tokens) == (name, 2, 2)
     yield kept, name
     await kept.end(name, 2, journal.JobState.FINISHED)
-    await kept._redis.delete(kept._job(name), kept._events(name))
+    await kept._writes.client.delete(kept._job(name), kept._events(name))
     await kept.close()
 
 
@@ -445,7 +724,7 @@ async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[Journa
     kept, name = owned
     assert await kept.append(name, 1, 2, 4, b"late") is Kept.LOST
     assert await kept.end(name, 1, journal.JobState.FINISHED, b"late") is Kept.LOST
-    assert await kept.renew(name, 1) is Kept.LOST
+    assert await kept.renew([(name, 1)]) == [Kept.LOST]
     assert await kept.append(name, 2, 3, 4, b"gap") is Kept.GAP
     assert await kept.append(name, 2, 0, 2, b"twice") is Kept.GAP
     assert await kept.append(name, 2, 2, 4, b"second") is Kept.KEPT

@@ -19,7 +19,8 @@ from tandem.client import AsyncClient
 from tandem.errors import PermissionDenied, SettingsError, Unauthenticated
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
-FILE = f"# who may\nanna {USER}\nops {ADMIN} admin  # scales\n"
+SCRAPER = "scraper-key-0123456789"
+FILE = f"# who may\nanna {USER}\nops {ADMIN} admin  # scales\nprometheus {SCRAPER} metrics\n"
 
 
 @pytest.fixture
@@ -59,6 +60,11 @@ async def test_each_key_may_what_the_file_says(inside: Any, file: Path) -> None:
                 assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
                 assert refused.json()["error"]["param"] == "authorization"
             assert (await raw.get("/health")).status_code == 200
+            for key, status in ((USER, 403), (SCRAPER, 200), (ADMIN, 200)):
+                bearer = {"authorization": f"Bearer {key}"}
+                assert (await raw.get("/metrics", headers=bearer)).status_code == status
+                assert (await raw.get("/v1/models", headers=bearer)).status_code == 200
+            assert (await raw.get("/metrics")).status_code == 401
             assert (await raw.get("/v1/models", headers={"authorization": f"Basic {USER}"})).status_code == 401
         async with grpc.aio.insecure_channel(target) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())

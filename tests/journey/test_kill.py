@@ -141,8 +141,14 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
             assert await asyncio.to_thread(victim.popen.wait, 20) == 0
         else:
             victim.signal(signal.SIGSTOP)
+        before = [len(ids(one)) for one in pieces]
+        await until(
+            lambda p: all(len(ids(one)) > had or had == LONG for one, had in zip(p, before, strict=True)),
+            pieces,
+            running,
+        )
+        assert time.monotonic() - start < 30  # a frozen one is found out by keepalive, after 2 to 3 seconds
         await running
-        assert time.monotonic() - start < 30  # a frozen one is found out by keepalive, after 4 to 6 seconds
         await client.close()
         assert [ids(one) for one in pieces] == expected
         moved = [one[-1].receipt for one in pieces if one[-1].receipt.attempts > 1]

@@ -239,7 +239,8 @@ class Alone:
     def _answer(self, asked: Asked, choice: int) -> Answer:
         options, text, decode = asked.options, self._text, self._text.tokenizer.decode  # type: ignore[union-attr]
         messages = [{"role": "user", "content": asked.text}]
-        prompt = text.encode_chat(messages, options.get("tools")) if asked.chat else text.encode(asked.text)
+        rendered = text.render(messages, options.get("tools")) if asked.chat else ""
+        prompt = text.encode(rendered, special=False) if asked.chat else text.encode(asked.text)
         ends = {*options.get("stop_token_ids", ()), *([] if options.get("ignore_eos") else [END])}
         sequence = self._sequence(asked, choice, prompt, frozenset(ends))
         stops = [options["stop"]] if isinstance(options.get("stop"), str) else options.get("stop", [])

@@ -8,7 +8,6 @@ import queue
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -54,22 +53,32 @@ class Worker:
     """A worker in a process of its own; the same verbs as Pages."""
 
     def __init__(
-        self, worker_id: str, incarnation: str, num_blocks: int, block_bytes: int, env: dict[str, str] | None = None
+        self,
+        worker_id: str,
+        incarnation: str,
+        num_blocks: int,
+        block_bytes: int,
+        env: dict[str, str] | None = None,
+        agents: int = 1,
     ) -> None:
-        arguments = [worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT]
+        arguments = [worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT, str(agents)]
         self.process = Copy("tests.kvtransfer.peer", arguments, {**os.environ, **(env or {})}, stderr=False)
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read_lines, daemon=True)
         self._reader.start()
-        self._peer: Peer | None = None
+        self._peers: list[Peer] = []
 
     @property
     def peer(self) -> Peer:
+        return self.peers[0]
+
+    @property
+    def peers(self) -> list[Peer]:
         """Waits for the process to be up at the first use, so that several can start at once."""
-        if self._peer is None:
-            fields = self._answer()["peer"]
-            self._peer = Peer(**{**fields, "metadata": bytes.fromhex(fields["metadata"])})
-        return self._peer
+        if not self._peers:
+            described = self._answer()["peers"]
+            self._peers = [Peer(**{**one, "metadata": bytes.fromhex(one["metadata"])}) for one in described]
+        return self._peers
 
     def fill(self, block: int, seed: int) -> None:
         self.ask(cmd="fill", block=block, seed=seed)
@@ -115,38 +124,19 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.region, self.layout_hash = inner.region, inner.layout_hash
         self.before: Callable[[Sequence[Pair]], Awaitable[None]] | None = None
         self.after: Callable[[Sequence[Pair]], Awaitable[None]] | None = None
 
-    def peer(self) -> Peer:
-        return self.inner.peer()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-    async def connect(self, peer: Peer, timeout: float) -> None:
-        await self.inner.connect(peer, timeout)
-
-    async def read(self, peer: Peer, pairs: Sequence[Pair], timeout: float) -> ReadStats:
+    async def read(self, peer: Peer, pairs: Sequence[Pair], *more: Any, **named: Any) -> ReadStats:
         if self.before:
             await self.before(pairs)
-        stats = await self.inner.read(peer, pairs, timeout)
+        stats = await self.inner.read(peer, pairs, *more, **named)
         if self.after:
             await self.after(pairs)
         return stats
-
-    def serving(self) -> AbstractContextManager[None]:
-        return self.inner.serving()
-
-    def one_sided(self, peer: Peer) -> bool:
-        return self.inner.one_sided(peer)
-
-    def link(self, peer: Peer) -> str:
-        return self.inner.link(peer)
-
-    def forget(self, peer: Peer) -> None:
-        self.inner.forget(peer)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 @pytest.fixture
@@ -176,8 +166,9 @@ def worker() -> Iterator[Callable[..., Worker]]:
         num_blocks: int = 16,
         block_bytes: int = 4096,
         env: dict[str, str] | None = None,
+        agents: int = 1,
     ) -> Worker:
-        made.append(Worker(worker_id, incarnation, num_blocks, block_bytes, env))
+        made.append(Worker(worker_id, incarnation, num_blocks, block_bytes, env, agents))
         return made[-1]
 
     yield make

@@ -6,7 +6,8 @@
     {"cmd": "cpu"}                            answers with the CPU seconds used so far
     {"cmd": "exit"}                           closes the transport and names the threads that are left
 
-Arguments: worker id, incarnation, number of blocks, bytes per block, layout hash. Its first line is its Peer.
+Arguments: worker id, incarnation, number of blocks, bytes per block, layout hash, number of agents. Every agent is a
+worker of its own over the same blocks; commands are for the first. The first line has the Peer of each.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def say(**answer: object) -> None:
 def main() -> None:
     # Some tests make UCX abort here.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    worker_id, incarnation, num_blocks, block_bytes, layout_hash = sys.argv[1:6]
+    worker_id, incarnation, num_blocks, block_bytes, layout_hash, agents = sys.argv[1:7]
     count, size = int(num_blocks), int(block_bytes)
     pages = np.zeros((count, size), dtype=np.uint8)
     region = Region(pages.ctypes.data, count, size, keepalive=pages)
-    transport = make_transport("nixl", region, worker_id, incarnation, layout_hash)
-    peer = transport.peer()
-    say(peer={**vars(peer), "metadata": peer.metadata.hex()})
+    names = [worker_id, *(f"{worker_id}-{number}" for number in range(1, int(agents)))]
+    transport, *more = (make_transport("nixl", region, name, incarnation, layout_hash) for name in names)
+    peers = [one.peer() for one in (transport, *more)]
+    say(peers=[{**vars(peer), "metadata": peer.metadata.hex()} for peer in peers])
     with ExitStack() as stack:
         for line in sys.stdin:
             ask = json.loads(line)

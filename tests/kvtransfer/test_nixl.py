@@ -11,8 +11,12 @@ import time
 import pytest
 
 from kvtransfer import nixl_transport
+from kvtransfer.blocks import ReadyBlock, Ticket
 from kvtransfer.nixl_transport import NixlTransport
-from tandem.errors import DeadlineExceeded, WorkerLost
+from kvtransfer.pull import Pull
+from kvtransfer.reads import DEPTH
+from kvtransfer.transport import BATCH_BYTES, STALL
+from tandem.errors import InternalError, TransferFailed, WorkerLost
 
 MIB = 1 << 20
 TCP = {"UCX_TLS": "tcp"}
@@ -35,7 +39,7 @@ def segments():
 async def in_flight(transport):
     """Returns when a read over an asynchronous transport has been posted."""
     end = time.monotonic() + 10
-    while not any(read.flights for read in transport._reads):
+    while not any(remote.in_flight for remote in transport._remotes.values()):
         assert time.monotonic() < end
         await asyncio.sleep(0.001)
 
@@ -61,8 +65,9 @@ async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages,
     assert all((sink.array[16 - b] == expected(b, MIB)).all() for b in range(17))
 
 
-async def test_a_source_killed_mid_read_is_lost_within_two_seconds(worker, pages, monkeypatch):
-    """SIGKILL while bytes are in flight over TCP ends the read with WorkerLost, and the next read at once."""
+async def test_a_source_killed_mid_read_fails_it_within_two_seconds(worker, pages, monkeypatch):
+    """SIGKILL while bytes are in flight over TCP ends the read with TransferFailed, and the next one as quickly: the
+    link cannot tell whether the worker died."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
     await sink.transport.connect(source.peer, 10)
@@ -71,20 +76,20 @@ async def test_a_source_killed_mid_read_is_lost_within_two_seconds(worker, pages
     await in_flight(sink.transport)
     killed = time.monotonic()
     source.signal(signal.SIGKILL)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(TransferFailed):
         await read
-    assert time.monotonic() - killed < 2
-    with pytest.raises(WorkerLost):
+    with pytest.raises(TransferFailed):
         await sink.transport.read(source.peer, [(0, 0)], 30)
+    assert time.monotonic() - killed < 2
 
 
-async def test_a_source_killed_between_shared_memory_reads_is_lost_within_two_seconds(worker, pages):
-    """SIGKILL under a stream of reads over cma turns the next of them into WorkerLost."""
+async def test_a_source_killed_between_shared_memory_reads_fails_the_next_within_two_seconds(worker, pages):
+    """SIGKILL under a stream of reads over cma turns the next of them into TransferFailed."""
     source, sink = worker(), pages("nixl")
     await sink.transport.connect(source.peer, 10)
     reads = 0
     killed = 0.0
-    with pytest.raises(WorkerLost):
+    with pytest.raises(TransferFailed):
         while not killed or time.monotonic() < killed + 5:
             await sink.transport.read(source.peer, [(b, b) for b in range(16)], 30)
             reads += 1
@@ -96,11 +101,11 @@ async def test_a_source_killed_between_shared_memory_reads_is_lost_within_two_se
 
 
 async def test_connecting_to_a_dead_worker_is_refused(worker, pages):
-    """Metadata of a process that is gone leads to WorkerLost, not to a hang."""
+    """Metadata of a process that is gone leads to TransferFailed, not to a hang."""
     source, sink = worker(), pages("nixl")
     peer = source.peer
     source.end()
-    with pytest.raises(WorkerLost):
+    with pytest.raises(TransferFailed):
         await sink.transport.connect(peer, 10)
 
 
@@ -112,13 +117,30 @@ async def test_connecting_to_a_hung_worker_ends_in_time_and_can_be_repeated(work
     source.signal(signal.SIGSTOP)
     for _ in range(2):
         began = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(TransferFailed):
             await sink.transport.connect(peer, 0.3)
         assert time.monotonic() - began < 2
     source.signal(signal.SIGCONT)
     await sink.transport.connect(peer, 10)
     await sink.transport.read(peer, [(0, 0)], 10)
     assert sink.transport.link(peer) == "nixl:ucx:tcp"
+
+
+async def test_peers_that_do_not_answer_delay_no_other(worker, pages, monkeypatch):
+    """With eight silent peers, twelve healthy ones that are asked after them connect before those have failed."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    silent, healthy = worker("silent", env=TCP, agents=8), worker("healthy", env=TCP, agents=12)
+    sink, refused, met = pages("nixl"), silent.peers, healthy.peers
+    silent.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    failing = [asyncio.create_task(sink.transport.connect(peer, 30)) for peer in refused]
+    await asyncio.gather(*(sink.transport.connect(peer, 30) for peer in met))
+    assert not any(task.done() for task in failing)
+    assert {sink.transport.link(peer) for peer in met} == {"nixl:ucx:tcp"}
+    for task in failing:
+        with pytest.raises(TransferFailed):
+            await task
+    assert time.monotonic() - began < STALL + 2
 
 
 async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker, pages, expected):
@@ -135,6 +157,148 @@ async def test_a_restarted_source_works_at_once_and_its_old_life_does_not(worker
     with pytest.raises(WorkerLost):
         await sink.transport.read(first.peer, [(0, 0)], 10)
     await sink.transport.read(second.peer, [(0, 0)], 10)
+
+
+async def test_the_old_incarnation_is_refused_though_its_process_still_lives(worker, pages, expected):
+    """A new incarnation takes the place of the old one even if that one could still be read."""
+    first, second, sink = worker(incarnation="1"), worker(incarnation="2"), pages("nixl")
+    second.fill(0, 42)
+    await sink.transport.connect(first.peer, 10)
+    await sink.transport.read(first.peer, [(0, 0)], 10)
+    await sink.transport.connect(second.peer, 10)
+    with pytest.raises(WorkerLost):
+        await sink.transport.read(first.peer, [(0, 0)], 10)
+    await sink.transport.read(second.peer, [(0, 0)], 10)
+    assert (sink.array[0] == expected(42, 4096)).all()
+
+
+async def test_a_read_of_many_batches_is_whole_when_it_returns(worker, pages, expected):
+    """Over shared memory, where a batch lands as it is posted, the read does not end before the last one."""
+    count = (DEPTH + 2) * BATCH_BYTES // MIB + 1
+    source, sink = worker(num_blocks=count, block_bytes=MIB), pages("nixl", num_blocks=count, block_bytes=MIB)
+    for block in range(count):
+        source.fill(block, block)
+    await sink.transport.connect(source.peer, 10)
+    await sink.transport.read(source.peer, [(b, count - 1 - b) for b in range(count)], 10)
+    assert all((sink.array[count - 1 - b] == expected(b, MIB)).all() for b in range(count))
+
+
+def error_at_post(agent, errors):
+    return lambda handle: (_ for _ in ()).throw(errors[0]("injected"))
+
+
+def error_in_flight(agent, errors):
+    return lambda handle: "ERR"
+
+
+@pytest.mark.parametrize(("call", "fault"), [("transfer", error_at_post), ("transfer", error_in_flight)])
+async def test_after_a_failed_transfer_the_peer_can_be_read_again(
+    nixl_source, pages, monkeypatch, expected, call, fault
+):
+    """An error of one transfer fails that read alone, with TransferFailed; the next makes the connection anew."""
+    sink = pages("nixl")
+    await sink.transport.connect(nixl_source.peer, 10)
+    agent = sink.transport._agent
+    real, faulty = getattr(agent, call), [fault(agent, sink.transport._errors)]
+    monkeypatch.setattr(agent, call, lambda handle: faulty.pop()(handle) if faulty else real(handle))
+    with pytest.raises(TransferFailed):
+        await sink.transport.read(nixl_source.peer, [(1, 1)], 10)
+    assert not faulty
+    await sink.transport.read(nixl_source.peer, [(2, 2)], 10)
+    assert (sink.array[2] == expected(2, 4096)).all()
+    await sink.transport.connect(nixl_source.peer, 10)
+    assert sink.transport.link(nixl_source.peer) == "nixl:ucx:cma"
+
+
+async def test_the_reader_of_a_silent_source_learns_of_it_before_its_memory_is_safe(
+    worker, pages, monkeypatch, expected
+):
+    """`failing` is called when the batch stalls. The read ends later, and until then the source takes no other; once
+    the source goes on, it can be connected and read again."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
+    source.fill(3, 3)
+    await sink.transport.connect(source.peer, 10)
+    source.signal(signal.SIGSTOP)
+    failed = asyncio.get_running_loop().create_future()
+    read = asyncio.create_task(
+        sink.transport.read(source.peer, [(b, b) for b in range(16)], 0.3, failing=failed.set_result)
+    )
+    assert isinstance(await asyncio.wait_for(failed, 1.5), TransferFailed)
+    assert not read.done()
+    for refused in (sink.transport.read(source.peer, [(0, 0)], 10), sink.transport.connect(source.peer, 10)):
+        with pytest.raises(TransferFailed):
+            await asyncio.wait_for(refused, 0.5)
+    source.signal(signal.SIGCONT)
+    with pytest.raises(TransferFailed):
+        await read
+    await sink.transport.connect(source.peer, 10)
+    await sink.transport.read(source.peer, [(3, 3)], 10)
+    assert (sink.array[3] == expected(3, MIB)).all()
+
+
+async def test_a_pull_from_a_silent_source_fails_while_its_blocks_stay_reserved(worker, pages, monkeypatch):
+    """finish raises when the batch stalls, abort returns when the source has gone on and nothing can be written."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
+    await sink.transport.connect(source.peer, 10)
+    source.signal(signal.SIGSTOP)
+    blocks = {index: index for index in range(8)}
+    contexts = dict.fromkeys(blocks, b"")
+    pull = Pull(sink.transport, source.peer, Ticket("t", 1, "1"), contexts, blocks, lambda block, context: b"", 0.5)
+    began = time.monotonic()
+    await pull.add([ReadyBlock(index, index, b"") for index in blocks])
+    with pytest.raises(TransferFailed):
+        await pull.finish()
+    assert time.monotonic() - began < 2
+    aborted = asyncio.create_task(pull.abort())
+    done, _ = await asyncio.wait([aborted], timeout=0.2)
+    assert not done
+    source.signal(signal.SIGCONT)
+    await asyncio.wait_for(aborted, 5)
+
+
+async def test_a_read_may_take_longer_than_its_stall(worker, pages, monkeypatch, expected):
+    """What counts is that batches arrive: a source that stops at each of them, for a while, costs no read."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", MIB)
+    source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", block_bytes=MIB)
+    source.fill(15, 15)
+    await sink.transport.connect(source.peer, 10)
+    post, go_on = NixlTransport._post, threading.Timer(0, lambda: None)
+
+    def post_while_stopped(self, remote, read):
+        nonlocal go_on
+        source.signal(signal.SIGSTOP)
+        post(self, remote, read)
+        go_on.cancel()
+        go_on = threading.Timer(0.3, source.signal, [signal.SIGCONT])
+        go_on.start()
+
+    monkeypatch.setattr(NixlTransport, "_post", post_while_stopped)
+    began, stall = time.monotonic(), 2.0
+    await sink.transport.read(source.peer, [(b, b) for b in range(16)], stall)
+    assert time.monotonic() - began > stall
+    assert (sink.array[15] == expected(15, MIB)).all()
+    go_on.join()
+
+
+async def test_a_reader_that_stood_still_does_not_take_its_source_for_silent(worker, pages, monkeypatch, expected):
+    """Time in which the owner thread made no rounds does not count: the bytes may have been there all along."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr("kvtransfer.transport.BATCH_BYTES", 16 * MIB)  # more than the sockets hold
+    source, sink = worker(block_bytes=MIB, env=TCP), pages("nixl", num_blocks=16, block_bytes=MIB)
+    source.fill(15, 15)
+    await sink.transport.connect(source.peer, 10)
+    source.signal(signal.SIGSTOP)
+    read = asyncio.create_task(sink.transport.read(source.peer, [(b, b) for b in range(16)], 0.8))
+    await in_flight(sink.transport)
+    woken = threading.Event()
+    sink.transport._submit(lambda: (time.sleep(1.2), woken.set()))  # the fault
+    assert await asyncio.to_thread(woken.wait, 10)
+    source.signal(signal.SIGCONT)
+    await read
+    assert (sink.array[15] == expected(15, MIB)).all()
 
 
 async def late_write(worker, other, pages, expected, end_read):
@@ -166,7 +330,7 @@ async def cancelled_read(transport, peer, pairs):
 
 
 async def expired_read(transport, peer, pairs):
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(TransferFailed):
         await transport.read(peer, pairs, 0.2)
 
 
@@ -184,10 +348,11 @@ async def test_without_the_replaced_agent_a_late_write_happens(worker, tcp_sourc
     monkeypatch.setattr(nixl_transport, "GRACE", 0.3)
 
     def only_release(self, why):
-        for read in [read for read in self._reads if read.error is not None]:
-            for flight in read.flights:
-                flight.handle.release()
-            read.flights.clear()
+        for remote in self._remotes.values():
+            for read in [read for read in remote.reads if read.error is not None]:
+                for flight in read.flights:
+                    flight.handle.release()
+                read.flights.clear()
 
     monkeypatch.setattr(NixlTransport, "_replace_agent", only_release)
     assert await late_write(worker, tcp_source, pages, expected, cancelled_read)
@@ -208,6 +373,39 @@ async def test_a_hung_source_costs_no_other_reader_its_read(worker, tcp_source, 
         assert all((sink.array[16 + b] == expected(b, MIB)).all() for b in range(16))
     await lost
     assert tcp_source.process.poll() is None
+
+
+async def test_a_transport_whose_thread_ended_says_so(nixl_source, pages):
+    """An exception in the owner thread sets `broken`, calls `on_broken` and fails every later call at once."""
+    sink, told = pages("nixl"), threading.Event()
+    await sink.transport.connect(nixl_source.peer, 10)
+    assert sink.transport.broken is None
+    sink.transport.on_broken = told.set
+    sink.transport._submit(lambda: {}["missing"])
+    assert await asyncio.to_thread(told.wait, 10)
+    assert isinstance(sink.transport.broken, InternalError)
+    for call in (sink.transport.read(nixl_source.peer, [(0, 0)], 10), sink.transport.connect(nixl_source.peer, 10)):
+        with pytest.raises(TransferFailed, match="broken"):
+            await asyncio.wait_for(call, 1)
+    sink.transport.forget(nixl_source.peer)
+
+
+async def test_a_thread_that_hangs_shows_in_its_last_round_and_refuses_to_close(pages, monkeypatch):
+    """`last_round_at` moves while the thread is well and stands still while it hangs; close then raises, since the
+    pages may still be read and written, and succeeds when the thread has ended after all."""
+    monkeypatch.setattr(nixl_transport, "CLOSE_TIMEOUT", 0.2)
+    transport, go = pages("nixl").transport, threading.Event()
+    before = transport.last_round_at
+    assert becomes_true(lambda: transport.last_round_at > before)
+    hanging = threading.Event()
+    transport._submit(lambda: (hanging.set(), go.wait(30)))
+    assert hanging.wait(10)
+    assert not becomes_true(lambda before=transport.last_round_at: transport.last_round_at > before, 0.2)
+    with pytest.raises(InternalError):
+        transport.close()
+    go.set()
+    transport._thread.join(10)
+    transport.close()
 
 
 async def test_an_idle_agent_uses_no_cpu(nixl_source):

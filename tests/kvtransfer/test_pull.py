@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
 import kvtransfer.pull
-from kvtransfer.blocks import Offer, ReadyBlock, Ticket, digest, region_digest
+from kvtransfer.blocks import Offer, ReadyBlock, Ticket, digest
 from kvtransfer.pull import Pull
 from kvtransfer.source import Source
-from tandem.errors import DataLoss, DeadlineExceeded, InternalError, InvalidRequest, StaleTransfer, WorkerLost
+from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TransferFailed, WorkerLost
 
 COUNT = 8
 CONTEXTS = {index: f"chain {index}".encode() for index in range(COUNT)}
@@ -29,10 +30,23 @@ def ready(index, *, seed=None, block=None):
     return ReadyBlock(index, block, digest(bytes_there.tobytes(), CONTEXTS[index]))
 
 
-def pull_of(sink, peer, *, transport=None, timeout=10.0, ticket=None, **changes):
-    arguments = {"contexts": CONTEXTS, "local_blocks": HERE, "digest_block": region_digest(sink.region), **changes}
+def digests_of(region):
+    return lambda block, context: digest(region.view(block), context)
+
+
+def pull_of(sink, peer, *, transport=None, stall=10.0, ticket=None, **changes):
+    arguments = {"contexts": CONTEXTS, "local_blocks": HERE, "digest_block": digests_of(sink.region), **changes}
     ticket = ticket or Ticket("t", 1, peer.incarnation)
-    return Pull(transport or sink.transport, peer, ticket, timeout=timeout, **arguments)
+    return Pull(transport or sink.transport, peer, ticket, stall=stall, **arguments)
+
+
+@asynccontextmanager
+async def pulling(*arguments, **named):
+    pull = pull_of(*arguments, **named)
+    try:
+        yield pull
+    finally:
+        await pull.abort()
 
 
 @pytest.fixture
@@ -56,7 +70,7 @@ async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expec
     """Announced in any order and in pieces, every block lands where it was reserved; the account adds up."""
     await sink.transport.connect(source.peer, 10)
     began = time.monotonic()
-    async with pull_of(sink, source.peer) as pull:
+    async with pulling(sink, source.peer) as pull:
         await pull.add([ready(5), ready(0), ready(7)])
         await pull.add([])
         await pull.add([ready(index) for index in (1, 2, 3, 4, 6)])
@@ -64,16 +78,16 @@ async def test_a_whole_transfer_lands_in_the_reserved_blocks(source, sink, expec
     for index in range(COUNT):
         assert (sink.array[HERE[index]] == expected(THERE[index], 4096)).all()
     assert (stats.blocks, stats.bytes) == (COUNT, COUNT * 4096)
-    assert 0 < stats.seconds <= stats.done_at - began
-    assert began <= stats.first_ready_at <= stats.done_at
+    assert 0 < stats.seconds <= time.monotonic() - began
+    assert stats.retries == 0
     assert stats.transport == sink.transport.link(source.peer)
 
 
 async def test_an_empty_transfer_is_complete(here, there):
     """If the decode worker's own cache held everything, there is nothing to wait for."""
-    async with pull_of(there, here.peer, contexts={}, local_blocks={}) as pull:
+    async with pulling(there, here.peer, contexts={}, local_blocks={}) as pull:
         stats = await pull.finish()
-    assert (stats.blocks, stats.first_ready_at) == (0, None)
+    assert (stats.blocks, stats.bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
@@ -81,7 +95,7 @@ async def test_blocks_move_while_the_source_still_fills_later_ones(worker, sink,
     """The first chunk has landed before the second is even computed."""
     source = worker()
     await sink.transport.connect(source.peer, 10)
-    async with pull_of(sink, source.peer) as pull:
+    async with pulling(sink, source.peer) as pull:
         for index in range(COUNT):
             assert not sink.array[HERE[index]].any()
             source.fill(THERE[index], THERE[index])
@@ -101,7 +115,7 @@ async def test_a_byte_changed_at_the_source_after_its_announcement_is_refused(wo
         source.fill(block, block)
     await sink.transport.connect(source.peer, 10)
     source.flip(THERE[3])
-    async with pull_of(sink, source.peer) as pull:
+    async with pulling(sink, source.peer) as pull:
         await pull.add([ready(index) for index in range(COUNT)])
         with pytest.raises(DataLoss, match="block index 3"):
             await pull.finish()
@@ -119,7 +133,7 @@ async def test_a_byte_changed_after_landing_is_refused(here, there, faulty):
     """A write into a landed block, from anywhere, is found."""
     transport = faulty(there.transport)
     transport.after = flip_after_landing(there, 6)
-    async with pull_of(there, here.peer, transport=transport) as pull:
+    async with pulling(there, here.peer, transport=transport) as pull:
         await pull.add([ready(index) for index in range(COUNT)])
         with pytest.raises(DataLoss, match="block index 6"):
             await pull.finish()
@@ -130,7 +144,7 @@ async def test_without_verification_the_same_byte_is_accepted(here, there, fault
     monkeypatch.setattr(kvtransfer.pull.Pull, "_first_wrong", lambda self, blocks: None)
     transport = faulty(there.transport)
     transport.after = flip_after_landing(there, 6)
-    async with pull_of(there, here.peer, transport=transport) as pull:
+    async with pulling(there, here.peer, transport=transport) as pull:
         await pull.add([ready(index) for index in range(COUNT)])
         assert (await pull.finish()).blocks == COUNT
 
@@ -139,7 +153,7 @@ async def test_right_bytes_in_the_wrong_place_are_refused(here, there):
     """A digest binds bytes to their context: two blocks swapped, or another prompt's block, do not match."""
     swapped = [ready(0), ready(1)]
     swapped = [dataclasses.replace(swapped[1], index=0), dataclasses.replace(swapped[0], index=1)]
-    async with pull_of(there, here.peer) as pull:
+    async with pulling(there, here.peer) as pull:
         await pull.add(swapped)
         with pytest.raises(DataLoss):
             await pull.finish()
@@ -155,7 +169,7 @@ async def test_right_bytes_in_the_wrong_place_are_refused(here, there):
 )
 async def test_every_block_must_be_announced_exactly_once(here, there, blocks, reason):
     """A missing and a repeated block are both DataLoss."""
-    async with pull_of(there, here.peer) as pull:
+    async with pulling(there, here.peer) as pull:
         with pytest.raises(DataLoss) as caught:
             for index in blocks:
                 await pull.add([ready(index)])
@@ -165,11 +179,11 @@ async def test_every_block_must_be_announced_exactly_once(here, there, blocks, r
 
 async def test_blocks_that_nobody_asked_for_are_refused(here, there):
     """An unknown index or a block outside the source's region is refused before anything is read for it."""
-    async with pull_of(there, here.peer) as pull:
+    async with pulling(there, here.peer) as pull:
         with pytest.raises(DataLoss) as caught:
             await pull.add([ReadyBlock(COUNT, 0, b"")])
     assert caught.value.reason == "UNEXPECTED_BLOCK"
-    async with pull_of(there, here.peer) as pull:
+    async with pulling(there, here.peer) as pull:
         with pytest.raises(DataLoss) as caught:
             await pull.add([ready(0, block=16)])
     assert caught.value.reason == "BLOCK_OUT_OF_RANGE"
@@ -178,7 +192,7 @@ async def test_blocks_that_nobody_asked_for_are_refused(here, there):
 
 async def test_an_error_in_one_announcement_dooms_the_pull(here, there):
     """After a refused announcement finish fails too, even if all expected blocks came as well."""
-    async with pull_of(there, here.peer) as pull:
+    async with pulling(there, here.peer) as pull:
         await pull.add([ready(index) for index in range(COUNT)])
         with pytest.raises(DataLoss):
             await pull.add([ready(0)])
@@ -205,7 +219,7 @@ def test_reservations_must_match_the_expected_blocks(here, pages):
 async def test_a_lost_source_ends_the_pull(here, there):
     """If the source goes away, finish says WorkerLost."""
     peer = here.peer
-    async with pull_of(there, peer) as pull:
+    async with pulling(there, peer) as pull:
         await pull.add([ready(0)])
         here.transport.close()
         await asyncio.sleep(0)
@@ -214,18 +228,118 @@ async def test_a_lost_source_ends_the_pull(here, there):
             await pull.finish()
 
 
-async def test_a_slow_source_ends_the_pull(here, there, faulty):
-    """A read out of time is DeadlineExceeded."""
+def failing_every(count, transport):
+    """Every `count`-th read fails before it has moved anything; `transport.reads` counts them all."""
+    transport.reads = 0
 
-    async def too_late(pairs):
-        raise DeadlineExceeded("late")
+    async def fail(pairs):
+        transport.reads += 1
+        if transport.reads % count == 0:
+            raise TransferFailed("injected")
 
-    transport = faulty(there.transport)
-    transport.before = too_late
-    async with pull_of(there, here.peer, transport=transport) as pull:
+    transport.before = fail
+    return transport
+
+
+async def pulls_with_one_read_in_four_failing(here, there, faulty):
+    """Ten pulls of four parts each; returns how often they read again."""
+    transport, retries = failing_every(4, faulty(there.transport)), 0
+    for _ in range(10):
+        there.array[:] = 0
+        async with pulling(there, here.peer, transport=transport) as pull:
+            for index in range(0, COUNT, 2):
+                await pull.add([ready(index), ready(index + 1)])
+            stats = await pull.finish()
+        assert stats.blocks == COUNT
+        assert all((there.array[HERE[index]] == here.array[THERE[index]]).all() for index in range(COUNT))
+        retries += stats.retries
+    return retries
+
+
+async def test_one_transfer_in_four_failing_costs_no_pull(here, there, faulty):
+    """A part whose read failed is read again, verified like any, and counted."""
+    assert await pulls_with_one_read_in_four_failing(here, there, faulty) == 13
+
+
+@pytest.mark.parametrize("kind", ["nixl"])
+async def test_one_nixl_transfer_in_four_failing_at_its_post_costs_no_pull(source, sink, monkeypatch, expected):
+    """The same under the transport, where each failure also costs the connection."""
+    await sink.transport.connect(source.peer, 10)
+    agent, posts, retries = sink.transport._agent, 0, 0
+    transfer = agent.transfer
+
+    def fail_every_fourth(handle):
+        nonlocal posts
+        posts += 1
+        if posts % 4 == 0:
+            raise sink.transport._errors[0]("injected")
+        return transfer(handle)
+
+    monkeypatch.setattr(agent, "transfer", fail_every_fourth)
+    for _ in range(5):
+        sink.array[:] = 0
+        async with pulling(sink, source.peer) as pull:
+            for index in range(0, COUNT, 2):
+                await pull.add([ready(index), ready(index + 1)])
+            retries += (await pull.finish()).retries
+        assert all((sink.array[HERE[index]] == expected(THERE[index], 4096)).all() for index in range(COUNT))
+    assert retries == 6
+
+
+async def test_with_one_attempt_the_same_faults_end_pulls(here, there, faulty, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(kvtransfer.pull, "READ_ATTEMPTS", 1)
+    with pytest.raises(TransferFailed):
+        await pulls_with_one_read_in_four_failing(here, there, faulty)
+
+
+async def test_a_part_is_read_at_most_twice(here, there, faulty):
+    """A source from which every read fails ends the pull with TransferFailed."""
+    transport = failing_every(1, faulty(there.transport))
+    async with pulling(there, here.peer, transport=transport) as pull:
         await pull.add([ready(0)])
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(TransferFailed):
             await pull.finish()
+    assert transport.reads == kvtransfer.pull.READ_ATTEMPTS == 2
+
+
+async def test_what_was_read_again_is_verified(here, there, faulty):
+    """A byte that changes in the second reading is found like one in the first, and not read a third time."""
+    transport = failing_every(3, faulty(there.transport))
+    transport.reads = 2
+    transport.after = flip_after_landing(there, 0)
+    async with pulling(there, here.peer, transport=transport) as pull:
+        await pull.add([ready(0)])
+        with pytest.raises(DataLoss, match="block index 0"):
+            await pull.finish()
+    assert transport.reads == 4
+
+
+async def test_an_error_is_reported_while_the_read_still_holds_the_blocks(here, there, faulty):
+    """When the transport says that a read is failing, finish and add raise at once; abort waits for the read's end."""
+    transport, safe = faulty(there.transport), asyncio.Event()
+
+    async def read(peer, pairs, stall, failing):
+        failing(TransferFailed("silent"))
+        while not safe.is_set():  # like a read that cannot be cancelled
+            try:
+                await safe.wait()
+            except asyncio.CancelledError:
+                continue
+        raise TransferFailed("silent")
+
+    transport.read = read
+    pull = pull_of(there, here.peer, transport=transport)
+    await pull.add([ready(0)])
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(pull.finish(), 5)
+    with pytest.raises(TransferFailed):
+        await pull.add([ready(1)])
+    aborted = asyncio.create_task(pull.abort())
+    done, _ = await asyncio.wait([aborted], timeout=0.1)
+    assert not done
+    safe.set()
+    await asyncio.wait_for(aborted, 5)
 
 
 async def test_a_bug_under_the_pull_is_an_internal_error(here, there, faulty):
@@ -236,7 +350,7 @@ async def test_a_bug_under_the_pull_is_an_internal_error(here, there, faulty):
 
     transport = faulty(there.transport)
     transport.before = buggy
-    async with pull_of(there, here.peer, transport=transport) as pull:
+    async with pulling(there, here.peer, transport=transport) as pull:
         await pull.add([ready(0)])
         with pytest.raises(InternalError):
             await pull.finish()
@@ -268,7 +382,7 @@ async def test_abort_leaves_the_local_blocks_alone_afterwards(here, there, fault
 
 
 async def test_a_cancelled_finish_still_aborts(here, there, faulty):
-    """Leaving the `async with` by cancellation ends the reads."""
+    """A caller that is cancelled in finish ends the reads by abort."""
 
     async def hold(pairs):
         await asyncio.Event().wait()
@@ -278,7 +392,7 @@ async def test_a_cancelled_finish_still_aborts(here, there, faulty):
     entered = asyncio.Event()
 
     async def run():
-        async with pull_of(there, here.peer, transport=transport) as pull:
+        async with pulling(there, here.peer, transport=transport) as pull:
             await pull.add([ready(0)])
             entered.set()
             await pull.finish()
@@ -293,9 +407,9 @@ async def test_a_cancelled_finish_still_aborts(here, there, faulty):
 
 async def test_source_and_pull_agree(here, there):
     """What Source announces, Pull accepts, and the release then hands the source's blocks back."""
-    book = Source(here.peer.incarnation, region_digest(here.region))
+    book = Source(here.peer.incarnation, digests_of(here.region))
     ticket = book.open("t")
-    async with pull_of(there, here.peer, ticket=ticket) as pull:
+    async with pulling(there, here.peer, ticket=ticket) as pull:
         for chunk in (range(0, 3), range(3, COUNT)):
             offers = [Offer(index, THERE[index], CONTEXTS[index]) for index in chunk]
             await pull.add(await asyncio.to_thread(book.announce, ticket, offers))

@@ -7,7 +7,7 @@ import threading
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvtransfer.blocks import Offer, ReadyBlock, Ticket
 from kvtransfer.source import Source
@@ -45,8 +45,8 @@ def test_revoke_makes_the_ticket_dead_and_says_why():
     source = Source("life", label)
     ticket = source.open("t")
     source.announce(ticket, offers(1, 2))
-    assert source.revoke("t", "the stream ended") == (1, 2)
-    assert source.revoke("t", "again") == ()
+    assert source.revoke_ticket(ticket, "the stream ended") == (1, 2)
+    assert source.revoke_ticket(ticket, "again") == ()
     for call in (lambda: source.release(ticket), lambda: source.announce(ticket, offers(3))):
         with pytest.raises(StaleTransfer, match="the stream ended"):
             call()
@@ -56,7 +56,7 @@ def test_an_old_generation_is_stale():
     """The same transfer id opened again has a higher generation, and only that one counts."""
     source = Source("life", label)
     old = source.open("t")
-    source.revoke("t", "retry")
+    source.revoke_ticket(old, "retry")
     new = source.open("t")
     source.announce(new, offers(1))
     assert new.generation > old.generation
@@ -129,24 +129,12 @@ def test_revoke_during_an_announcement_wins():
     thread = threading.Thread(target=announce)
     thread.start()
     assert started.wait(10)
-    assert source.revoke("t", "cancelled") == ()
+    assert source.revoke_ticket(ticket, "cancelled") == ()
     go_on.set()
     thread.join(10)
     assert len(caught) == 1
-    assert source.open_transfers() == []
-
-
-def test_the_ledger_shows_what_is_held_and_for_how_long():
-    """open_transfers names id, generation, blocks and age of every open transfer, and nothing else."""
-    now = 100.0
-    source = Source("life", label, clock=lambda: now)
-    ticket = source.open("t")
-    source.announce(ticket, offers(1, 2))
-    now = 103.0
-    (line,) = source.open_transfers()
-    assert (line.transfer_id, line.generation, line.blocks, line.age) == ("t", ticket.generation, (1, 2), 3.0)
-    assert source.revoke_all("engine reset") == {"t": (1, 2)}
-    assert source.open_transfers() == []
+    with pytest.raises(StaleTransfer):
+        source.release(ticket)
 
 
 class Book(RuleBasedStateMachine):
@@ -205,12 +193,6 @@ class Book(RuleBasedStateMachine):
             with pytest.raises(StaleTransfer):
                 self.source.release(ticket)
 
-    @rule(name=st.sampled_from("abc"))
-    def revoke(self, name):
-        living = [ticket for ticket in self.held if ticket.transfer_id == name]
-        expected = list(self.held.pop(living[0]).values()) if living else []
-        assert list(self.source.revoke(name, "test")) == expected
-
     @rule(data=st.data())
     def revoke_ticket(self, data):
         if not self.tickets:
@@ -218,18 +200,6 @@ class Book(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.tickets))
         expected = list(self.held.pop(ticket, {}).values())
         assert list(self.source.revoke_ticket(ticket, "test")) == expected
-
-    @rule()
-    def revoke_all(self):
-        self.source.revoke_all("test")
-        self.held.clear()
-
-    @invariant()
-    def the_ledger_holds_each_block_for_exactly_one_transfer(self):
-        lines = self.source.open_transfers()
-        assert {(line.transfer_id, line.generation): list(line.blocks) for line in lines} == {
-            (ticket.transfer_id, ticket.generation): list(blocks.values()) for ticket, blocks in self.held.items()
-        }
 
 
 TestBook = Book.TestCase

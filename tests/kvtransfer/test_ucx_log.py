@@ -12,10 +12,10 @@ from kvtransfer.ucx_log import UcxLog
 STAMP = "[1795231426.745072] [host:3604 :0]   "
 
 
-def table(agent, operation, *rows):
+def table(agent, operation, *rows, cfg=1):
     lines = [
         "+-----+",
-        f"| {agent} intra-node cfg#1      |",
+        f"| {agent} intra-node cfg#{cfg}      |",
         f"| {operation} |",
         "+-----+",
         "| Range | Description | Config |",
@@ -25,7 +25,7 @@ def table(agent, operation, *rows):
 
 READ = "remote memory read by ucp_get*(multi) into host memory from host"
 CMA = table("w@1", READ, "| 0..inf | zero-copy   | cma/memory |")
-TCP = table("w@1", READ, "| 0..inf | software emulation | tcp/lo |")
+TCP = table("w@1", READ, "| 0..inf | software emulation | tcp/lo |", cfg=2)
 
 
 @pytest.fixture
@@ -42,42 +42,64 @@ def write(log, text):
     log.written += os.pwrite(log._fd, text.encode(), log.written)
 
 
-def test_a_new_table_belongs_to_the_new_peer(log):
-    """The table printed during a peer's first reads names its transport, whatever came before."""
+def test_without_lanes_it_is_known_only_while_all_tables_agree(log):
+    """One candidate is known by elimination; with two the answer is None, not a guess."""
     write(log, CMA)
-    assert log.transport("w@1", "0x1", 0, 4096) == "cma"
-    seen = log.tables("w@1")
+    assert log.transport("w@1", "0x1", 4096) == "cma"
     write(log, TCP)
-    assert log.transport("w@1", "0x1", seen, 4096) == "tcp"
+    assert log.transport("w@1", "0x1", 4096) is None
 
 
-def test_no_new_table_is_known_only_while_all_agree(log):
-    """A peer on a known configuration is known by elimination; with two candidates the answer is None, not a guess."""
-    write(log, CMA)
-    assert log.transport("w@1", "0x1", log.tables("w@1"), 4096) == "cma"
-    write(log, TCP)
-    assert log.transport("w@1", "0x1", log.tables("w@1"), 4096) is None
-
-
-def endpoint(name, lane):
+def configured(name, lane, cfg=None):
+    """What UCX prints when it configures an endpoint, with a number where the configuration is new."""
+    new = f"{STAMP} ucp_worker.c:1997 UCX  INFO    w@1 intra-node cfg#{cfg} rma_am(tcp/lo)\n" if cfg else ""
     head = f"{STAMP} wireup.c:1464 UCX  DEBUG   ep {name}: "
+    return f"{new}{head}am_lane 0 wireup_msg_lane 0\n{head}lane[0]:  5:{lane} md[4] -> addr[5] rma_bw#0\n"
+
+
+def endpoint(name, lane, cfg=None):
     made = f"{STAMP} ucp_ep.c:452 UCX  DEBUG created ep {name} to <no debug data> from api call\n"
-    return f"{made}{head}am_lane 0 wireup_msg_lane 0\n{head}lane[0]:  5:{lane} md[4] -> addr[5] rma_bw#0\n"
+    return made + configured(name, lane, cfg)
 
 
-def test_the_lanes_tell_which_configuration_is_shared(log):
-    """With two candidates, a peer with the lanes of an earlier one has that one's; with other lanes it is None."""
-    write(log, endpoint("0x1", "cma/memory") + CMA)
-    assert log.transport("w@1", log.new_endpoint(), 0, 4096) == "cma"
-    write(log, endpoint("0x2", "tcp/lo") + TCP)
-    assert log.transport("w@1", log.new_endpoint(), 1, 4096) == "tcp"
+def test_peers_that_connect_at_once_are_told_apart(log):
+    """Each endpoint has the table of its configuration, whatever was printed between, and by its lanes where an earlier
+    one has the same; lanes of which nothing is known leave None."""
+    write(log, endpoint("0x1", "cma/memory", 1))
+    assert log.new_endpoint() == "0x1"
+    write(log, endpoint("0x2", "tcp/lo", 2))
     write(log, endpoint("0x3", "cma/memory"))
     assert (log.new_endpoint(), log.new_endpoint()) == ("0x3", "")
-    assert log.transport("w@1", "0x3", 2, 4096) == "cma"
     write(log, endpoint("0x4", "posix/memory"))
-    assert log.transport("w@1", "0x4", 2, 4096) is None
-    write(log, TCP)
-    assert log.transport("w@1", "0x3", None, 4096) == "cma"
+    write(log, TCP + CMA)
+    names = [log.transport("w@1", name, 4096) for name in ("0x1", "0x2", "0x3", "0x4")]
+    assert names == ["cma", "tcp", "cma", None]
+
+
+def test_wire_up_may_configure_an_endpoint_anew(log):
+    """The lanes printed last count, also when another endpoint was made between."""
+    write(log, endpoint("0x1", "cma/memory", 1) + endpoint("0x2", "cma/memory") + configured("0x1", "tcp/lo", 2))
+    write(log, CMA + TCP)
+    assert log.transport("w@1", "0x1", 4096) == "tcp"
+    assert log.transport("w@1", "0x2", 4096) == "cma"
+
+
+def test_configurations_that_the_lanes_cannot_tell_apart_are_not_guessed(log):
+    """Equal lanes with two numbers and two paths leave None."""
+    write(log, endpoint("0x1", "x/y", 1) + endpoint("0x2", "x/y", 2) + endpoint("0x3", "x/y") + CMA + TCP)
+    assert log.transport("w@1", "0x3", 4096) is None
+
+
+def test_endpoints_and_agents_that_are_gone_are_forgotten(log):
+    """Neither peers that come and go nor connections from others make the books grow; a new agent begins anew."""
+    theirs = endpoint("0x9", "tcp/lo").replace("from api call", "remote connect")
+    for _ in range(3):
+        write(log, endpoint("0x1", "cma/memory", 1) + CMA + theirs)
+        log.drop_endpoint("0x1")
+    assert not log._lanes_of
+    log.drop("w@1")
+    write(log, endpoint("0x1", "cma/memory", 1) + TCP.replace("cfg#2", "cfg#1"))
+    assert log.transport("w@1", "0x1", 4096) == "tcp"
 
 
 def test_the_row_of_the_block_size_counts(log):
@@ -89,26 +111,26 @@ def test_the_row_of_the_block_size_counts(log):
     ]
     rows[2] = rows[2].replace("64K", "65536")
     write(log, table("w@1", READ, *rows))
-    assert log.transport("w@1", "0x1", 0, 64) == "posix"
-    assert log.transport("w@1", "0x1", 0, 4096) == "rc_mlx5"
-    assert log.transport("w@1", "0x1", 0, 1 << 20) == "rc_mlx5+dc_mlx5"
+    assert log.transport("w@1", "0x1", 64) == "posix"
+    assert log.transport("w@1", "0x1", 4096) == "rc_mlx5"
+    assert log.transport("w@1", "0x1", 1 << 20) == "rc_mlx5+dc_mlx5"
 
 
 def test_tables_of_other_operations_and_agents_do_not_count(log):
     """Writes, messages and other agents of this process say nothing about this agent's reads."""
     write(log, table("w@1", "remote memory write by ucp_put* from host memory to host", "| 0..inf | x | cma/memory |"))
     write(log, table("other@1", READ, "| 0..inf | x | posix/memory |"))
-    assert log.transport("w@1", "0x1", 0, 4096) is None
-    assert log.transport("other@1", "0x1", 0, 4096) == "posix"
+    assert log.transport("w@1", "0x1", 4096) is None
+    assert log.transport("other@1", "0x1", 4096) == "posix"
 
 
 def test_a_line_cut_in_two_is_put_together(log):
     """UCX may have written half a line when the log is read."""
     half = len(CMA) - 30
     write(log, CMA[:half])
-    log.tables("w@1")
+    log.new_endpoint()
     write(log, CMA[half:])
-    assert log.transport("w@1", "0x1", 0, 4096) == "cma"
+    assert log.transport("w@1", "0x1", 4096) == "cma"
 
 
 def test_trouble_is_passed_on_and_the_file_does_not_grow(log, caplog):
@@ -116,7 +138,7 @@ def test_trouble_is_passed_on_and_the_file_does_not_grow(log, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             write(log, f"{STAMP} tcp_ep.c:260  UCX  ERROR connect() failed\n{STAMP} x.c:1 UCX  WARN  careful\n")
-            log.tables("w@1")
+            log.new_endpoint()
     assert {(r.levelname, r.getMessage()) for r in caplog.records} == {
         ("ERROR", "UCX: connect() failed"),
         ("WARNING", "UCX: careful"),
@@ -130,4 +152,4 @@ def test_a_users_own_log_file_is_left_alone(log, monkeypatch):
     fresh = UcxLog()
     with fresh.capture():
         assert os.environ["UCX_LOG_FILE"] == "theirs.log"
-    assert fresh.transport("w@1", "0x1", 0, 4096) is None
+    assert fresh.transport("w@1", "0x1", 4096) is None

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from engine import kernels
-from loadtest.chaos import Answer, Tally, book
+from loadtest.chaos.book import Answer, book, violation, weights
+from loadtest.chaos.report import HUNG, UNKEPT, Detection, Happened, Tally, even_after
 from tandem.answers import Piece
-from tandem.errors import InternalError, ResumeFailed, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, InternalError, ResumeFailed, TandemError, Unavailable, WorkerLost
 from tests.loadtest.test_bench import left_behind, start
 
 REQUEST: dict[str, Any] = {"prompt": "Return the"}
 LOST = WorkerLost("decode-0 is gone")
 CPU = torch.device("cpu")
+QUICK = ("kill", "pool", "freeze", "hiccup", "registry", "supervisor", "drain", "scale")
 
 
 def answer(*token_ids: int, text: str = "", reason: Any = None, choice: int = 0) -> Answer:
@@ -67,6 +69,23 @@ def test_anything_else_with_status_ok_is_wrong(said: Answer, what: str) -> None:
     assert "status OK" in wrong
 
 
+@pytest.mark.parametrize(
+    ("tokens", "what"),
+    [([1, 2], "lost"), ([1, 2, 3, 3], "duplicated"), ([1, 1, 2, 3], "duplicated"), ([1, 9, 3], "corrupt")],
+)
+def test_what_is_wrong_has_one_of_the_five_names(tokens: list[int], what: str) -> None:
+    """A missing end, tokens that came twice, and tokens that nobody chose are three different faults."""
+    assert violation(answer(*tokens), answer(1, 2, 3)) == what
+
+
+@pytest.mark.parametrize("error", [InternalError("no end", reason=HUNG), DeadlineExceeded("its own deadline")])
+def test_a_request_without_an_end_is_hung(error: TandemError) -> None:
+    """Also one that its own deadline ended: nothing that a chaos run does takes so long."""
+    tally = Tally()
+    tally.judge("stream", REQUEST, Answer(), answer(1), error)
+    assert tally.violations["hung"] == 1
+
+
 def test_what_came_before_an_error_must_be_the_beginning() -> None:
     """A wrong token is none the better for an error behind it."""
     assert judged(answer(1, 3), LOST)
@@ -75,10 +94,51 @@ def test_what_came_before_an_error_must_be_the_beginning() -> None:
 
 
 def test_no_job_fails_and_no_stream_for_another_reason_than_a_loss() -> None:
-    """But for what two workers died with."""
+    """But one that was kept by a registry that was killed."""
     assert judged(Answer(), LOST, how="job")
     assert judged(Answer(), InternalError("bug"))
-    assert judged(Answer(), InternalError("two died with it", reason="KILLS_WORKERS"), how="job") == []
+    assert judged(Answer(), Unavailable("not kept", reason=UNKEPT), how="job") == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "right"), [((), False), ((195.0,), False), ((160.0, 195.0), True), ((1.0, 2.0), False)]
+)
+def test_a_request_is_taken_for_poison_only_beside_two_workers_that_ended(ends: tuple[float, ...], right: bool) -> None:
+    """And not beside those that ended long before it."""
+    tally = Tally(ends=list(ends))
+    tally.judge("stream", REQUEST, Answer(), answer(1), InternalError("two died", reason="KILLS_WORKERS"), now=200.0)
+    assert (not tally.wrong) == right
+    assert ("INTERNAL 0" if right else "INTERNAL 1") in tally.lines()[0]
+
+
+def test_the_largest_gap_belongs_to_the_latest_fault_that_struck_in_it() -> None:
+    """A fault that lasts explains a silence until its end; a short silence is not noted."""
+    tally = Tally(happened=[Happened("kv-silent", 10.0, 20.0), Happened("kill", 25.0)])
+    for began, ended in ((11.0, 15.0), (24.5, 27.0), (29.0, 29.1), (50.0, 50.5)):
+        tally.gap(began, ended)
+    assert tally.largest_gaps() == {"kill": 2.5, "kv-silent": 4.0, "no fault": 0.5}
+
+
+def test_detection_is_from_the_fault_until_somebody_knows() -> None:
+    """One that nobody noticed is counted, too."""
+    tally = Tally(detections=[Detection("hang", "freeze", "decode-0", "life", 10.0, 12.5)])
+    tally.detections.append(Detection("hang", "freeze", "decode-1", "life", 20.0))
+    assert "detection of hang: 1 of 2, median 2.50 s, most 2.50 s, 0 later than 3 s" in tally.lines()
+
+
+def served(*of: tuple[float, float, str, float]) -> list[tuple[float, str]]:
+    """Each: from, until, worker, requests in a second."""
+    return [(a + number / rate, name) for a, b, name, rate in of for number in range(int((b - a) * rate))]
+
+
+def test_load_is_even_again_when_no_worker_has_less_than_half_of_another() -> None:
+    """In every window of ten seconds from then on; a pool that never gets there never was."""
+    decode = [(0.0, 40.0, "decode-0", 10.0), (0.0, 40.0, "decode-1", 10.0), (0.0, 40.0, "prefill-0", 10.0)]
+    seconds, shares = even_after(served(*decode, (8.0, 40.0, "prefill-1", 10.0)), since=0.0, until=40.0)
+    assert seconds == 3.0  # from 3 s to 13 s one has 50 requests, and the other 100
+    assert shares == "in 10 s: prefill 33% to 67% of 150, decode 50% to 50% of 200"
+    seconds, _ = even_after(served(*decode, (0.0, 40.0, "prefill-1", 2.0)), since=0.0, until=40.0)
+    assert seconds is None
 
 
 def test_a_book_is_made_of_its_seed_alone() -> None:
@@ -86,19 +146,26 @@ def test_a_book_is_made_of_its_seed_alone() -> None:
     assert book(random.Random(3), 24) == book(random.Random(3), 24) != book(random.Random(4), 24)
 
 
+def test_short_requests_are_asked_for_more_often() -> None:
+    """So that many requests fit into a run, and long ones are still there to be hurt."""
+    short, long, three = weights([{"max_tokens": 4}, {"max_tokens": 120}, {"max_tokens": 4, "n": 3}])
+    assert short > three > long > 0
+
+
 @pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE,
     reason="in plain PyTorch the last bits of a log probability depend on the batch",
 )
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_a_short_run_finds_every_answer_right_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """With some real faults in it."""
     report_file = tmp_path / "report.json"
-    process = start(folder, "--json", str(report_file), module="loadtest.chaos")
-    output, _ = process.communicate(timeout=230)
+    process = start(folder, "--only", ",".join(QUICK), "--json", str(report_file), module="loadtest.chaos")
+    output, _ = process.communicate(timeout=410)
     assert process.returncode == 0, output
     report = json.loads(report_file.read_text())
     assert report["wrong"] == []
+    assert "lost 0 duplicated 0 corrupt 0 leaked 0 hung 0 INTERNAL 0" in output
     assert sum(report["outcomes"].values()) > 0
     assert sum(report["faults"].values()) > 1
     assert left_behind(folder) == []

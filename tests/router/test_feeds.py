@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.router import feeds
 from services.router.feeds import Lane
+from services.router.policy import Candidate
 from tandem.errors import InternalError, WorkerLost
-from tandem.v1 import common_pb2, decode_pb2
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 
 class Call:
@@ -89,6 +92,56 @@ async def test_an_error_comes_after_what_was_said_before() -> None:
     lane.put(ENDED)
     lane.fail(WorkerLost("the feed broke"))
     await lane.read(reader, Call())
+
+
+class Worker:
+    """The stub and the calls of a decode worker whose feeds are open and silent."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.cancelled = 0
+
+    def Feed(self, request: decode_pb2.FeedRequest) -> Worker:
+        self.opened += 1
+        self._told = False
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def __aiter__(self) -> Worker:
+        return self
+
+    async def __anext__(self) -> decode_pb2.FeedResponse:
+        if self._told:
+            await asyncio.Event().wait()
+        self._told = True
+        return decode_pb2.FeedResponse(incarnation="a")
+
+
+async def test_a_feed_that_serves_no_stream_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while one of its streams goes on, however long that is silent. Whoever asks afterwards gets another one."""
+    monkeypatch.setattr(feeds, "IDLE_S", 0.02)
+    worker = Worker()
+    monkeypatch.setattr(decode_pb2_grpc, "DecodeServiceStub", lambda channel: worker)
+    channels: Any = SimpleNamespace(to=lambda address: None)
+    known, decode = feeds.Feeds(channels, 0.0), Candidate("decode-0", "a", "h:1", "L", 0, 1, 1, 16, 64)
+    async with asyncio.timeout(10):
+        first = await known.of(decode)
+        with first.lane():
+            await asyncio.sleep(0.06)  # three times as long: nothing may happen in it
+            assert await known.of(decode) is first
+            assert not first.over
+        await asyncio.wait({first.reading})
+        assert (len(known), worker.opened, worker.cancelled) == (0, 1, 1)
+        second = await known.of(decode)
+        assert second is not first
+        await asyncio.wait({second.reading})  # it was asked for, and nobody took a lane
+        assert (len(known), worker.opened, worker.cancelled) == (0, 2, 2)
+        third = await known.of(decode)
+        third._close()
+        assert await known.of(decode) is not third, "a feed that is being closed takes no stream"
+        await known.close()
 
 
 async def test_what_the_reader_finds_wrong_ends_its_stream_alone() -> None:

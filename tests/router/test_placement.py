@@ -19,11 +19,13 @@ from services.router.policy import (
     Placement,
     Rules,
     Way,
+    _makes_way,
+    _share,
     cost_here,
     cost_there,
-    expected_wait,
     place,
 )
+from services.router.pools import Decodes, Prefills, expected_wait
 
 RULES = Rules("measured", stretch=3.0)
 DECODE = Candidate("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
@@ -51,6 +53,14 @@ candidates = st.builds(
 )
 
 locals_ = st.sampled_from(get_args(Local))
+RULESETS = [Rules(local, 3.0) for local in get_args(Local)] + [Rules("measured", tpot=0.1, beside_s=0.08)]
+
+
+def pool(role: str, most: int) -> st.SearchStrategy[list[Candidate]]:
+    """Workers of one role, each with a name of its own."""
+    return st.lists(candidates, max_size=most).map(
+        lambda found: [replace(one, worker_id=f"{role}-{number}") for number, one in enumerate(found)]
+    )
 
 
 def placed(decode: Candidate, prefill: Candidate, tokens: int = 500, rules: Rules = RULES) -> Placement:
@@ -105,6 +115,21 @@ def test_a_queue_at_the_prefill_worker_sends_prompts_to_an_idle_decode_worker() 
     assert "2.52 s on prefill-0" in found.why_local
 
 
+def test_prompts_that_wait_on_a_decode_worker_lose_as_those_on_a_prefill_worker_do() -> None:
+    """The same prompt, the same queue and the same rate: it costs the same on both, whoever waits for it."""
+    for prompts in ((), (500,), (300, 2000, 10)):
+        queue = replace(PREFILL, prompts=prompts)
+        assert cost_here(replace(DECODE, prompts=prompts), 500, RULES) == pytest.approx(cost_there(queue, DECODE, 500))
+    assert placed(replace(DECODE, prompts=(400, 400)), replace(PREFILL, prompts=(500, 500))).prefill is not None
+
+
+def test_a_prompt_as_long_as_a_worker_can_hold_finds_no_place() -> None:
+    """Not even its first token would fit; with one token less it does."""
+    longest = replace(DECODE, max_model_len=500, free_blocks=10_000)
+    assert place([longest], [PREFILL], 500, 1, RULES) is None
+    assert place([longest], [PREFILL], 499, 1, RULES) is not None
+
+
 def test_streams_beside_it_count() -> None:
     """The same queue, but eight streams would lose half a second each: the prompt waits its turn."""
     assert placed(replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500, 500))).prefill is not None
@@ -146,10 +171,10 @@ def test_where_streams_make_way_a_prompt_is_expected_as_soon_as_either_pool_can_
     """500 tokens before it at the prefill worker, and a decode worker with two thirds of a second in each."""
     busy, queue = replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500,))
     objective = Rules("measured", stretch=2.0, tpot=0.1, beside_s=0.08)
-    wait_s, own_s = expected_wait([busy], [queue], 500, 0, objective)
+    wait_s, own_s = expected([busy], [queue], 500, 0, objective)
     assert (wait_s, own_s) == (pytest.approx(0.5 / (1 + 53 / 80), rel=0.01), pytest.approx(0.52))
     for rules in (replace(objective, beside_s=0.0), replace(objective, local="never")):
-        assert expected_wait([busy], [queue], 500, 0, rules) == (pytest.approx(0.5), pytest.approx(0.52))
+        assert expected([busy], [queue], 500, 0, rules) == (pytest.approx(0.5), pytest.approx(0.52))
 
 
 def test_a_way_costs_what_it_cost_others() -> None:
@@ -274,12 +299,47 @@ def test_a_decode_worker_gets_no_stream_that_would_break_the_objective() -> None
     assert place([DECODE], [], 10, 1, Rules(tpot=0.001))
 
 
-@given(st.lists(candidates, max_size=3), st.lists(candidates, max_size=3), st.integers(1, 2000), st.integers(0, 9999))
+def expected(
+    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int, rules: Rules = RULES
+) -> tuple[float, float]:
+    pools = Decodes(rules), Prefills(rules)
+    cached = {one.worker_id: one.cached for one in (*decodes, *prefills)}
+    for pool, workers in zip(pools, (decodes, prefills), strict=True):
+        for one in workers:
+            pool.put(replace(one, cached=0))
+    best = [max(workers, key=lambda one: one.cached).worker_id for workers in (decodes, prefills) if workers]
+    return expected_wait(*pools, tokens, queued, best, lambda worker_id: cached[worker_id])[:2]
+
+
+@given(pool("decode", 3), pool("prefill", 3), st.integers(1, 2000), st.integers(0, 9999))
 def test_the_expected_wait_grows_with_what_is_before_it(
     decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int
 ) -> None:
     """And it is never negative, nor anything but a number."""
-    wait, own = expected_wait(decodes, prefills, tokens, queued, RULES)
+    wait, own = expected(decodes, prefills, tokens, queued)
     assert 0 <= wait < float("inf")
     assert 0 <= own < float("inf")
-    assert expected_wait(decodes, prefills, tokens, queued + 1000, RULES)[0] >= wait
+    assert expected(decodes, prefills, tokens, queued + 1000)[0] >= wait
+
+
+@given(pool("decode", 5), pool("prefill", 5), st.integers(1, 2000), st.integers(0, 9999), st.sampled_from(RULESETS))
+def test_the_expected_wait_is_that_of_adding_up_all_workers(
+    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int, rules: Rules
+) -> None:
+    """By the prefill workers, and by those decode workers whose streams make way; by all decode workers where there is
+    no prefill worker."""
+    decodes, prefills = ([replace(one, cached=0) for one in workers] for workers in (decodes, prefills))
+    able = [(one, one.prompt_rate) for one in prefills if one.usable and one.prompt_rate]
+    alone = not able
+    for one in decodes:
+        if one.usable and one.prompt_rate and (alone or (rules.local == "measured" and _makes_way(one, rules))):
+            able.append((one, one.prompt_rate * _share(one, rules)))
+    wait, own = expected(decodes, prefills, tokens, queued, rules)
+    if not able:
+        assert (wait, own) == (0.0, 0.0)
+        return
+    rate = sum(pace for _, pace in able)
+    assert wait == pytest.approx((queued + sum(one.before(tokens) for one, _ in able)) / rate)
+    least = min(one.step_s + tokens / pace for one, pace in able)
+    assert least <= own * 1.000001
+    assert own <= least + max(one.step_s for one, _ in able), "of the quickest; steps may differ"

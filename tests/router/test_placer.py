@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import pytest
 
 from cluster.registry import State, WorkerRecord
 from services.decode import servicer
-from services.router import placer
+from services.router import placer as module
+from services.router import workers
 from services.router.placer import Placer
 from services.router.policy import Placement, Rules
 from services.view import ClusterView
@@ -72,7 +74,7 @@ async def test_what_was_placed_since_the_last_beat_counts() -> None:
 
 def test_a_decode_worker_reserves_the_room_that_the_router_counts() -> None:
     """Router and worker have the number each, because the router loads no torch."""
-    assert placer.AHEAD_TOKENS == servicer.AHEAD_TOKENS
+    assert module.AHEAD_TOKENS == servicer.AHEAD_TOKENS
 
 
 async def test_a_new_beat_replaces_the_account() -> None:
@@ -80,8 +82,21 @@ async def test_a_new_beat_replaces_the_account() -> None:
     view = seen(RECORD)
     placer = Placer(view, 0.05, Rules())
     async with placer.placed(10, 20, 5.0):
-        view.workers["decode-0"] = replace(RECORD, beat=2.0, running=1)
+        view.workers = {**view.workers, "decode-0": replace(RECORD, beat=2.0, running=1)}
         assert (await once(placer)).decode.running == 1
+
+
+async def test_a_beat_that_knows_nothing_of_a_request_makes_no_room_when_it_ends() -> None:
+    """The record was written before the request came to the worker, and seen while it ran: no worker has more free
+    blocks than it has, or it would be preferred to all others until its next beat."""
+    view = seen(*two("decode"))
+    placer = Placer(view, 0.05, Rules())
+    async with placer.placed(10, 20, 5.0) as first:
+        view.workers = {name: replace(one, beat=2.0) for name, one in view.workers.items()}
+        await placer.keep_up()
+    second = await once(placer)
+    assert second.decode.worker_id != first.decode.worker_id
+    assert (await once(placer)).decode.free_blocks == RECORD.blocks_total
 
 
 async def test_who_said_no_or_failed_is_left_alone() -> None:
@@ -91,9 +106,103 @@ async def test_who_said_no_or_failed_is_left_alone() -> None:
     first = await once(placer)
     placer.suspect(first.decode)
     assert {(await once(placer)).decode.worker_id for _ in range(3)} == {"decode-1"}
-    placer.said_no((await once(placer)).decode)
-    view.workers["decode-0"] = replace(view.workers["decode-0"], incarnation="b")
+    placer.said_no(await once(placer))
+    view.workers = {**view.workers, "decode-0": replace(view.workers["decode-0"], incarnation="b")}
     assert (await once(placer)).decode.incarnation == "b"
+
+
+async def test_a_worker_that_is_full_is_usable_again_when_something_of_ours_ends_there() -> None:
+    """Without a beat. The end of the very request that it refused is no such thing: it would be asked again at once."""
+    placer = Placer(seen(RECORD), 0.02, Rules())
+    async with placer.placed(10, 20, 5.0):
+        async with placer.placed(10, 20, 5.0) as refused:
+            placer.said_no(refused)
+        with pytest.raises(Busy):
+            await once(placer)
+    assert (await once(placer)).decode.worker_id == "decode-0"
+
+
+async def test_a_request_that_was_refused_counts_once() -> None:
+    """For its tenant's turn, and for what has arrived: it comes again."""
+    view = seen(replace(RECORD, max_running=1, running=1))
+    placer, order = Placer(view, 5.0, Rules()), list[str]()
+
+    async def ask(tenant: str, tokens: int, refusals: int = 0) -> None:
+        async with placer.placed(tokens, tokens + 10, 5.0, tenant=tenant) as placement:
+            order.append(tenant)
+            if refusals:
+                placer.said_no(placement)
+        if refusals:
+            await ask(tenant, tokens, refusals - 1)
+
+    tasks = [asyncio.create_task(ask("unlucky", 100, refusals=1))]
+    tasks += [asyncio.create_task(ask(*about)) for about in (("unlucky", 300), ("other", 150), ("other", 200))]
+    async with asyncio.timeout(5):
+        for beat in range(2, 4):
+            await asyncio.sleep(0)
+            view.workers = {"decode-0": replace(RECORD, max_running=1, beat=float(beat))}
+            await placer.keep_up()
+            for _ in range(20):
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+    assert order == ["unlucky", "unlucky", "other", "unlucky", "other"]
+    assert placer.arrived == 100 + 300 + 150 + 200
+
+
+async def test_accounts_of_workers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long absence, or with the worker's next life. Not after a short one: the registry may have forgotten, and
+    what runs there still runs."""
+    now = 100.0
+    monkeypatch.setattr(workers, "monotonic", lambda: now)
+    view = seen(*two("decode"))
+    placer, both = Placer(view, 5.0, Rules()), view.workers
+    async with placer.placed(10, 20, 5.0) as first:
+        view.workers = {name: one for name, one in both.items() if name != first.decode.worker_id}
+        await placer.keep_up()
+        now += workers.ABSENT_S
+        view.workers = dict(both)
+        await placer.keep_up()
+        assert placer._workers.decodes.workers[first.decode.worker_id].running == 1
+        view.workers = {}
+        await placer.keep_up()
+        now += workers.ABSENT_S + 1
+        view.workers = {}
+        await placer.keep_up()
+        assert len(placer._workers) == 0
+    for life in range(3):
+        view.workers = {"decode-0": replace(RECORD, incarnation=f"life-{life}")}
+        await placer.keep_up()
+        assert len(placer._workers) == 1
+
+
+async def test_what_changed_in_the_view_is_taken_over_a_few_workers_at_a_time() -> None:
+    """So that streams have their turn in between; and what comes in the middle of it is not lost."""
+    records = [replace(RECORD, worker_id=f"decode-{number}") for number in range(10 * workers.SLICE)]
+    view = seen(*records)
+    placer, turns = Placer(view, 0.01, Rules()), 0
+    keeping = asyncio.create_task(placer.keep_up())
+    while not keeping.done():
+        await asyncio.sleep(0)
+        turns += 1
+        if turns == 5:
+            view.workers = {one.worker_id: replace(one, running=2, beat=2.0) for one in records}
+    assert turns > 10
+    with pytest.raises(Busy):
+        await once(placer)
+    view.workers = {one.worker_id: one for one in records[:3]}
+    await placer.keep_up()
+    assert set(placer._workers.decodes.workers) == set(view.workers)
+
+
+async def test_whoever_waits_is_placed_when_the_view_shows_room() -> None:
+    """Without looking for it."""
+    view = seen(replace(RECORD, running=2))
+    placer = Placer(view, 5.0, Rules())
+    waits = asyncio.create_task(once(placer))
+    await asyncio.sleep(0)
+    view.workers = {"decode-0": replace(RECORD, beat=2.0)}
+    await placer.keep_up()
+    assert (await waits).decode.worker_id == "decode-0"
 
 
 async def test_the_wait_ends_with_the_reason() -> None:
@@ -191,6 +300,50 @@ async def test_patience_ends_with_the_queue_timeout() -> None:
         assert asked.order == [900] * 3
 
 
+async def test_a_place_that_comes_free_is_tried_for_those_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for none of the 200 behind them, nor does each that comes have it tried for the first."""
+    tried: list[int] = []
+    place = Placer._place
+
+    def counted(self: Placer, one: Any, behind: int) -> Placement | None:
+        tried.append(one.tokens)
+        return place(self, one, behind)
+
+    monkeypatch.setattr(Placer, "_place", counted)
+    async with Asked() as asked:
+        await asked.ask(900, 900, *range(1000, 1200))
+        assert len(tried) <= 4
+        for number in range(5):
+            tried.clear()
+            await asked.first_token(number)
+            assert tried == [1000 + number, 1001 + number]
+
+
+async def test_many_who_can_be_placed_are_placed_some_in_each_turn_of_the_loop() -> None:
+    """A whole pool came free: tokens of streams do not wait until everybody has a place."""
+    view = seen(replace(RECORD, running=100, max_running=100, blocks_total=10_000))
+    placer, placed = Placer(view, 5.0, Rules()), list[int]()
+
+    async def ask() -> None:
+        async with placer.placed(10, 20, 5.0):
+            placed.append(1)
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(ask()) for _ in range(50)]
+    await asyncio.sleep(0)
+    view.workers = {"decode-0": replace(view.workers["decode-0"], running=0, beat=2.0)}
+    await placer.keep_up()
+    most = 0
+    while len(placed) < 50:
+        before = placer.waiting()
+        await asyncio.sleep(0)
+        most = max(most, before - placer.waiting())
+    assert most == module.AT_ONCE
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_one_who_leaves_while_waiting_leaves_nothing() -> None:
     """Its place in the order is free, and the next one is placed in its turn."""
     async with Asked() as asked:
@@ -250,15 +403,39 @@ async def test_what_arrives_is_counted_also_where_it_is_refused() -> None:
 
 
 async def test_control_without_an_objective_it_waits() -> None:
-    """And so does one whose client has had tokens already, whatever the objective."""
-    for rules, begun in ((Rules("never"), False), (Rules("never", ttft=2.5), True)):
+    """And so does one whose client has had tokens already, of it or of another completion, whatever the objective."""
+    late = Rules("never", ttft=2.5)
+    for rules, about in ((Rules("never"), {}), (late, {"begun": True}), (late, {"follows": True})):
         placer = Placer(slow(), 60.0, rules)
         async with AsyncExitStack() as stack:
             for _ in range(2):
                 await stack.enter_async_context(placer.placed(1000, 1010, 60.0))
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05), placer.placed(1000, 1010, 60.0, begun=begun):
+                async with asyncio.timeout(0.05), placer.placed(1000, 1010, 60.0, **about):
                     pass
+
+
+async def test_further_completions_wait_their_turn() -> None:
+    """A tenant that asks for many does not come before one that asks for one. The control: one that has begun does."""
+    for about, polite_waits in (({"follows": True}, False), ({"begun": True}, True)):
+        placer = Placer(slow(), 60.0, Rules("never"))
+
+        async def wait(tenant: str, tokens: int, about: dict[str, bool], placer: Placer = placer) -> None:
+            async with placer.placed(tokens, tokens + 10, 60.0, tenant=tenant, **about):
+                await asyncio.Event().wait()  # keeps its place
+
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(placer.placed(1000, 1010, 60.0, tenant="greedy"))
+            waiting = [asyncio.create_task(wait("greedy", 1000, about)) for _ in range(8)]
+            waiting.append(asyncio.create_task(wait("polite", 400, {})))
+            await asyncio.sleep(0)
+            assert placer.waiting() == len(waiting)
+        await asyncio.sleep(0.05)
+        assert ("polite" in [one.tenant for one in placer._queue]) is polite_waits
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
 
 async def test_nobody_is_refused_for_a_prompt_that_is_late_by_itself() -> None:
@@ -284,5 +461,58 @@ async def test_the_wait_ends_when_it_is_of_no_more_use() -> None:
     """Expected to be in time, and then it was not: no place is taken for an answer that nobody wants."""
     view = slow(prompt_rate=0.0)
     placer = Placer(view, 60.0, Rules("never"))
-    view.workers["decode-0"] = replace(DECODE, running=DECODE.max_running, prompt_rate=0.0)
+    view.workers = {**view.workers, "decode-0": replace(DECODE, running=DECODE.max_running, prompt_rate=0.0)}
     assert (await refusal(placer, 100, ttft_s=0.05)).reason == "QUEUE_TIMEOUT"
+
+
+async def test_a_pair_between_which_kv_did_not_arrive_is_avoided_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair, and neither of the two workers: each goes on with others, and another life of either is a new pair."""
+    decodes, prefills = two("decode"), two("prefill")
+    several = Placer(seen(*decodes, *prefills), 5.0, Rules(local="never"))
+    bad = await once(several)
+    assert bad.prefill
+    several.avoid(bad.decode, bad.prefill)
+    found = [await once(several) for _ in range(8)]
+    pairs = {(one.decode.worker_id, one.prefill.worker_id) for one in found if one.prefill}
+    assert pairs == {("decode-0", "prefill-1"), ("decode-1", "prefill-0"), ("decode-1", "prefill-1")}
+    alone = Placer(seen(decodes[0], prefills[0]), 5.0, Rules(local="never"))
+    first = await once(alone)
+    assert first.prefill
+    alone.avoid(first.decode, first.prefill)
+    assert (await once(alone)).why_local == "KV from prefill-0 did not arrive there lately"
+    alone._view.workers = {**alone._view.workers, "prefill-0": replace(prefills[0], incarnation="b")}
+    assert (await once(alone)).prefill
+    monkeypatch.setattr(module, "monotonic", lambda: monotonic() + module.SUSPECT_S)
+    alone._view.workers = {**alone._view.workers, "prefill-0": prefills[0]}
+    assert (await once(alone)).prefill
+
+
+@pytest.mark.parametrize("why", ["said no", "suspected", "avoided"])
+async def test_who_waits_is_placed_when_a_worker_may_be_used_again(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else happens: the registry does not answer, and the record of a worker that gets no requests does not
+    change."""
+    monkeypatch.setattr(module, "FULL_S", 0.05)
+    monkeypatch.setattr(module, "SUSPECT_S", 0.05)
+    placer = Placer(seen(RECORD, replace(RECORD, worker_id="prefill-0", role="prefill")), 5.0, Rules(local="never"))
+    found = await once(placer)
+    assert found.prefill
+    if why == "said no":
+        placer.said_no(found)
+    elif why == "suspected":
+        placer.suspect(found.decode)
+    else:
+        placer.avoid(found.decode, found.prefill)
+        placer.suspect(found.decode)
+    async with asyncio.timeout(2.0):
+        again = await once(placer)
+    assert again.prefill
+
+
+async def test_control_without_an_end_a_worker_that_said_no_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record never changes, since nobody sends it anything."""
+    monkeypatch.setattr(module, "FULL_S", 60.0)
+    placer = Placer(seen(RECORD), 0.1, Rules())
+    placer.said_no(await once(placer))
+    for _ in range(2):
+        with pytest.raises(Busy):
+            await once(placer)

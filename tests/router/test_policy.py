@@ -47,6 +47,11 @@ def roomy(one: Candidate, tokens: int, ahead: int) -> bool:
     return one.usable and one.running < one.max_running and fits
 
 
+def loaded(one: Candidate) -> tuple[int, int]:
+    """Fewer in progress, then more free blocks."""
+    return one.running, -one.free_blocks
+
+
 @given(workers("decode"), workers("prefill"), REQUESTS)
 def test_it_goes_where_there_is_room_and_waits_only_if_there_is_none(
     decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int]
@@ -57,7 +62,7 @@ def test_it_goes_where_there_is_room_and_waits_only_if_there_is_none(
     assert (found is None) == (not able)
     if found:
         assert found.decode in able
-        assert found.decode.running == min(one.running for one in able)
+        assert loaded(found.decode) == min(map(loaded, able))
 
 
 @given(workers("decode"), workers("prefill"), REQUESTS)
@@ -72,7 +77,7 @@ def test_kv_only_moves_between_equal_layouts_and_local_has_its_reason(
     assert (found.prefill is None) == (not able) == bool(found.why_local)
     if found.prefill:
         assert found.prefill in able
-        assert found.prefill.running == min(one.running for one in able)
+        assert loaded(found.prefill) == min(map(loaded, able))
 
 
 @given(workers("decode"), workers("prefill"), REQUESTS, st.randoms(use_true_random=False))
@@ -103,6 +108,23 @@ def test_idle_workers_take_turns(decodes: int, prefills: int, rounds: int) -> No
             pools[role][pools[role].index(chosen)] = replace(chosen, last_used=placement)
     assert {seen[one.worker_id] for one in pools["decode"]} == {rounds * prefills}
     assert {seen[one.worker_id] for one in pools["prefill"]} == {rounds * decodes}
+
+
+def test_a_large_worker_takes_more_than_a_small_one() -> None:
+    """What counts is the share of its places that are in use."""
+    small, large = replace(IDLE, running=1), replace(IDLE, worker_id="decode-1", running=3, max_running=16)
+    found = place([small, large], [], 8, 8, Rules("never"))
+    assert found is not None
+    assert found.decode is large
+
+
+def test_of_equally_busy_workers_the_one_with_more_free_blocks_is_chosen() -> None:
+    """In both pools."""
+    few, many = replace(IDLE, running=1, free_blocks=32), replace(IDLE, worker_id="decode-1", running=1)
+    others = [replace(one, worker_id=one.worker_id.replace("decode", "prefill")) for one in (few, many)]
+    found = place([few, many], others, 8, 8, Rules("never"))
+    assert found is not None
+    assert (found.decode, found.prefill) == (many, others[1])
 
 
 def test_load_goes_before_turns() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cluster.registry import State, WorkerRecord
 from engine import hashing
-from services.router.prefixes import Known, Prompt
+from services.router.prefixes import Index, Life, Prompt
 from tandem.errors import InternalError
 from tandem.v1 import worker_pb2
 
@@ -14,13 +17,41 @@ TOKENS = list(range(100, 118))  # four blocks and a rest
 CHAIN = hashing.chain(TOKENS, SIZE, b"")
 
 
-def told(*messages: tuple[list[bytes], list[bytes]], adapters: dict[str, bytes] | None = None) -> Known:
-    known = Known(SIZE)
-    for sequence, (added, removed) in enumerate(messages):
-        message = worker_pb2.WatchCacheResponse(sequence=sequence, added=b"".join(added), removed=b"".join(removed))
-        message.adapters.update(adapters or {})
-        known.take(message)
-    return known
+LIFE = ("decode-0", "a")
+
+
+class Told:
+    """One life's news, and what is known of prompts by then."""
+
+    def __init__(self, *messages: tuple[list[bytes], list[bytes]], adapters: dict[str, bytes] | None = None) -> None:
+        self.index = Index()
+        for sequence, (added, removed) in enumerate(messages):
+            tell(self.index, LIFE, sequence, added, removed, adapters)
+
+    def cached(self, prompt: Prompt) -> int:
+        return self.index.cached(prompt, LIFE)
+
+
+told = Told
+
+
+def tell(
+    index: Index,
+    life: Life,
+    sequence: int,
+    added: list[bytes],
+    removed: list[bytes],
+    adapters: dict[str, bytes] | None = None,
+) -> None:
+    message = worker_pb2.WatchCacheResponse(sequence=sequence, added=b"".join(added), removed=b"".join(removed))
+    message.adapters.update(adapters or {})
+    for _ in index.take(record(*life), message):
+        pass
+
+
+def record(worker_id: str, incarnation: str) -> WorkerRecord:
+    role = worker_id.split("-")[0]
+    return WorkerRecord(worker_id, role, State.READY, 1, incarnation, "h:1", block_size=SIZE)
 
 
 def test_the_leading_blocks_that_are_there_count() -> None:
@@ -49,4 +80,66 @@ def test_a_message_that_is_missing_is_seen() -> None:
     known = told((CHAIN, []))
     for sequence in (0, 2):
         with pytest.raises(InternalError, match="came after 0"):
-            known.take(worker_pb2.WatchCacheResponse(sequence=sequence))
+            known.index.take(record(*LIFE), worker_pb2.WatchCacheResponse(sequence=sequence))
+
+
+def test_whoever_has_most_is_named_first_and_no_more_than_were_asked_for() -> None:
+    """Of those that have as much, some: not always the same."""
+    index, prompt = Index(), Prompt(TOKENS, b"", "")
+    lives = [(f"decode-{number}", "a") for number in range(20)]
+    for number, life in enumerate(lives):
+        tell(index, life, 0, CHAIN[: 3 if number == 7 else 2] if number else [], [])
+    tell(index, ("prefill-0", "a"), 0, CHAIN, [])
+    named = [index.holders(prompt, "decode", 4) for _ in range(50)]
+    assert {one[0] for one in named} == {lives[7]}
+    assert {len(set(one)) for one in named} == {4}
+    assert {life for one in named for life in one} == set(lives[1:])
+    assert len(index.holders(prompt, "decode", 99)) == 19
+    assert index.holders(prompt, "prefill", 4) == [("prefill-0", "a")]
+    assert index.holders(Prompt(TOKENS, b"tenant", ""), "decode", 4) == []
+
+
+def test_a_life_that_is_forgotten_has_nothing_at_once_and_leaves_nothing() -> None:
+    """Neither to the next life of the worker nor in memory. Who comes next may get its place in the masks."""
+    index, prompt, second = Index(), Prompt(TOKENS, b"", ""), ("decode-0", "b")
+    tell(index, LIFE, 0, CHAIN, [])
+    tell(index, other := ("decode-1", "a"), 0, CHAIN[:2], [])
+    assert (index.cached(prompt, LIFE), index.cached(prompt, other)) == (16, 8)
+    going = index.forget(LIFE)
+    tell(index, second, 0, [], [])
+    assert [index.cached(prompt, life) for life in (LIFE, second, other)] == [0, 0, 8]
+    assert index.holders(prompt, "decode", 9) == [other]
+    for _ in going:
+        pass
+    assert len(index) == 2
+    tell(index, third := ("decode-2", "a"), 0, [], [])
+    assert [index.cached(prompt, life) for life in (LIFE, second, third, other)] == [0, 0, 0, 8]
+    for life in (other, second, third):
+        for _ in index.forget(life):
+            pass
+    assert (len(index), index.block_sizes) == (0, set())
+
+
+STEP = st.tuples(st.integers(0, 3), st.integers(0, 2), st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+
+
+@given(st.lists(STEP, max_size=30))
+def test_the_index_says_of_each_life_what_its_own_news_say(steps: list[tuple[int, int, list[int], list[int]]]) -> None:
+    """Whatever else is known: as if each life had an index of its own."""
+    index, plain = Index(), dict[Life, tuple[int, set[bytes]]]()
+    for worker, what, added, removed in steps:
+        life = (f"decode-{worker}", "a")
+        if what == 0:
+            for _ in index.forget(life):
+                pass
+            plain.pop(life, None)
+        else:
+            sequence, hashes = plain.get(life, (-1, set()))
+            gone = [CHAIN[at] for at in set(removed) - set(added)]
+            tell(index, life, sequence + 1, [CHAIN[at] for at in set(added)], gone)
+            plain[life] = sequence + 1, (hashes | {CHAIN[at] for at in added}) - set(gone)
+        for number in range(4):
+            hashes = plain.get((f"decode-{number}", "a"), (0, set()))[1]
+            leading = next((at for at, digest in enumerate(CHAIN) if digest not in hashes), len(CHAIN))
+            assert index.cached(Prompt(TOKENS, b"", ""), (f"decode-{number}", "a")) == leading * SIZE
+    assert len(index) == len(set().union(*(hashes for _, hashes in plain.values())))

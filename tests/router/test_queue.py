@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.queue import Queue, Waiting
+from services.router.sums import Sums
 
 
 def filled(*waiting: Waiting) -> Queue[Waiting]:
@@ -96,7 +99,101 @@ def test_who_comes_before_whom_is_known_beforehand() -> None:
     mine = [Waiting(tokens, "mine") for tokens in (100, 300, 200)]
     yours = [Waiting(150, "yours") for _ in range(9)]
     queue = filled(*mine, *yours)
-    before = queue.before(mine[1])
-    assert {id(one) for one in before if one.tenant == "mine"} == {id(mine[0]), id(mine[2])}
-    assert 2 <= sum(one.tenant == "yours" for one in before) <= 3
-    assert queue.before(Waiting(5, "mine", begun=True)) == []
+    assert queue.before(mine[1]) == (2 + 3, 300 + 3 * 150)
+    assert queue.before(Waiting(5, "mine", begun=True)) == (0, 0)
+    urgent = Waiting(40, "third", priority=-1)
+    queue.add(urgent)
+    assert queue.before(mine[1]) == (1 + 2 + 3, 40 + 300 + 3 * 150)
+
+
+def test_of_many_tenants_a_sample_says_what_comes_before() -> None:
+    """Of 1,000 tenants with one prompt each, all that are not behind come first."""
+    queue = filled(*(Waiting(100, f"tenant-{number}") for number in range(1000)))
+    count, tokens = queue.before(Waiting(100, "tenant-1000"))
+    assert (count, tokens) == (1000, 100_000)
+
+
+class Plain:
+    """The order by its definition, which looks at everybody each time."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+        self.had: dict[str, float] = {}
+        self.overtaken: dict[int, int] = {}
+        self.latest = 0.0
+
+    def add(self, one: Waiting) -> None:
+        """After the queue, which gives it its number."""
+        tenants = {other.tenant for other in self.waiting}
+        if one.tenant not in tenants:
+            least = min((self.had[tenant] for tenant in tenants), default=self.latest)
+            self.had[one.tenant] = max(self.had.get(one.tenant, 0.0), least)
+        self.overtaken[one.number] = 0
+        self.waiting.append(one)
+
+    def place(self, one: Waiting) -> None:
+        self.waiting.remove(one)
+        for other in self.waiting:
+            if other.number < one.number and (other.tenant, other.priority) == (one.tenant, one.priority):
+                self.overtaken[other.number] += one.tokens
+        self.had[one.tenant] += one.tokens
+        self.latest = self.had[one.tenant]
+
+    def first(self) -> Waiting | None:
+        return min(self.waiting, key=self._turn, default=None)
+
+    def _turn(self, one: Waiting) -> tuple[bool, int, float, int, int]:
+        left = one.tokens - self.overtaken[one.number]
+        return not one.begun, one.priority, self.had[one.tenant], left, one.number
+
+
+REQUEST = st.tuples(st.integers(1, 60), st.sampled_from("abc"), st.sampled_from([0, 0, 0, 1]), st.booleans())
+STEPS = st.one_of(
+    st.tuples(st.just("add"), REQUEST),
+    st.tuples(st.sampled_from(["place", "leave", "place out of turn"]), st.integers(0, 100)),
+    st.tuples(st.just("place the first"), st.none()),
+    st.tuples(st.sampled_from(["had", "give back"]), st.tuples(st.sampled_from("abc"), st.integers(1, 90))),
+)
+
+
+@given(st.lists(REQUEST, max_size=30), st.lists(STEPS, max_size=60))
+def test_the_order_is_the_one_of_its_definition(begin: list[Any], steps: list[Any]) -> None:
+    """Whoever comes, leaves, is placed, in its turn or not, and whatever the tenants had meanwhile."""
+    queue, plain = filled(), Plain()
+    for do, about in [*(("add", one) for one in begin), *steps]:
+        some = plain.waiting[about % len(plain.waiting)] if isinstance(about, int) and plain.waiting else None
+        if do == "add":
+            tokens, tenant, priority, begun = about
+            queue.add(one := Waiting(tokens, tenant, priority, begun))
+            plain.add(one)
+        elif do == "leave" and some:
+            queue.remove(some)
+            queue.remove(some)
+            plain.waiting.remove(some)
+        elif do.startswith("place"):
+            one = plain.first() if do == "place the first" else some
+            if one:
+                queue.place(one)
+                plain.place(one)
+        elif do == "had":
+            queue.had(*about)
+            plain.had[about[0]] = plain.had.get(about[0], 0.0) + about[1]
+        elif do == "give back":
+            queue.give_back(*about)
+            plain.had[about[0]] = max(0.0, plain.had.get(about[0], 0.0) - about[1])
+        assert queue.first() is plain.first()
+        assert (len(queue), queue.tokens) == (len(plain.waiting), sum(one.tokens for one in plain.waiting))
+        assert set(map(id, queue)) == set(map(id, plain.waiting))
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.lists(st.integers(1, 50), max_size=10), st.integers(1, 60))
+def test_sums_are_what_adding_up_gives(sizes: list[int], gone: list[int], bound: int) -> None:
+    """Of what was added and not taken back."""
+    sums = Sums()
+    for size in [*sizes, *gone]:
+        sums.add(size)
+    for size in gone:
+        sums.add(size, -1)
+    below = [size for size in sizes if size <= bound]
+    assert sums.up_to(bound) == (len(below), sum(below))
+    assert sums.each_at_most(bound) == sum(min(size, bound) for size in sizes)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from services.router import tenants
+from services.router.admit import Job
 from services.router.keys import ANYBODY, Key, Keys, Limits
+from services.router.servicer import _give_to
 from services.router.tenants import Tenants
-from tandem.errors import Busy, SettingsError, TooLarge
+from tandem.errors import Busy, PermissionDenied, SettingsError, TooLarge
+from tandem.v1 import common_pb2
 
 SECRET = "a-key-of-24-characters-0"
 
@@ -37,6 +40,16 @@ def test_so_many_requests_and_no_more() -> None:
             pass
         with pytest.raises(TooLarge), here.admitted(key, 5, 4):
             pass
+
+
+def test_a_request_that_counts_as_several_gives_back_as_many() -> None:
+    """However it ends: two answers under a limit of two, again and again."""
+    here, key = Tenants(None), Key("a", limits=Limits(requests=2))
+    for _ in range(3):
+        with here.admitted(key, 5, 2), pytest.raises(Busy), here.admitted(key, 5, 1):
+            pass
+        with pytest.raises(ZeroDivisionError), here.admitted(key, 5, 2):
+            raise ZeroDivisionError
 
 
 def test_so_many_tokens_in_a_minute(clock: list[float]) -> None:
@@ -82,13 +95,47 @@ def test_control_without_limits_nothing_is_refused() -> None:
                 stack.enter_context(here.admitted(key, 10**6, 16))
 
 
+def test_a_tenant_has_its_limits_also_where_it_shows_no_key(tmp_path: Path) -> None:
+    """As for a job: those of the file, and of several keys the strictest; who has no key any more may nothing."""
+    file = tmp_path / "keys"
+    file.write_text(
+        f"a {SECRET}1 requests=5 priority=3\na {SECRET}2 requests=2 tokens_per_minute=9 admin\nb {SECRET}3\n"
+    )
+    here = Tenants(Keys(file))
+    assert here.named("a") == Key("a", limits=Limits(2, 9, 3))
+    assert here.named("b") == Key("b")
+    with pytest.raises(PermissionDenied):
+        here.named("c")
+    assert (here.named(""), Tenants(None).named("c")) == (ANYBODY, Key("c"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "had"), [(None, -1000, 0), (None, 7, 7), (-5, -1000, -5), (-5, -3, -3), (5, 0, 5), (5, 9, 9)]
+)
+def test_no_request_is_more_urgent_than_its_key_allows(limit: int | None, asked: int, had: int) -> None:
+    """A key that says nothing allows what a request has that says nothing. Without keys every request may say what it
+    likes."""
+    for key, expected in ((Key("a", limits=Limits(priority=limit)), had), (ANYBODY, asked)):
+        job = Job("x", "x", [1], 1, 1, common_pb2.Sampling(), [], b"", priority=asked)
+        _give_to(key, job)
+        assert job.priority == expected
+
+
 def test_limits_are_words_behind_the_key(tmp_path: Path) -> None:
     """In any order, each once; what means nothing there is refused by its line, and no key is shown."""
     file = tmp_path / "keys"
-    file.write_text(f"a {SECRET} tokens_per_minute=10 requests=2 priority=-5 admin\n")
+    file.write_text(f"a {SECRET} tokens_per_minute=10 requests=2 metrics priority=-5 admin\n")
     key = Keys(file).check(f"Bearer {SECRET}", admin=True)
-    assert (key.name, key.limits) == ("a", Limits(2, 10, -5))
-    for words in ("requests=0", "requests=", "requests=2 requests=3", "tokens_per_minute=x", "speed=9", "admin admin"):
+    assert (key.name, key.limits, key.metrics) == ("a", Limits(2, 10, -5), True)
+    for words in (
+        "requests=0",
+        "requests=",
+        "requests=2 requests=3",
+        "tokens_per_minute=x",
+        "speed=9",
+        "admin admin",
+        "metrics metrics",
+    ):
         file.write_text(f"a {SECRET} {words}\n")
         with pytest.raises(SettingsError, match="line 1") as refused:
             Keys(file)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
+from services.router import text as texts
 from services.router.checkpoint import local_folder
-from services.router.text import ChatTemplate, Text
+from services.router.text import REPLACEMENT, ChatTemplate, Text
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -34,6 +37,117 @@ def test_pieces_are_whole_code_points_and_add_up(text: str, cuts: list[int]) -> 
     assert "".join(pieces) + stream.finish() == whole
 
 
+# ---- any tokens at all, and tokenizers whose last resort are bytes
+
+
+def fallback(strip: bool) -> Text:
+    """Llama 2's way (with `strip`) or Gemma's, small: words, and bytes for everything else."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words = ["\u2581", "a", "b", "\u2581a", "\u2581ab", "ab", "\N{SNOWMAN}", "\N{REPLACEMENT CHARACTER}"]
+    for token in [f"<0x{byte:02X}>" for byte in range(256)] + words:
+        vocabulary[token] = len(vocabulary)
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581", "ab")]
+    made = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    prepended = [normalizers.Prepend("\u2581")] if strip else []
+    made.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    made.add_special_tokens(["<s>", "</s>"])
+    return Text(made, None)
+
+
+FALLBACK = {"llama": fallback(strip=True), "gemma": fallback(strip=False)}
+BYTE = 3  # the id of <0x00>
+
+
+def streamed(text: Text, ids: list[int], cuts: list[int]) -> str:
+    """The text of the tokens as it comes in messages of so many tokens."""
+    stream, shown = text.stream(), ""
+    for cut in cuts:
+        shown += stream.push(ids[:cut])
+        ids = ids[cut:]
+    return shown + stream.push(ids) + stream.finish()
+
+
+@given(st.lists(st.integers(0, 2100), max_size=40), st.lists(st.integers(1, 5), max_size=40))
+@example([260, 260, 260, 260, 260], [1, 1, 1, 1, 1])
+def test_any_tokens_stream_as_they_decode_whole(ids: list[int], cuts: list[int]) -> None:
+    """Also those that are no text, special ones, and ids that no token has."""
+    assert TEXT.tokenizer is not None
+    assert streamed(TEXT, ids, cuts) == TEXT.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+@given(st.text(alphabet=" ab\N{SNOWMAN}\n\u00e9\u4f60\N{GRINNING FACE}", max_size=30), st.lists(st.integers(1, 5)))
+def test_text_with_byte_fallback_streams_as_it_decodes_whole(kind: str, text: str, cuts: list[int]) -> None:
+    """Words, and code points of two to four byte tokens, however they are cut."""
+    ids = FALLBACK[kind].encode(text)
+    whole = FALLBACK[kind].decode(ids)
+    assert streamed(FALLBACK[kind], ids, cuts) == whole
+    assert whole.lstrip(" ") == text.lstrip(" ")
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+@given(st.lists(st.integers(0, 275), max_size=40), st.lists(st.integers(1, 5), max_size=40))
+def test_any_tokens_with_byte_fallback_are_an_answer(kind: str, ids: list[int], cuts: list[int]) -> None:
+    """What is valid is shown as the whole decode has it. Where that spoils a run of bytes for one that is invalid,
+    ours is what those bytes are as UTF-8."""
+    text = FALLBACK[kind]
+    found = streamed(text, ids, cuts)
+    assert found == streamed(text, ids, [])
+    assert text.tokenizer is not None
+    whole = text.tokenizer.decode(ids, skip_special_tokens=True)
+    starts_with_space = [one for one in ids if one < len(text.shown) and text.shown[one]][:1] == [BYTE + 0x20]
+    if REPLACEMENT not in whole and not starts_with_space:
+        assert found == whole
+
+
+def test_special_tokens_between_words_change_nothing() -> None:
+    """They are not shown, and the space before the word behind them is."""
+    text = FALLBACK["llama"]
+    assert text.tokenizer is not None
+    word, begin = text.tokenizer.token_to_id("\u2581ab"), text.tokenizer.token_to_id("<s>")
+    ids = [word] + [begin] * 40 + [word]
+    assert streamed(text, ids, [1] * len(ids)) == "ab ab"
+
+
+def test_an_invalid_byte_spoils_nothing_but_itself() -> None:
+    """The tokens that ended a request with "Invalid prefix": a code point, a byte that is none, and a word."""
+    text = FALLBACK["llama"]
+    assert text.tokenizer is not None
+    ids = [BYTE + byte for byte in b"\xe4\xbd\xa0\xff"] + [text.tokenizer.token_to_id("\u2581ab")]
+    stream = text.stream()
+    assert [stream.push([one]) for one in ids] == ["", "", "\u4f60", REPLACEMENT, " ab"]
+    assert stream.push(ids[:2]) + stream.finish() == REPLACEMENT  # an incomplete code point at the end
+    with pytest.raises(Exception, match="Invalid prefix"):  # the library's own stream, which this does without
+        library = decoders.DecodeStream(skip_special_tokens=True)
+        [library.step(text.tokenizer, one) for one in ids]
+
+
+def test_a_replacement_character_comes_when_it_is_certain() -> None:
+    """Bytes that can begin no code point are shown at once but for the last, and text behind them is not held up."""
+    undecodable = TEXT.tokenizer.token_to_id("\u0122")  # type: ignore[union-attr]  # of byte-level tokenizers: 0x80
+    stream = TEXT.stream()
+    assert [stream.push([undecodable]) for _ in range(5)] == ["", *[REPLACEMENT] * 4]
+    assert stream.push(TEXT.encode("\N{OLD PERSIAN SIGN A}x")) == f"{REPLACEMENT}\N{OLD PERSIAN SIGN A}x"
+
+
+@pytest.mark.parametrize("kind", ["bytes", *FALLBACK])
+def test_tokens_that_are_no_text_cost_what_others_do(kind: str) -> None:
+    """8,192 of them take a fraction of a second, and twice as many twice as long."""
+    text = FALLBACK.get(kind, TEXT)
+    undecodable = TEXT.tokenizer.token_to_id("\u0122") if text is TEXT else BYTE + 0x80  # type: ignore[union-attr]
+
+    def seconds(count: int) -> float:
+        stream, began = text.stream(), thread_time()
+        shown = "".join([stream.push([undecodable]) for _ in range(count)]) + stream.finish()
+        assert shown == REPLACEMENT * count
+        return thread_time() - began
+
+    assert min(seconds(8192) for _ in range(2)) < 0.2
+    assert min(seconds(16384) for _ in range(3)) < 3 * min(seconds(8192) for _ in range(3))
+
+
 def test_an_answer_cut_inside_a_letter_shows_it_at_the_end_only() -> None:
     """The control: a stream that ends within a code point holds it back until it is certain that no more comes."""
     ids = TEXT.encode("\N{OLD PERSIAN SIGN A}")
@@ -41,6 +155,43 @@ def test_an_answer_cut_inside_a_letter_shows_it_at_the_end_only() -> None:
     stream = TEXT.stream()
     assert stream.push(ids[:-1]) == ""
     assert "\N{REPLACEMENT CHARACTER}" in stream.finish()
+
+
+@given(st.text(alphabet=" ae\n\u00e9\N{GRINNING FACE}", max_size=40).map(lambda text: text * 20), st.integers(-200, 3))
+@example("\N{GRINNING FACE} heap" * 200, 0)
+def test_what_is_refused_before_it_is_tokenised_would_not_have_fitted(text: str, over: int) -> None:
+    """Never a text that has no more tokens than that, whatever it is made of, and always one that is far over it."""
+    before = (texts.PIECE, texts.SEAM, texts.UNCHECKED_BYTES)
+    texts.PIECE, texts.SEAM, texts.UNCHECKED_BYTES = 7, 4, 1
+    try:
+        count = len(TEXT.encode(text))
+        most = max(1, count + over)
+        least = TEXT.at_least(text, most)
+        assert least is None or most <= least <= count
+    finally:
+        texts.PIECE, texts.SEAM, texts.UNCHECKED_BYTES = before
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500,000 tokens not one; where the context might hold so many characters, no more than it holds and a piece."""
+    looked: list[int] = []
+    real = Tokenizer.encode_batch_fast
+
+    class Counting:
+        normalizer = None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TEXT.tokenizer, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            looked.append(len(texts[0]))
+            return real(TEXT.tokenizer, texts, **options)
+
+    text = Text(Counting(), None)  # type: ignore[arg-type]
+    assert (text.at_least(" a" * 500_000, 4096) or 0) > 4096
+    assert not looked
+    assert (text.at_least(" a" * 500_000, 100_000) or 0) > 100_000
+    assert sum(looked) < 2 * 100_000 * 1.2 + texts.PIECE
 
 
 def test_a_template_cannot_reach_out_of_its_sandbox() -> None:

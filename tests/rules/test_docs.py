@@ -127,7 +127,7 @@ def test_the_error_tree_is_the_one_in_the_code() -> None:
 
 def test_the_registrys_keys_are_the_ones_in_the_code() -> None:
     """The keys that the design names are those that the registry's own module names."""
-    key = re.compile(r"tandem:<cluster>:[\w:<>]+")
+    key = re.compile(r"tandem:\{<cluster>\}:[\w:<>]+")
     in_code = set(key.findall((ROOT / "cluster/registry.py").read_text(encoding="utf-8")))
     assert set(key.findall(DESIGN.read_text(encoding="utf-8"))) == in_code
 

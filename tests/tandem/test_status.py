@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.server import Channels
 from tandem.errors import InternalError, InvalidRequest, WorkerLost
-from tandem.status import MESSAGE_BYTES, ErrorInterceptor, calling, from_rpc, shown
+from tandem.status import MESSAGE_BYTES, ErrorInterceptor, calling, from_rpc, known_errors, shown
 
 LONG = "\ud800" + "ä" * 100_000
 
@@ -67,6 +67,21 @@ async def test_a_closed_channel_is_a_lost_peer(server: tuple[grpc.aio.Server, st
     await channel.close()
     await asyncio.wait({task}, timeout=10)
     assert task.cancelled()
+
+
+async def test_a_call_that_begins_on_a_closed_channel_is_a_lost_peer(server: tuple[grpc.aio.Server, str]) -> None:
+    """Of either kind, under `calling` and under `known_errors`; grpcio's own error (the control) is none of ours."""
+    channel = grpc.aio.insecure_channel(server[1])
+    await channel.close()
+    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+    for guard in (calling("decode-0"), known_errors("a test")):
+        with pytest.raises(WorkerLost), guard:
+            await stub.Check(request)
+    for guard in (calling("decode-0"), known_errors("a test")):
+        with pytest.raises(WorkerLost), guard:
+            await stub.Watch(request).read()
+    with pytest.raises(grpc.aio.UsageError):
+        await stub.Check(request)
 
 
 async def test_a_server_that_ends_is_a_lost_peer(server: tuple[grpc.aio.Server, str]) -> None:

@@ -1,0 +1,160 @@
+"""Finds work that makes no progress, from a thread of its own: a blocked event loop could not find itself.
+
+    every 0.25 s, for each check: is the same piece of work still under way as before, for longer than it may take?
+         └─ no    go on
+         └─ yes   `stuck(check, why)` once; whoever is called fails what is open and lets the process end
+
+The watchdog's clock counts only time in which the watchdog itself ran. So a process that was stopped and goes on, or a
+machine that was suspended, finds nothing stuck, and a machine without time to spare finds it later.
+
+Two ends that need nobody's help: `exit_within` ends the process even if its event loop never runs again, and a process
+whose interpreter runs nothing at all for HARD_S (native code that holds the GIL) ends itself with its stacks and status
+1. The latter is faulthandler's timer, which counts wall time: a process stopped for longer may end when it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+import structlog
+
+log = structlog.get_logger(__name__)
+EVERY_S = 0.25
+LATE_S = 1.0  # an event loop that runs nothing for so long is in the log, with what it does instead
+HARD_S = 60.0
+FRAMES = 8  # of each thread in the log
+EXIT_STATUS = 70  # EX_SOFTWARE
+end_process: Callable[[int], object] = os._exit  # tests with several workers in one process take another one
+
+
+class Check(NamedTuple):
+    """`under_way`: a piece of work, unlike the one before it, and the seconds that it may take; None: there is none. It
+    is called on the watchdog's thread."""
+
+    what: str
+    reason: str  # of the error with which others are told
+    under_way: Callable[[], tuple[Hashable, float] | None]
+
+
+class Watchdog:
+    """Runs from `start` to `stop`. `stuck` is called on its thread, at most once."""
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        stuck: Callable[[Check, str], object],
+        loop_most_s: float,
+        every_s: float = EVERY_S,
+    ) -> None:
+        """`loop_most_s`: for how long the event loop, the one that runs now, may be blocked."""
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._turns, loop_most_s))]
+        self._stuck: Callable[[Check, str], object] | None = stuck
+        self._every_s = every_s
+        self._turns = self._asked = 0  # of the event loop
+        self._told_turn = -1
+        self._since: dict[str, tuple[Hashable, float]] = {}
+        self._lived, self._last = 0.0, monotonic()
+        self._exit_at: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._last = monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The process goes on, or ends by itself."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(5 * self._every_s)
+
+    def exit_within(self, seconds: float) -> None:
+        """Ends this process then unless `stop` comes first. On any thread."""
+        if self._exit_at is None:
+            self._exit_at = self._lived + seconds
+
+    def observe(self, now: float) -> None:
+        """One look."""
+        self._lived += min(now - self._last, 2 * self._every_s)
+        self._last = now
+        for check in self._checks:
+            try:
+                age, most_s = self._age(check)
+            except Exception:  # a check that fails must not hide the others
+                log.exception("watchdog.bug", what=check.what)
+                continue
+            if check is self._checks[-1]:
+                self._ask_the_loop(age)
+            if age > most_s and self._stuck is not None:
+                why = f"{check.what} has made no progress for {age:.1f} s"
+                log.critical("watchdog.stuck", what=check.what, seconds=round(age, 2), stacks=_stacks())
+                stuck, self._stuck = self._stuck, None
+                stuck(check, why)
+        if self._exit_at is not None and self._lived >= self._exit_at:
+            log.critical("watchdog.exit", status=EXIT_STATUS)
+            end_process(EXIT_STATUS)
+
+    def _age(self, check: Check) -> tuple[float, float]:
+        """Seconds that what is under way has been seen, and that it may take."""
+        found = check.under_way()
+        if found is None:
+            self._since.pop(check.what, None)
+            return 0.0, 0.0
+        work, most_s = found
+        seen, since = self._since.get(check.what, (None, 0.0))
+        if seen != work:
+            self._since[check.what] = work, self._lived
+            return 0.0, most_s
+        return self._lived - since, most_s
+
+    def _ask_the_loop(self, age: float) -> None:
+        if self._asked == self._turns:  # it has answered
+            self._asked += 1
+            with suppress(RuntimeError):  # closed: the process is ending
+                self._loop.call_soon_threadsafe(self._answer)
+        elif age > LATE_S and self._told_turn != self._turns:
+            self._told_turn = self._turns
+            log.warning("watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
+
+    def _answer(self) -> None:
+        self._turns = self._asked
+
+    def _run(self) -> None:
+        hard = end_process is os._exit
+        try:
+            while not self._stopped.wait(self._every_s):
+                if hard:
+                    faulthandler.dump_traceback_later(HARD_S, exit=True)
+                try:
+                    self.observe(monotonic())
+                except Exception:  # a check that fails must not leave the process unwatched
+                    log.exception("watchdog.bug")
+        finally:
+            if hard:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _stacks(only: int | None = None) -> str:
+    """Of each thread, or of one: its innermost frames."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "; ".join(
+        f"{names.get(ident, ident)}: {' < '.join(map(_place, traceback.extract_stack(frame)[: -FRAMES - 1 : -1]))}"
+        for ident, frame in sys._current_frames().items()
+        if only in (None, ident)
+    )
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"

@@ -1,0 +1,137 @@
+"""One supervisor for each cluster name, on a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+import pytest
+
+from cluster import lease
+from cluster.lease import Lease
+from cluster.reconcile import Kind, Supervisor
+from cluster.registry import Registry
+from cluster.up import Cluster
+from cluster.valkey import EmbeddedValkey
+from tandem.errors import PreconditionFailed
+from tandem.settings import Settings
+from tandem.tasks import end
+from tests.cluster.test_reconcile import FakeHost, Watch
+
+SHORT_S = 0.8
+
+
+async def test_a_second_supervisor_is_refused_by_name(registry: Registry) -> None:
+    """While the first one renews; the error names the setting."""
+    first, second = Lease(registry, "one", SHORT_S), Lease(registry, "two", SHORT_S)
+    await first.take()
+    keeping = asyncio.create_task(first.keep())
+    with pytest.raises(PreconditionFailed, match="'test' has a supervisor") as refused:
+        await second.take()
+    assert (refused.value.reason, refused.value.field) == ("ALREADY_UP", "cluster")
+    assert not keeping.done()
+    await end(keeping)
+
+
+async def test_a_lease_that_nobody_renews_is_taken_when_it_ends(registry: Registry) -> None:
+    """After SIGKILL of a whole cluster its name is free within the lease, and not before."""
+    await Lease(registry, "one", SHORT_S).take()
+    start = monotonic()
+    async with asyncio.timeout(5 * SHORT_S):
+        await Lease(registry, "two", SHORT_S).take()
+    assert monotonic() - start > 0.8 * SHORT_S
+
+
+async def test_the_next_life_of_a_supervisor_takes_over_at_once(registry: Registry) -> None:
+    """Ray restarts it with the same run; the life before it, if it was only slow, does not take the lease back."""
+    first, second = Lease(registry, "one"), Lease(registry, "one")
+    await first.take()
+    async with asyncio.timeout(1.0):
+        await second.take()
+    first._every_s = 0.0
+    with pytest.raises(PreconditionFailed):
+        await first.keep()
+    await first.release()
+    assert (await registry.lead("three/x/y", "three"))[0] == second._token
+
+
+async def test_a_lease_outlives_a_registry_that_forgets(valkey: EmbeddedValkey, registry: Registry) -> None:
+    """While the registry is away, and when it comes back empty, its holder goes on and has it again."""
+    lease = Lease(registry, "one", SHORT_S)
+    await lease.take()
+    keeping = asyncio.create_task(lease.keep())
+    valkey.stop()
+    await asyncio.wait({keeping}, timeout=2 * SHORT_S)
+    assert not keeping.done()
+    valkey.start()
+    async with asyncio.timeout(10):
+        async for _ in registry.changes(every_s=0.05):
+            if await registry._store.client.exists(f"{registry._prefix}:supervisor"):
+                break
+    with pytest.raises(PreconditionFailed):
+        await Lease(registry, "two", SHORT_S).take()
+    await end(keeping)
+
+
+async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: Registry) -> None:
+    """The second one starts none, and leaves the first one's workers and their records alone."""
+    await registry.want({"decode": 1})
+    hosts = [FakeHost(), FakeHost()]
+    first, second = (
+        Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, run, SHORT_S))
+        for host, run in zip(hosts, ("one", "two"), strict=True)
+    )
+    running = asyncio.create_task(first.run())
+    await Watch(first).until(Kind.READY, "decode-0")
+    with pytest.raises(PreconditionFailed):
+        await second.run()
+    assert not hosts[1].lives
+    await second.stop(0.0)
+    assert not running.done()
+    await first.stop(1.0)
+    await running
+    async with asyncio.timeout(0.2):  # its lease is given back
+        await Lease(registry, "two").take()
+
+
+async def test_control_without_a_lease_both_start_the_same_worker(registry: Registry) -> None:
+    """So that the refusal above is the lease's doing."""
+    await registry.want({"decode": 1})
+    hosts = [FakeHost(), FakeHost()]
+    both = [Supervisor(host, registry, grace_s=1.0) for host in hosts]
+    running = [asyncio.create_task(one.run()) for one in both]
+    for one in both:
+        await Watch(one).until(Kind.READY, "decode-0")
+        await one.stop(1.0)
+    await asyncio.gather(*running)
+
+
+async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
+    valkey: EmbeddedValkey, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before it writes what it wants, which the first one would follow."""
+    monkeypatch.setattr(lease, "SUPERVISOR_LEASE_S", SHORT_S)
+    first = Lease(registry, "one", SHORT_S)
+    await first.take()
+    keeping = asyncio.create_task(first.keep())
+    await registry.want({"decode": 3})
+    with pytest.raises(PreconditionFailed) as refused:
+        await Cluster(Settings(model="m", redis=valkey.url, cluster="test", decode=1))._want("two")
+    assert refused.value.field == "cluster"
+    assert await registry.wanted() == {"decode": 3}
+    await end(keeping)
+
+
+async def test_a_supervisor_that_sees_another_holder_ends(registry: Registry) -> None:
+    """Its run says why, instead of running workers under ids that another one uses."""
+    supervisor = Supervisor(FakeHost(), registry, grace_s=1.0, lease=Lease(registry, "one", SHORT_S))
+    running = asyncio.create_task(supervisor.run())
+    client, key = registry._store.client, f"{registry._prefix}:supervisor"
+    async with asyncio.timeout(20):
+        async for _ in registry.changes(every_s=0.05):
+            if await client.exists(key):
+                break
+        await client.set(key, "two/host:1/x")
+        with pytest.raises(PreconditionFailed, match="host:1"):
+            await running
+    await supervisor.stop(0.0)

@@ -1,0 +1,270 @@
+"""A step that fails costs time: its sequences go on with their own tokens, and only the one at fault ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.engine
+from engine.engine import Engine
+from engine.model import Model
+from engine.retries import GOOD_STEPS, Retries
+from engine.sequence import Sampling, Sequence
+from engine.speculation import Ngram, Speculation
+from engine.step import Batch
+from tandem.errors import StepFailed, TandemError, TooLarge
+
+SIZE, NEW, COUNT = 4, 12, 6
+POISON = 383  # a token that only one prompt has
+HOW = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(repetition_penalty=1.3, prompt_logprobs=1, logprobs=2)]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Model:
+    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def build(model: Model, **how: Any) -> Engine:
+    return Engine(model, num_blocks=128, block_size=SIZE, token_budget=64, max_running=8, **how)
+
+
+def crowd() -> list[Sequence]:
+    rng = random.Random(5)
+    return [
+        Sequence(f"s{number}", tokens := rng.choices(range(383), k=9 + 5 * number), len(tokens), len(tokens) + NEW,
+                 sampling=HOW[number % len(HOW)])
+        for number in range(COUNT)
+    ]  # fmt: skip
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> dict[str, TandemError]:
+    """All to their ends. The errors by sequence; books that do not balance fail."""
+    failed: dict[str, TandemError] = {}
+    for one in sequences:
+        engine.add(one)
+    for _ in range(2000):
+        if not engine.scheduler.has_work:
+            break
+        failed |= {item.sequence.id: item.error for item in engine.step() if item.error}
+        assert engine.pool.check(live=engine.sequences) == []
+    assert not engine.scheduler.has_work
+    assert engine.pool.held == 0
+    return failed
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[int]]:
+    sequences = crowd()
+    assert run(build(model), sequences) == {}
+    return [one.tokens for one in sequences]
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[int, Batch], Exception | None]) -> list[Batch]:
+    """Forwards raise what `when` says of their number and batch, after they have written their KV. Those that did."""
+    forward, batches, failed = Model.forward, iter(range(10**9)), []
+
+    def broken(self: Model, pages: Any, batch: Batch) -> torch.Tensor:
+        logits = forward(self, pages, batch)
+        if error := when(next(batches), batch):
+            failed.append(batch)
+            raise error
+        return logits
+
+    monkeypatch.setattr(Model, "forward", broken)
+    return failed
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 7])
+@pytest.mark.parametrize("speculation", [False, True], ids=["plain", "drafts"])
+def test_one_failed_step_changes_no_token(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, number: int, speculation: bool
+) -> None:
+    """Prompts, chunks, streams and drafts are computed again; nobody hears of it."""
+    failed = failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == number else None)
+    sequences = crowd()
+    assert run(build(model, speculation=Speculation(Ngram(), 4) if speculation else None), sequences) == {}
+    assert len(failed) == 1
+    assert [one.tokens for one in sequences] == expected
+    assert all(len(one.prompt_logprobs) == one.prompt_len - 1 for one in sequences if one.sampling.prompt_logprobs)
+
+
+@pytest.mark.parametrize("place", range(COUNT))
+def test_the_prompt_that_fails_every_step_ends_alone(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Wherever it stands in the batch; the engine serves on."""
+    failing(monkeypatch, lambda _, batch: RuntimeError("bad luck") if POISON in batch.token_ids else None)
+    sequences, engine = crowd(), build(model)
+    sequences[place].tokens[3] = POISON
+    failed = run(engine, sequences)
+    assert failed.keys() == {f"s{place}"}
+    assert isinstance(failed[f"s{place}"], StepFailed)
+    others = [number for number in range(COUNT) if number != place]
+    assert [sequences[number].tokens for number in others] == [expected[number] for number in others]
+    assert run(engine, again := crowd()) == {}
+    assert [one.tokens for one in again] == expected
+
+
+def test_a_step_that_runs_out_of_memory_is_made_smaller(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it takes; later, larger ones are tried again."""
+    most = 10
+    failed = failing(monkeypatch, lambda _, batch: torch.OutOfMemoryError() if len(batch.token_ids) > most else None)
+    sequences, engine = crowd(), build(model)
+    assert run(engine, sequences) == {}
+    assert [one.tokens for one in sequences] == expected
+    tried = len(failed)
+    assert 0 < tried < 20
+    assert engine.retries.tokens <= most
+    monkeypatch.undo()
+    stream = Sequence("stream", [1, 2, 3], 3, 3 + 4 * GOOD_STEPS)
+    assert run(engine, [stream]) == {}
+    assert engine.retries.tokens == 64
+
+
+def test_only_the_request_that_never_fits_is_refused_for_memory(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even alone and one token at a time its context is too long."""
+    failing(monkeypatch, lambda _, batch: torch.OutOfMemoryError() if max(batch.context_lens) > 70 else None)
+    sequences = crowd()
+    long = Sequence("long", random.Random(1).choices(range(383), k=100), 100, 110)
+    failed = run(build(model), [*sequences, long])
+    assert failed.keys() == {"long"}
+    assert isinstance(failed["long"], TooLarge)
+    assert failed["long"].reason == "OUT_OF_MEMORY"
+    assert [one.tokens for one in sequences] == expected
+
+
+def test_an_engine_that_can_compute_nothing_any_more_breaks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of its own fails as well, so no request is at fault; the failure comes out of `step`."""
+    failing(monkeypatch, lambda at, _: RuntimeError("the device is gone") if at > 3 else None)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run(build(model), crowd())
+
+
+def test_books_that_do_not_balance_break_the_engine(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed step left behind must be known."""
+    monkeypatch.setattr("engine.blocks.BlockPool.check", lambda pool, live=None: ["block 3 is in two states"])
+    failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == 2 else None)
+    built = build(model)
+    for one in crowd():
+        built.add(one)
+    with pytest.raises(RuntimeError, match="a bad moment"):
+        for _ in range(10):
+            built.step()
+
+
+def test_a_failure_while_tokens_are_chosen_changes_no_token(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward is over by then; scores that were taken from it are taken again."""
+    choose, calls = engine.engine.choose, iter(range(10**9))
+
+    def once_broken(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) in (0, 3):
+            raise torch.OutOfMemoryError
+        return choose(*args, **kwargs)
+
+    monkeypatch.setattr(engine.engine, "choose", once_broken)
+    sequences = crowd()
+    assert run(build(model), sequences) == {}
+    assert [one.tokens for one in sequences] == expected
+    assert all(len(one.prompt_logprobs) == one.prompt_len - 1 for one in sequences if one.sampling.prompt_logprobs)
+
+
+def test_sequences_that_took_tokens_from_a_failed_step_end(
+    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was told of these tokens: the requests are to be placed again, with the tokens that were told."""
+    publish = Engine._publish
+    monkeypatch.setattr(Engine, "_publish", lambda *_: 1 / 0)
+    sequences, built = crowd(), build(model)
+    for one in sequences:
+        built.add(one)
+    failed = {item.sequence.id: item.error for item in built.step() if item.error}
+    assert failed
+    assert all(isinstance(error, StepFailed) for error in failed.values())
+    assert built.pool.check(live=built.sequences) == []
+    monkeypatch.setattr(Engine, "_publish", publish)
+    assert run(built, []) == {}
+    again = crowd()
+    assert run(built, again) == {}
+    assert [one.tokens for one in again] == expected
+
+
+def test_the_blocks_of_a_handoff_stay_until_it_is_dropped(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticket is revoked first: blocks that were announced belong to nobody else before."""
+    built = build(model)
+    handoff = Sequence("handoff", list(range(40)), 40, 41, handoff=True)
+    built.add(handoff)
+    failing(monkeypatch, lambda _, __: RuntimeError("bad luck"))
+    monkeypatch.setattr(Engine, "_prove", lambda *_: None)
+    [ended] = built.step()
+    assert isinstance(ended.error, StepFailed)
+    assert not built.scheduler.has_work
+    assert built.pool.owns("handoff")
+    built.drop("handoff")
+    assert built.pool.held == 0
+
+
+def test_a_failed_step_waits_for_its_masks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar's thread may still be filling when the forward fails."""
+    waited: list[bool] = []
+
+    class Slow:
+        def wait(self) -> None:
+            waited.append(True)
+
+    built = build(model)
+    monkeypatch.setattr(built.masks, "begin", lambda *_: Slow())
+    failing(monkeypatch, lambda _, __: RuntimeError("a bad moment"))
+    built.add(crowd()[0])
+    built.add(crowd()[1])
+    assert built.step() == []
+    assert waited == [True]
+
+
+def test_every_part_of_a_failed_step_is_tried() -> None:
+    """Halves of halves; those that have ended meanwhile are left out."""
+    retries = Retries(token_budget=100)
+    assert not retries.failed(["a", "b", "c", "d", "e"], 50, out_of_memory=False)
+    assert retries.next({"a", "b", "c", "d"}) == (("a", "b"), 100)
+    assert not retries.failed(["a", "b"], 20, out_of_memory=False)
+    assert retries.next({"b", "c", "d"}) == (("b",), 100)
+    assert retries.failed(["b"], 10, out_of_memory=False)
+    assert retries.next({"c", "d"}) == (("c", "d"), 100)
+    assert retries.next({"c", "d"}) is None
+    assert not retries
+
+
+def test_a_part_that_ran_out_of_memory_gets_fewer_tokens_down_to_one() -> None:
+    """Then its sequence is at fault."""
+    retries = Retries(token_budget=100)
+    assert not retries.failed(["a"], 8, out_of_memory=True)
+    for tokens in (4, 2):
+        assert retries.next({"a"}) == (("a",), tokens)
+        assert not retries.failed(["a"], tokens, out_of_memory=True)
+    for last in (False, True):  # memory that another process had may be free by now
+        assert retries.next({"a"}) == (("a",), 1)
+        assert retries.failed(["a"], 1, out_of_memory=True) is last
+    retries.succeeded()  # another one's step; what comes later is another shortage
+    assert not retries.failed(["a"], 1, out_of_memory=True)
+
+
+def test_steps_stay_smaller_for_a_while_after_running_out_of_memory() -> None:
+    """Never below one token, or nothing could run; then twice as many after GOOD_STEPS good ones, up to the budget."""
+    retries = Retries(8)
+    assert not retries.failed(["a"], 1, out_of_memory=True)
+    assert retries.tokens == 1
+    for wanted in (2, 4, 8):
+        for _ in range(GOOD_STEPS):
+            assert retries.tokens == wanted // 2
+            retries.succeeded()
+        assert retries.tokens == wanted

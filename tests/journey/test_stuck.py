@@ -1,0 +1,162 @@
+"""A worker whose engine or transport hangs is found and leaves; its streams go on elsewhere with their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.registry import State
+from services.watchdog import EXIT_STATUS, Watchdog
+from services.worker import Worker
+from tandem.errors import InternalError, TandemError
+from tests import oracle
+
+COUNT, NEW = 6, 120
+HANG_S = 3.0  # the promise: found and streams resumed
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[int]]:
+    return [oracle.greedy(tiny, prompt, NEW) for prompt in oracle.prompts(tiny, [20] * COUNT)]
+
+
+class Streams:
+    """Some streams at once; when each last moved."""
+
+    def __init__(self, cluster: Any, tiny: Path) -> None:
+        self._cluster = cluster
+        self._prompts = oracle.prompts(tiny, [20] * COUNT)
+        self.tokens: list[list[int]] = [[] for _ in self._prompts]
+        self.gap_s = 0.0  # the longest between two tokens of a stream
+        self.moved = asyncio.Event()
+
+    async def run(self) -> list[list[int]]:
+        await asyncio.gather(*(self._one(number) for number in range(COUNT)))
+        return self.tokens
+
+    async def _one(self, number: int) -> None:
+        last = None
+        asked = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True, "timeout": 60}
+        async for piece in self._cluster.client.stream(self._prompts[number], **asked):
+            now = monotonic()
+            self.gap_s = max(self.gap_s, now - (last or now))
+            last = now
+            self.tokens[number] += piece.token_ids
+            if all(len(tokens) > 3 for tokens in self.tokens):
+                self.moved.set()
+
+
+class Block:
+    """Blocks a worker's next step until the end of the block."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._model: Any = worker.engine.model
+        self._forward = self._model.forward
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        self._model.forward = self._wait
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _wait(self, *batch: Any) -> Any:
+        self._over.wait(60)
+        return self._forward(*batch)
+
+
+async def health(worker: Worker) -> int:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return int(answer.status)
+
+
+async def left(worker: Worker) -> TandemError:
+    """Why it ended."""
+    async with asyncio.timeout(5):
+        try:
+            await worker.wait()
+        except TandemError as error:
+            return error
+    raise AssertionError("it ended well")
+
+
+async def test_a_hung_step_is_found_and_its_streams_go_on(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
+    """Within three seconds; the worker says that it does not serve, and its process would end."""
+    async with inside(decode=2) as cluster:
+        streams = Streams(cluster, tiny)
+        running = asyncio.create_task(streams.run())
+        await streams.moved.wait()
+        victim = cluster.workers["decode-0"]
+        with Block(victim):
+            assert (await left(victim)).reason == "ENGINE_STUCK"
+            assert victim.state is State.DRAINING
+            assert await health(victim) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await running == plain
+            assert await asyncio.to_thread(cluster.exits.get, timeout=5) == EXIT_STATUS
+        print(f"longest gap in a stream: {streams.gap_s:.2f} s")
+        assert streams.gap_s < HANG_S + 0.5
+
+
+async def test_control_without_the_watchdog_its_streams_hang(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as anybody waits."""
+    monkeypatch.setattr(Watchdog, "start", lambda _: None)
+    async with inside(decode=2) as cluster:
+        streams = Streams(cluster, tiny)
+        running = asyncio.create_task(streams.run())
+        await streams.moved.wait()
+        with Block(cluster.workers["decode-0"]):
+            _, hanging = await asyncio.wait({running}, timeout=HANG_S + 1.0)
+        assert hanging
+        await running
+
+
+async def test_a_prompt_whose_step_hangs_is_placed_again(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
+    """The same on a prefill worker."""
+    async with inside(prefill=2) as cluster:
+        victim = cluster.workers["prefill-0"]
+        with Block(victim):
+            assert await Streams(cluster, tiny).run() == plain
+            assert (await left(victim)).reason == "ENGINE_STUCK"
+
+
+async def test_a_worker_whose_transport_broke_leaves(inside: Any, tiny: Path, plain: list[list[int]]) -> None:
+    """It could read nothing any more, and would look idle."""
+    async with inside(decode=2) as cluster:
+        streams = Streams(cluster, tiny)
+        running = asyncio.create_task(streams.run())
+        await streams.moved.wait()
+        victim = cluster.workers["decode-0"]
+        victim.transport.broken = InternalError("its thread has ended")
+        await asyncio.to_thread(victim.transport.on_broken)
+        assert (await left(victim)).reason == "TRANSPORT_BROKEN"
+        assert await running == plain
+        assert victim.state is State.DRAINING
+
+
+async def test_a_worker_whose_transport_hangs_leaves(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread makes no rounds any more, and raises nothing."""
+    monkeypatch.setattr("services.worker.TRANSPORT_S", 0.5)
+
+    class Hung:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self.last_round_at = monotonic()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    async with inside(wrap=lambda transport, worker_id: Hung(transport) if worker_id == "decode-0" else transport) as (
+        cluster
+    ):
+        assert (await left(cluster.workers["decode-0"])).reason == "TRANSPORT_STUCK"
+        assert cluster.workers["prefill-0"].state is State.READY

@@ -1,0 +1,246 @@
+"""A transfer that fails is not a dead worker: the pair is avoided, and the prompt is computed elsewhere.
+
+The faults are those that a transport reports: an error at once, or nothing for a while (TransferFailed). What the NIXL
+transport makes of errors and silence is tested in tests/kvtransfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from kvtransfer.blocks import Peer
+from kvtransfer.pull import Pull
+from services.decode.remote_prefill import from_below
+from services.decode.sources import Sources
+from services.prefill.servicer import PrefillServicer
+from services.router.placer import Placer
+from tandem.errors import DataLoss, DeadlineExceeded, StepFailed, TandemError, TransferFailed, Unavailable, WorkerLost
+from tests import oracle
+from tests.faults import Harm
+from tests.journey.test_requests import until
+
+NEW = 12
+STALL_S = 0.5  # after which these transports report a silent peer
+
+
+class Faulty(Harm):
+    """`fails(peer)` decides for each read of blocks whether it fails, `stall_s` after it began."""
+
+    def __init__(self, inner: Any, fails: Callable[[Peer], bool], stall_s: float = 0.0) -> None:
+        super().__init__(inner)
+        self._fails, self._stall_s = fails, stall_s
+        self.failed = 0
+
+    async def read(self, peer: Peer, pairs: Any, *rest: Any, **more: Any) -> Any:
+        if self._fails(peer):
+            self.failed += len(pairs) > 1  # else it is a verification
+            await asyncio.sleep(self._stall_s)
+            raise TransferFailed(f"nothing came from {peer.worker_id}")
+        return await super().read(peer, pairs, *rest, **more)
+
+
+def faulty(into: dict[str, Faulty], fails: Callable[[Peer], bool], stall_s: float = 0.0) -> Any:
+    """Wraps the decode workers' transports."""
+
+    def wrap(inner: Any, worker_id: str) -> Any:
+        if not worker_id.startswith("decode"):
+            return inner
+        into[worker_id] = Faulty(inner, fails, stall_s)
+        return into[worker_id]
+
+    return wrap
+
+
+async def timed(stream: Any) -> tuple[list[int], float, Any]:
+    """Its tokens, the longest time between two pieces in seconds, and its receipt."""
+    ids: list[int] = []
+    last, gap, piece = monotonic(), 0.0, None
+    async for piece in stream:
+        gap, last = max(gap, monotonic() - last), monotonic()
+        ids += piece.token_ids
+    assert piece is not None
+    return ids, gap, piece.receipt
+
+
+async def balanced(cluster: Any) -> None:
+    """Until nothing is held; a source that failed is verified in the background, with a block for a moment."""
+    began = monotonic()
+    while not await cluster.ledgers_balance():
+        assert monotonic() - began < 5.0
+        await asyncio.sleep(0.01)
+
+
+async def test_with_one_transfer_in_four_failing_every_request_is_answered(inside: Any, tiny: Path) -> None:
+    """With its own tokens, and nobody is refused as poison."""
+    chance, made = random.Random(1), dict[str, Faulty]()
+    prompts = oracle.prompts(tiny, [40 + index for index in range(24)])
+    async with inside(prefill=2, decode=2, wrap=faulty(made, lambda peer: chance.random() < 0.25)) as cluster:
+        done = await asyncio.gather(
+            *(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True) for prompt in prompts)
+        )
+        assert sum(one.failed for one in made.values()) >= 2
+        assert [one.token_ids for one in done] == [oracle.greedy(tiny, prompt, NEW) for prompt in prompts]
+        await cluster.freed()
+        await balanced(cluster)
+
+
+async def test_control_if_a_failed_transfer_were_a_lost_worker_requests_would_be_refused(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every transfer failing as a loss that counts, no pair avoided and no worker spared."""
+    monkeypatch.setattr(
+        "services.decode.remote_prefill.from_below",
+        lambda error, source, **_: Unavailable(error.message, reason="PREFILL_LOST"),
+    )
+    monkeypatch.setattr("services.router.placer.SUSPECT_S", 0.0)
+    monkeypatch.setattr("services.view.ClusterView.ended", lambda *_: True)
+    prompt = oracle.prompts(tiny, [40])[0]
+    async with inside(prefill=2, wrap=faulty({}, lambda peer: True)) as cluster:
+        with pytest.raises(TandemError) as refused:
+            await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert refused.value.reason == "KILLS_WORKERS"
+
+
+async def test_requests_go_around_a_prefill_worker_whose_kv_does_not_arrive(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stall for the first request that meets it; those that follow go to the other one."""
+    monkeypatch.setattr("services.router.placer.SUSPECT_S", 60.0)
+    made: dict[str, Faulty] = {}
+    silent = lambda peer: peer.worker_id == "prefill-0"  # noqa: E731
+    prompts = oracle.prompts(tiny, [40 + index for index in range(8)])
+    async with inside(prefill=2, wrap=faulty(made, silent, STALL_S)) as cluster:
+        for count, prompt in enumerate(prompts):
+            ids, gap, receipt = await timed(cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True, timeout=60))
+            assert ids == oracle.greedy(tiny, prompt, NEW)
+            assert (receipt.path, receipt.prefill_worker) == ("disaggregated", "prefill-1")
+            assert gap < 5.0
+            if count >= 2:
+                assert receipt.attempts == 1
+        await cluster.freed(2.0)
+
+
+async def test_with_no_other_prefill_worker_the_decode_worker_computes_the_prompt(inside: Any, tiny: Path) -> None:
+    """At once when it is asked again, with the reason in the receipt, until a block arrives again."""
+    made: dict[str, Faulty] = {}
+    silent = asyncio.Event()
+    silent.set()
+    prompts = oracle.prompts(tiny, [40, 50, 60])
+    async with inside(wrap=faulty(made, lambda peer: silent.is_set(), STALL_S)) as cluster:
+        first = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True, timeout=60)
+        second = await cluster.client.generate(prompts[1], max_tokens=NEW, ignore_eos=True, timeout=60)
+        for done, prompt in ((first, prompts[0]), (second, prompts[1])):
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+            assert done.receipt.path == "local"
+            assert "KV from prefill-0 did not arrive there lately" in done.receipt.notes[-1]
+        assert (first.receipt.attempts, second.receipt.attempts) == (2, 1)
+        silent.clear()
+        decode: Any = cluster.workers["decode-0"]
+        (link,) = decode._sources._links.values()
+        await until(lambda: link.failed is None, 10, lambda: link)
+        cluster.router._generation._placer._avoided.clear()  # as SUSPECT_S would
+        third = await cluster.client.generate(prompts[2], max_tokens=NEW, ignore_eos=True)
+        assert (third.receipt.path, third.receipt.attempts) == ("disaggregated", 1)
+        await cluster.freed()
+        await balanced(cluster)
+
+
+async def test_control_without_the_pairs_suspicion_the_same_worker_is_chosen_until_the_attempts_are_used(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is what sends the request elsewhere."""
+    monkeypatch.setattr(Placer, "avoid", lambda *_: None)
+    async with inside(wrap=faulty({}, lambda peer: True)) as cluster:
+        with pytest.raises(TandemError) as failed:
+            await cluster.client.generate(oracle.prompts(tiny, [40])[0], max_tokens=NEW, ignore_eos=True)
+        assert "given up after 4 attempts" in failed.value.message
+
+
+async def test_a_source_that_failed_is_refused_at_once_until_it_is_verified(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the router asks again: no second stall. Without the memory of the failure (the control) each stalls."""
+    monkeypatch.setattr(Placer, "avoid", lambda *_: None)
+    for remembers in (True, False):
+        if not remembers:
+            monkeypatch.setattr(Sources, "_refuse", lambda *_: None)
+        made: dict[str, Faulty] = {}
+        async with inside(wrap=faulty(made, lambda peer: True)) as cluster:
+            with pytest.raises(TandemError):
+                await cluster.client.generate(oracle.prompts(tiny, [40])[0], max_tokens=NEW, ignore_eos=True)
+        assert (made["decode-0"].failed <= 2) is remembers  # a part may be read twice
+
+
+@pytest.mark.parametrize("when", ["computing", "finishing"])
+async def test_the_router_hears_of_a_failed_read_before_the_read_can_be_ended(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The request goes on elsewhere while the blocks that may still be written stay held, in the ledger."""
+    safe, held = asyncio.Event(), set[int]()
+    abort = Pull.abort
+
+    async def long(pull: Pull) -> None:
+        held.update(pull._local_blocks.values())
+        await abort(pull)
+        await safe.wait()
+
+    async def unsafe_finish(pull: Pull) -> Any:  # raises at once, and leaves the reads to `abort`
+        await pull.failed.wait()
+        raise pull.error or AssertionError
+
+    monkeypatch.setattr(Pull, "abort", long)
+    monkeypatch.setattr(Pull, "finish", unsafe_finish)
+    if when == "computing":  # the prefill worker says no more after its first announcement: the wait must end
+        stuck = PrefillServicer.Prefill
+
+        async def prefill(self: Any, request: Any, context: Any) -> Any:
+            async for event in stuck(self, request, context):
+                yield event
+                if event.HasField("ready"):
+                    await asyncio.Event().wait()
+
+        monkeypatch.setattr(PrefillServicer, "Prefill", prefill)
+    prompt = oracle.prompts(tiny, [150])[0]
+    async with inside(wrap=faulty({}, lambda peer: True)) as cluster:
+        decode = cluster.workers["decode-0"]
+        began = monotonic()
+        done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+        assert monotonic() - began < 5.0
+        assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+        assert done.receipt.path == "local"
+        ledger = await decode.ledger()
+        assert held
+        assert held <= {block for entry in ledger.entries for block in entry.blocks}
+        assert not ledger.faults
+        safe.set()
+        await cluster.freed()
+        await balanced(cluster)
+
+
+def test_what_a_failure_below_is_for_the_router() -> None:
+    """DEADLINE_EXCEEDED only when the caller's own deadline has passed."""
+    late = DeadlineExceeded("late")
+    assert isinstance(from_below(late, "p"), TransferFailed)
+    assert isinstance(from_below(late, "p", expired=True), DeadlineExceeded)
+    found = {
+        (type(error).__name__, began): from_below(error, "p", began=began).reason
+        for error in (TransferFailed(""), WorkerLost(""), StepFailed(""), DataLoss(""))
+        for began in (True, False)
+    }
+    assert found == {
+        ("TransferFailed", True): "TRANSFER_FAILED",
+        ("TransferFailed", False): "TRANSFER_FAILED",
+        ("WorkerLost", True): "PREFILL_LOST",
+        ("WorkerLost", False): "PREFILL_REFUSED",
+        ("StepFailed", True): "PREFILL_STEP_FAILED",
+        ("StepFailed", False): "PREFILL_STEP_FAILED",
+        ("DataLoss", True): "DIGEST_MISMATCH",
+        ("DataLoss", False): "DIGEST_MISMATCH",
+    }

@@ -1,0 +1,1 @@
+"""Mutation testing in a command of its own: `python -m tests.mutation`."""

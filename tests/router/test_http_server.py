@@ -1,0 +1,235 @@
+"""Clients that take their time, one socket each: what they hold is bounded, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from time import monotonic
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from services.router import http_server
+from services.router.http_server import Server
+from tandem.settings import Settings
+
+SOON_S = 5.0
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once, or as the path says."""
+    if scope["path"] == "/body":
+        while (await receive()).get("more_body"):
+            pass
+    size = 2**20 if scope["path"] == "/much" else 2
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (16 * size))]})
+    for _ in range(16):
+        await send({"type": "http.response.body", "body": b"x" * size, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+Connect = Callable[[], Any]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`async with served(HEAD_S=0.2, ...) as (server, connect)`."""
+
+    @asynccontextmanager
+    async def start(**bounds: Any) -> AsyncIterator[tuple[Server, Connect]]:
+        for name, value in bounds.items():
+            monkeypatch.setattr(http_server, name, value)
+        server = Server(hello, Settings(model="any"))
+        port = int((await server.start(0)).rsplit(":", 1)[1])
+        writers: list[asyncio.StreamWriter] = []
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+            writers.append(writer)
+            return reader, writer
+
+        try:
+            yield server, connect
+        finally:
+            for writer in writers:
+                writer.transport.abort()
+            await server.stop(0.0)
+
+    return start
+
+
+async def closed_after(reader: asyncio.StreamReader) -> float:
+    """Seconds until the server has closed the connection."""
+    began = monotonic()
+    async with asyncio.timeout(SOON_S):
+        try:
+            while await reader.read(2**16):
+                pass
+        except ConnectionError:
+            pass
+    return monotonic() - began
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(GET)
+    async with asyncio.timeout(SOON_S):
+        assert await reader.readuntil(b"\r\n\r\n" + b"x" * 32)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"GET"])
+async def test_a_head_that_does_not_come_is_not_waited_for(served: Any, said: bytes) -> None:
+    """Nothing at all, or a part of it."""
+    async with served(HEAD_S=0.2) as (server, connect):
+        reader, writer = await connect()
+        writer.write(said)
+        assert await closed_after(reader) >= 0.1
+        assert len(server.connections) == 0
+
+
+async def test_a_head_that_comes_byte_by_byte_gets_no_more_time(served: Any) -> None:
+    """Each byte says that the client lives, and none brings the request nearer."""
+    async with served(HEAD_S=0.3) as (_, connect):
+        reader, writer = await connect()
+
+        async def trickle() -> None:
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+            while True:
+                writer.write(b"y")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(trickle())
+        assert await closed_after(reader) < 3.0
+        dripping.cancel()
+
+
+async def test_a_connection_between_two_requests_is_closed_in_time_and_not_before(served: Any) -> None:
+    """Also where the next request has begun, which then has the time of a head."""
+    async with served(KEEP_ALIVE_S=0.4, HEAD_S=0.4) as (_, connect):
+        reader, writer = await connect()
+        for _ in range(3):
+            await answered(reader, writer)
+            await asyncio.sleep(0.2)
+        assert await closed_after(reader) >= 0.1
+        reader, writer = await connect()
+        await answered(reader, writer)
+        writer.write(b"GET ")
+        assert await closed_after(reader) < 2.0
+
+
+async def test_a_body_that_nobody_reads_is_not_taken_for_ever(served: Any) -> None:
+    """The answer has come; the rest of the body has some time to come, too, and then the connection is of use again."""
+    async with served(REST_S=0.3) as (_, connect):
+        reader, writer = await connect()
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
+        await asyncio.sleep(0.1)
+        writer.write(b"67890")
+        await reader.readuntil(b"x" * 32)
+        await asyncio.sleep(0.5)
+        await answered(reader, writer)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+
+        async def forever() -> None:
+            while True:
+                writer.write(b"5\r\nabcde\r\n")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(forever())
+        assert await closed_after(reader) < 3.0
+        dripping.cancel()
+
+
+async def test_a_client_that_does_not_read_is_hung_up_on(served: Any) -> None:
+    """Its answer is longer than what the system buffers; without the bound its request would never end."""
+    async with served(WRITE_S=0.3) as (server, connect):
+        _, writer = await connect()
+        writer.transport.pause_reading()
+        writer.write(GET.replace(b"/ ", b"/much "))
+        async with asyncio.timeout(SOON_S):
+            while not server._server.server_state.tasks:  # noqa: ASYNC110 (it offers no event)
+                await asyncio.sleep(0.01)
+            while server._server.server_state.tasks or len(server.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_control_with_more_time_they_all_stay(served: Any) -> None:
+    """So that each end above is its bound's doing."""
+    async with served() as (server, connect):
+        readers = []
+        for said in (b"", b"GET", GET, b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n1"):
+            reader, writer = await connect()
+            writer.write(said)
+            readers.append(reader)
+        _, writer = await connect()
+        writer.transport.pause_reading()
+        writer.write(GET.replace(b"/ ", b"/much "))
+        await asyncio.sleep(1.0)
+        assert len(server.connections) == 5
+        assert not any(reader.at_eof() for reader in readers)
+
+
+async def test_of_too_many_connections_the_longest_idle_goes_first(served: Any) -> None:
+    """One that never had a request before one that had; none that is being answered. Everybody new is answered."""
+    async with served(MOST_CONNECTIONS=4) as (server, connect):
+        kept = await connect()
+        await answered(*kept)
+        busy = await connect()
+        busy[1].write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
+        silent = [await connect() for _ in range(2)]
+        for _ in range(20):
+            await answered(*await connect())
+        assert len(server.connections) == 4
+        for reader, _ in silent:
+            await closed_after(reader)
+        busy[1].write(b"2")
+        async with asyncio.timeout(SOON_S):
+            assert await busy[0].readuntil(b"x" * 32)
+
+
+async def test_where_all_are_busy_a_new_connection_is_told_so(served: Any) -> None:
+    """None is closed that waits for its answer."""
+    async with served(MOST_CONNECTIONS=3) as (_, connect):
+        for _ in range(3):
+            _, writer = await connect()
+            writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
+        await asyncio.sleep(0.1)
+        reader, _ = await connect()
+        async with asyncio.timeout(SOON_S):
+            assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_five_hundred_idle_connections_keep_nobody_waiting(served: Any) -> None:
+    """And are all closed in the end."""
+    async with served(HEAD_S=1.0) as (_, connect):
+        idle = [await connect() for _ in range(500)]
+        for _ in range(20):
+            await answered(*await connect())
+        async with asyncio.timeout(10 * SOON_S):
+            for reader, _ in idle:
+                await reader.read()
+
+
+async def test_requests_that_come_all_at_once_are_answered_in_turn(served: Any) -> None:
+    """Pipelined; and the connection is an idle one again when the last is answered."""
+    async with served(KEEP_ALIVE_S=0.3) as (_, connect):
+        reader, writer = await connect()
+        writer.write(GET * 50)
+        async with asyncio.timeout(SOON_S):
+            for _ in range(50):
+                await reader.readuntil(b"x" * 32)
+        assert await closed_after(reader) >= 0.1
+
+
+async def test_a_client_that_asks_first_is_told_to_go_on_only_if_its_body_is_wanted(served: Any) -> None:
+    """expect: 100-continue."""
+    async with served() as (_, connect):
+        for path, wanted in ((b"/body", True), (b"/", False)):
+            reader, writer = await connect()
+            writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n" % path)
+            async with asyncio.timeout(SOON_S):
+                first = await reader.readuntil(b"\r\n")
+                assert (b" 100 " in first) is wanted
+                writer.write(b"12")
+                await reader.readuntil(b"x" * 32)

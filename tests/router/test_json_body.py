@@ -1,0 +1,137 @@
+"""Bodies that are made to cost: each is refused after little work, whatever it is made of."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from time import thread_time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router import json_body, openai
+from tandem.errors import InvalidRequest
+
+SIZE = 4 * 1024 * 1024
+CPU_S = 0.15
+
+
+def filled(before: str, item: str, after: str) -> bytes:
+    """Of SIZE bytes at most, with as many items as fit."""
+    count = (SIZE - len(before) - len(after)) // (len(item) + 1)
+    return (before + ",".join([item] * count) + after).encode()
+
+
+HOSTILE = {
+    **{
+        f"messages of {item}": filled('{"messages":[', item, "]}")
+        for item in ("0", "[]", "{}", '""', "null", "1.5", "-1", "[[[]]]", '{"role":"user"}', '"\\""')
+    },
+    "content of parts": filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":""}', "]}]}"),
+    "calls": filled('{"messages":[{"role":"user","tool_calls":[', "0", "]}]}"),
+    "tools": filled('{"messages":[],"tools":[', "0", "]}"),
+    "stop strings": filled('{"messages":[],"stop":[', '"a"', "]}"),
+    "stop ids": filled('{"messages":[],"stop_token_ids":[', '"a"', "]}"),
+    "choices": filled('{"messages":[],"guided_choice":[', "0", "]}"),
+    "fields": ("{" + ",".join(f'"{number:x}":0' for number in range(SIZE // 12)) + "}").encode(),
+    "biases": (
+        '{"messages":[],"logit_bias":{' + ",".join(f'"{number}":"x"' for number in range(SIZE // 14)) + "}}"
+    ).encode(),
+    "depth": b'{"messages":' + b"[" * (SIZE // 2),
+    "escapes": b'{"messages":["' + b'\\"' * (SIZE // 2 - 10) + b'"]}',
+    "backslashes": b'{"messages":["' + b"\\" * (SIZE - 20),
+    "long integers": filled('{"messages":[', "9" * 4000, "]}"),
+    "a long float": b'{"messages":[1.' + b"3" * (SIZE - 20) + b"]}",
+    "a long key": b'{"logit_bias":{"' + b"a" * (SIZE - 40) + b'":1},"messages":[]}',
+    "quotes": b'"' * SIZE,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_is_made_to_cost_costs_little(name: str) -> None:
+    """4 MiB that pydantic would make two million errors of, or json as many objects."""
+    began = thread_time()
+    with pytest.raises(InvalidRequest) as refused:
+        openai.requests(openai.parse(HOSTILE[name], openai.Chat), "id", openai.Defaults())
+    assert thread_time() - began < CPU_S
+    assert len(refused.value.message) < SIZE + 100
+
+
+def test_control_without_the_bounds_a_hostile_body_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the time above is the bounds' doing. An eighth of it, which suffices."""
+    monkeypatch.setattr(json_body, "check", lambda *_, **__: None)
+    monkeypatch.setattr(openai, "MOST", {})
+    body = HOSTILE["messages of []"]
+    began = thread_time()
+    with pytest.raises(InvalidRequest):
+        openai.parse(body[: SIZE // 2 // 3 * 3] + b"[]]}", openai.Chat)
+    assert thread_time() - began > CPU_S / 4
+
+
+def test_what_is_asked_for_in_earnest_is_taken() -> None:
+    """A thousand messages in parts, a hundred tools, and as many token ids as the context times the prompts allows."""
+    part = {"role": "user", "content": [{"type": "text", "text": 'say "a, b" [and] {c}\\'}]}
+    properties = {f"p{number}": {"type": "string", "description": "of it"} for number in range(20)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    body = json.dumps({"messages": [part] * 1024, "tools": [tool] * 100}).encode()
+    assert len(openai.requests(openai.parse(body, openai.Chat), "id", openai.Defaults())) == 1
+    prompts = [[number % 2048 for number in range(4096)]] * 128
+    body = json.dumps({"prompt": prompts}).encode()
+    asked = openai.parse(body, openai.Completions, openai.Completions.most_numbers(4096))
+    made = openai.requests(asked, "id", openai.Defaults(), "", 4096)
+    assert [list(one.token_ids.ids) for one in made] == prompts
+    text = json.dumps({"prompt": '"quoted", ' * 400_000}).encode()
+    assert openai.parse(text, openai.Completions).prompt == '"quoted", ' * 400_000
+
+
+def test_ids_over_the_context_are_refused_before_they_are_looked_at() -> None:
+    """By the code that a prompt of too many tokens has."""
+    asked = openai.parse(filled('{"prompt":[', "0", "]}"), openai.Completions, SIZE)
+    with pytest.raises(InvalidRequest) as refused:
+        openai.requests(asked, "id", openai.Defaults(), "", 2048)
+    assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+def test_so_many_levels_and_no_more() -> None:
+    """Far fewer than what follows here could call itself for."""
+    for depth in (json_body.MAX_DEPTH, json_body.MAX_DEPTH + 1):
+        body = b'{"":' * depth + b"0" + b"}" * depth
+        expected = nullcontext() if depth <= json_body.MAX_DEPTH else pytest.raises(InvalidRequest, match="too deep")
+        with expected:
+            json_body.read(body)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
+    max_leaves=30,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5), st.integers(1, 40), st.booleans())
+def test_whatever_json_means_it_means_here(fields: dict[str, Any], piece: int, ascii: bool) -> None:
+    """Cut anywhere, also between a backslash and a quote: what is within the bounds is read as json reads it, and the
+    bounds see every value."""
+    body = json.dumps(fields, ensure_ascii=ascii).encode()
+    before, json_body.PIECE_BYTES = json_body.PIECE_BYTES, piece
+    try:
+        assert json_body.read(body) == fields
+        with pytest.raises(InvalidRequest):
+            json_body.check(body[:-1] + b', "": [' + b"0," * 3 + b"0]}", most_numbers=3)
+    finally:
+        json_body.PIECE_BYTES = before
+
+
+@given(st.text(alphabet='a\\"[]{},0', max_size=60), st.integers(1, 10))
+def test_text_is_never_taken_for_structure(text: str, piece: int) -> None:
+    """Whatever a string holds, it counts as one."""
+    before, json_body.PIECE_BYTES = json_body.PIECE_BYTES, piece
+    bounds = (json_body.MAX_STRUCTURE, json_body.MAX_DEPTH)
+    json_body.MAX_STRUCTURE, json_body.MAX_DEPTH = 7, 1  # {"":""} and no more
+    try:
+        json_body.check(json.dumps({text: text}).encode(), most_numbers=0)
+    finally:
+        json_body.PIECE_BYTES = before
+        json_body.MAX_STRUCTURE, json_body.MAX_DEPTH = bounds

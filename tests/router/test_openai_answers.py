@@ -1,0 +1,77 @@
+"""Answers as JSON: however much a client asks to be told, other streams are relayed while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from services.router import openai, openai_answers
+from services.router.text import Text
+from tandem.v1 import common_pb2, generation_pb2
+
+TEXT = Text.load(Path(__file__).parents[2] / "demo/model")
+CHOICES, TOKENS, TOP = 8, 300, 20
+WORST_S = 0.1
+
+
+async def events() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+    """A whole answer of each choice, with its log probabilities."""
+    for choice in range(CHOICES):
+        said = generation_pb2.GenerateResponse()
+        said.delta.choice, said.delta.text, said.delta.last = choice, "^" * TOKENS, True
+        said.delta.token_ids.extend([66] * TOKENS)
+        said.delta.logprobs.chosen.extend([-1.5] * TOKENS)
+        said.delta.logprobs.top_ids.extend(list(range(60, 60 + TOP)) * TOKENS)
+        said.delta.logprobs.top.extend([-2.0] * TOP * TOKENS)
+        yield 0, said
+        await asyncio.sleep(0)
+        over = generation_pb2.GenerateResponse()
+        over.finished.choice, over.finished.reason = choice, common_pb2.FINISH_REASON_LENGTH
+        yield 0, over
+
+
+ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (openai.Chat, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": TOP}),
+    "completions": (openai.Completions, {"prompt": "x", "logprobs": TOP}),
+}
+
+
+async def longest(work: Any) -> tuple[Any, float]:
+    """What it returns, and the longest time of this thread's that it kept the event loop from others."""
+    task, worst = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        began = thread_time()
+        await asyncio.sleep(0)
+        worst = max(worst, thread_time() - began)
+    return task.result(), worst
+
+
+@pytest.mark.parametrize("kind", ASKED)
+async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48,000 of them, made some at a time. The control: all at once, which others wait for."""
+    which, fields = ASKED[kind]
+    body = openai.parse(json.dumps({**fields, "n": CHOICES}).encode(), which)
+    requests = openai.requests(body, "id", openai.Defaults())
+
+    async def made() -> tuple[Any, float]:
+        answer = openai_answers.answer(body, "id", "m", TEXT, requests)
+        return await longest(answer.whole(events()))  # type: ignore[arg-type]
+
+    whole, worst = await made()
+    found = json.loads(whole)["choices"]
+    assert len(found) == CHOICES
+    for choice in found:
+        scores = choice["logprobs"]
+        assert len(scores["content"] if kind == "chat" else scores["top_logprobs"]) == TOKENS
+        assert choice["finish_reason"] == "length"
+    monkeypatch.setattr(openai_answers, "AT_ONCE", 10**6)
+    same, control = await made()
+    assert json.loads(same)["choices"] == found
+    assert worst < WORST_S
+    assert worst < control
