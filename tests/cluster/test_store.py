@@ -147,22 +147,23 @@ async def test_a_redis_cluster_of_three_nodes() -> None:
     """Every script finds its keys on one node, over three nodes that each have a third of the slots. A user with the
     documented rights is enough."""
     config = f"cluster-enabled yes\ncluster-node-timeout 2000\n{USER} +command +cluster|slots +cluster|shards"
-    ports = [free_port() for _ in range(3)]
+    ports = {free_port(): free_port() for _ in range(3)}  # to that of its bus: 10000 above the first may be none
     with ExitStack() as stack:
-        for port in ports:
-            stack.enter_context(valkey(port, config=config))
+        for port, bus in ports.items():
+            stack.enter_context(valkey(port, config=f"{config}\ncluster-port {bus}"))
         await join(ports)
-        await works(f"redis+cluster://tandem:{SECRET}@127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}")
+        first, second, _ = ports
+        await works(f"redis+cluster://tandem:{SECRET}@127.0.0.1:{first},127.0.0.1:{second}")
 
 
-async def join(ports: list[int]) -> None:
-    """The nodes on these ports become one cluster."""
+async def join(ports: dict[int, int]) -> None:
+    """The nodes on these ports, each with that of its bus, become one cluster."""
     stores = [Store(f"redis://127.0.0.1:{port}", most=1) for port in ports]
     borders = [16384 * number // len(ports) for number in range(len(ports) + 1)]
     for store, first, behind in zip(stores, borders, borders[1:], strict=False):
         await store.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, behind - 1)
-    for port in ports[1:]:
-        await stores[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+    for port, bus in ports.items():
+        await stores[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
     async with asyncio.timeout(SOON_S):
         for store in stores:
             while True:

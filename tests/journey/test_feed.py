@@ -152,6 +152,7 @@ async def test_a_token_that_is_lost_on_the_way_stops_the_stream(
     lost = dropping(monkeypatch, lambda event: event.tokens.position > 32)
     seen: list[int] = []
     async with inside() as cluster:
+        slow_down(cluster.workers["decode-0"])  # a step an event: a loss of all that is left only costs an attempt
         with pytest.raises(InternalError, match=r"sent position \d+, expected \d+"):
             async for piece in cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True):
                 seen += piece.token_ids
@@ -168,6 +169,7 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
     dropping(monkeypatch, lambda event: event.tokens.position > 32)
     monkeypatch.setattr(services.router.completion, "_check_position", lambda *_: None)
     async with inside() as cluster:
+        slow_down(cluster.workers["decode-0"])
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert done.token_ids != oracle.greedy(tiny, prompt, NEW)
 
