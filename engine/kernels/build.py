@@ -26,8 +26,8 @@ from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "_build"
-HEADERS = ("dots.h", "functions.h", "ops.h")
-SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp", "sampling.cpp")
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
+SOURCES = tuple(sorted(path.name for path in HERE.glob("*.cpp")))
 OPTIONS = (
     "-std=c++20",
     "-O3",

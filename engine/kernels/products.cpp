@@ -3,6 +3,7 @@
 
 #include "dots.h"
 #include "functions.h"
+#include "tile_panels.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -124,12 +125,13 @@ constexpr int HEIGHT = 4;  // 12, 3 and a row into 16
 #endif
 constexpr int64_t PANEL = COLUMNS * LANES;
 
-// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel filled up with zeros. A panel
-// is read from front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend
-// on the other rows, nor on how a tile is cut.
+// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel and, where pairs lie side by
+// side, k filled up with zeros: whole tiles (tiles.h). A panel is read from front to back, so a decode step streams through
+// memory in one direction. The bits of a sum do not depend on the other rows, nor on how a tile is cut.
 template <typename D>
 int64_t panel_size(int64_t k) {
-  return PANEL * ((k + D::GROUP - 1) / D::GROUP * D::GROUP);
+  constexpr int64_t MULTIPLE = D::GROUP == 1 ? 1 : TILE_K;
+  return PANEL * ((k + MULTIPLE - 1) / MULTIPLE * MULTIPLE);
 }
 
 template <typename D>
@@ -139,7 +141,7 @@ int64_t packed_size(int64_t n, int64_t k) {
 
 template <typename D>
 void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
-  const int64_t groups = (k + D::GROUP - 1) / D::GROUP;
+  const int64_t groups = panel_size<D>(k) / PANEL / D::GROUP;
   at::parallel_for(0, (n + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t group = 0; group < groups; ++group)
@@ -279,6 +281,101 @@ void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<
   });
 }
 
+#ifdef TANDEM_TILES
+
+static_assert(PANEL == TILES_WIDE * LANES);
+
+// 16 rows' sums of one panel as they leave: rounded, with bias and beside. Of the rows and columns so many are wanted.
+void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16* beside, BFloat16* y, int64_t stride,
+           int64_t columns) {
+  for (int64_t c = 0; c < TILES_WIDE; ++c, sums += SUMS) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    const auto go = [&](const auto& get, const auto& set) {
+      const Vec add = bias == nullptr ? Vec(0.0f) : get(bias + c * LANES);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = r * stride + c * LANES;
+        Vec sum = load(sums + r * LANES);
+        if (bias != nullptr) sum = sum + add;
+        if (beside != nullptr) sum = rounded<BFloat16>(sum) + get(beside + at);
+        set(sum, y + at);
+      }
+    };
+    const int rest = static_cast<int>(count);
+    if (count == LANES)
+      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* to) { put(v, to); });
+    else
+      go([rest](const BFloat16* from) { return load(from, rest); },
+         [rest](const Vec& v, BFloat16* to) { put(v, to, rest); });
+  }
+}
+
+// run(tiles, panel, count, from, rows) for a few panels beside each other and each part of the rows, shared out.
+template <typename F>
+void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, const F& run) {
+  const bool few = m <= TILE_ROWS;
+  if (few) together = 1;
+  const int64_t groups = (panels + together - 1) / together;
+  const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
+  const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * steps * STEP * 2 + part * steps * TILE_K * 4));
+  share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
+    with_tiles([&](auto& tiles) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
+        if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
+      }
+    });
+  });
+}
+
+using TileProduct = Product<BFloat16, BFloat16>;
+
+// x [m, k], in tiles, times several weights.
+void multiply_tiles(const BFloat16* x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
+  const int64_t steps = steps_of(k), size = steps * STEP;
+  for (const TileProduct& to : products)
+    share_tiles(m, steps, to.panels(), TOGETHER, [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+      const BFloat16* panels[TOGETHER];
+      for (int64_t p = 0; p < count; ++p) panels[p] = to.packed + (panel + p) * size;
+      sum_panels(tiles, x + from * steps * TILE_K, rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
+        const int64_t first = (panel + p) * PANEL, at = (from + row) * to.n + first;
+        leave(sums, std::min(TILE_ROWS, rows - row), to.bias == nullptr ? nullptr : to.bias + first,
+              to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first);
+      });
+    });
+}
+
+// gated.y = act(x times one weight) times (x times another), each rounded as if it stood alone.
+template <typename F>
+void multiply_gated_tiles(const BFloat16* x, int64_t m, int64_t k, const TileProduct& gated, const TileProduct& up,
+                          const F& act) {
+  const int64_t steps = steps_of(k), size = steps * STEP, n = gated.n;
+  const TileProduct* both[] = {&gated, &up};
+  share_tiles(m, steps, gated.panels(), TOGETHER / 2,
+              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const BFloat16* panels[TOGETHER];
+    for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;
+    // Of each panel of the first weight its columns of these rows; then those of the second weight meet them.
+    auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
+    sum_panels(tiles, x + from * steps * TILE_K, rows, steps, panels, 2 * count,
+               [&](int64_t p, int64_t row, const float* sums) {
+      const int64_t first = (panel + p / 2) * PANEL, columns = std::min(PANEL, n - first);
+      const int64_t height = std::min(TILE_ROWS, rows - row);
+      const TileProduct& of = *both[p % 2];
+      const BFloat16* bias = of.bias == nullptr ? nullptr : of.bias + first;
+      BFloat16* there = half + (p / 2 * high_of(rows) * TILE_ROWS + row) * PANEL;
+      if (p % 2 == 0) return leave(sums, height, bias, nullptr, there, PANEL, columns);
+      alignas(LINE) BFloat16 here[TILE_ROWS * PANEL];
+      leave(sums, height, bias, nullptr, here, PANEL, columns);
+      for (int64_t r = 0; r < height; ++r)
+        gate(there + r * PANEL, here + r * PANEL, gated.y + (from + row + r) * n + first, columns, act);
+    });
+  });
+}
+
+#endif
+
 // weight [n, k] in panels, to be used by `linear`; flat.
 Tensor pack(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && served(weight.scalar_type()), "tandem::pack wants a matrix of float32 or bfloat16");
@@ -314,6 +411,15 @@ void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases,
   }
   const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<typename D::X>::value);
   const auto* from = rows.const_data_ptr<typename D::X>();
+#ifdef TANDEM_TILES
+  if constexpr (std::is_same_v<D, Pairs>)
+    if (by_tiles()) {
+      if (m == 0) return;
+      const BFloat16* tiled = tiles_of(from, m, k);
+      if (!act.has_value()) return multiply_tiles(tiled, m, k, products);
+      return with_act(*act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
+    }
+#endif
   if (!act.has_value()) return multiply<D, T>(from, m, k, products);
   with_act(*act, [&](const auto& f) { multiply_gated<D, T>(from, m, k, products[0], products[1], f); });
 }

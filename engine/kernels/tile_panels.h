@@ -1,0 +1,154 @@
+// Rows times panels of a weight, by tiles.
+//
+// x lies in tiles, [m / 16][k / 32][16][32], rows and k filled up with zeros; a panel is [k / 32][16 pairs][48][2], three
+// tiles of B beside each other. Up to 16 rows only read the weight: each panel once, from front to back. More rows take
+// DEEP steps of k of a few panels at a time, which stay in the first cache while all rows pass; their sums wait in memory,
+// which changes no bit.
+#pragma once
+
+#include "ops.h"
+#include "tiles.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+#ifdef TANDEM_TILES
+
+namespace tandem {
+
+constexpr int64_t TILES_WIDE = 3;                               // of a panel
+constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
+constexpr int64_t STEP_STRIDE = TILES_WIDE * WIDTH_BYTES;       // bytes between rows of its tiles
+constexpr int64_t DEEP = 8;                                     // 24 KiB of each panel
+constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
+constexpr int64_t HIGH = 512;                                   // rows of a task at most
+constexpr int64_t STEP_LINES = STEP * 2 / LINE;
+constexpr int64_t SOON_LINES = STEP_LINES / 2;                  // few rows: between what is in work and what is fetched
+
+inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
+inline int64_t high_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+// Memory of the calling thread, on a line's boundary, that grows and is used again; `ID` tells one use from another.
+template <int ID, typename T>
+T* own_memory(int64_t count) {
+  static thread_local std::vector<char> memory;
+  const size_t bytes = count * sizeof(T) + LINE;
+  if (memory.size() < bytes) memory = std::vector<char>(bytes);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
+}
+
+// x [m, k] in tiles, in memory of the calling thread.
+inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t k) {
+  const int64_t steps = steps_of(k), high = high_of(m);
+  auto* to = own_memory<0, c10::BFloat16>(high * steps * TILE);
+  const auto fill = [=](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile)
+      for (int64_t r = 0; r < TILE_ROWS; ++r) {
+        const int64_t row = tile * TILE_ROWS + r;
+        auto* into = to + (tile * steps * TILE_ROWS + r) * TILE_K;
+        for (int64_t s = 0; s < steps; ++s, into += TILE) {
+          const int64_t left = k - s * TILE_K;
+          const __mmask32 there = row >= m ? 0 : left >= TILE_K ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+          _mm512_store_si512(into, _mm512_maskz_loadu_epi16(there, x + row * k + s * TILE_K));
+        }
+      }
+  };
+  at::parallel_for(0, high, std::max<int64_t>(1, TASK_BYTES / (steps * TILE * 2)), fill);
+  return to;
+}
+
+// sums of `H` times three tiles += those rows of x times `steps` of a panel. Registers: 0 to 2 the first rows' sums, 3 to 5
+// the second's. Of each step so many lines at `later` are fetched, `apart` bytes from those of the step before.
+template <int H, typename M>
+[[gnu::always_inline]] inline void add_steps(M& tiles, const c10::BFloat16* upper, const c10::BFloat16* lower,
+                                             const c10::BFloat16* panel, int64_t steps, const char* later,
+                                             int64_t lines) {
+  for (int64_t s = 0; s < steps; ++s, panel += STEP, upper += TILE, lower += TILE, later += STEP * 2) {
+    for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(later + line * LINE, 0, 2);
+    tiles.template load<6>(upper, WIDTH_BYTES);
+    tiles.template load<7>(panel, STEP_STRIDE);
+    tiles.template dot<0, 6, 7>();
+    tiles.template load<7>(panel + 32, STEP_STRIDE);
+    tiles.template dot<1, 6, 7>();
+    tiles.template load<7>(panel + 64, STEP_STRIDE);
+    tiles.template dot<2, 6, 7>();
+    if constexpr (H == 2) {
+      tiles.template load<6>(lower, WIDTH_BYTES);
+      tiles.template dot<5, 6, 7>();
+      tiles.template load<7>(panel + 32, STEP_STRIDE);
+      tiles.template dot<4, 6, 7>();
+      tiles.template load<7>(panel, STEP_STRIDE);
+      tiles.template dot<3, 6, 7>();
+    }
+  }
+}
+
+// Rows of x times panels of one length. Of each panel and each 16 rows leave(panel, row, sums): three tiles [16][16] of
+// float, one after another.
+template <typename M, typename L>
+void sum_panels(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
+                int64_t count, const L& leave) {
+  const int64_t high = high_of(rows);
+  alignas(LINE) float out[2 * TILES_WIDE * SUMS];
+  if (high == 1) {
+    for (int64_t p = 0; p < count; ++p) {
+      tiles.template zero<0>();
+      tiles.template zero<1>();
+      tiles.template zero<2>();
+      add_steps<1>(tiles, x, x, panels[p], steps, reinterpret_cast<const char*>(panels[p]) + SOON_LINES * LINE, STEP_LINES);
+      tiles.template store<0>(out, WIDTH_BYTES);
+      tiles.template store<1>(out + SUMS, WIDTH_BYTES);
+      tiles.template store<2>(out + 2 * SUMS, WIDTH_BYTES);
+      leave(p, int64_t{0}, out);
+    }
+    return;
+  }
+  const int64_t pairs = (high + 1) / 2;
+  float* waiting = own_memory<1, float>(count * pairs * 2 * TILES_WIDE * SUMS);
+  for (int64_t from = 0; from < steps; from += DEEP) {
+    const int64_t deep = std::min(DEEP, steps - from);
+    const bool first = from == 0, last = from + deep == steps;
+    for (int64_t p = 0; p < count; ++p) {
+      const auto* panel = panels[p] + from * STEP;
+      const auto* next = p + 1 < count ? panels[p + 1] + from * STEP : panels[0] + (from + deep) * STEP;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const auto* upper = x + (2 * pair * steps + from) * TILE;
+        const auto* lower = 2 * pair + 1 < high ? upper + steps * TILE : upper;
+        float* kept = waiting + (p * pairs + pair) * 2 * TILES_WIDE * SUMS;
+        if (first) {
+          tiles.template zero<0>();
+          tiles.template zero<1>();
+          tiles.template zero<2>();
+          tiles.template zero<3>();
+          tiles.template zero<4>();
+          tiles.template zero<5>();
+        } else {
+          tiles.template load<0>(kept, WIDTH_BYTES);
+          tiles.template load<1>(kept + SUMS, WIDTH_BYTES);
+          tiles.template load<2>(kept + 2 * SUMS, WIDTH_BYTES);
+          tiles.template load<3>(kept + 3 * SUMS, WIDTH_BYTES);
+          tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
+          tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
+        }
+        const int64_t line = STEP_LINES * pair / pairs, lines = STEP_LINES * (pair + 1) / pairs - line;
+        add_steps<2>(tiles, upper, lower, panel, deep, reinterpret_cast<const char*>(next) + line * LINE, lines);
+        float* into = last ? out : kept;
+        tiles.template store<0>(into, WIDTH_BYTES);
+        tiles.template store<1>(into + SUMS, WIDTH_BYTES);
+        tiles.template store<2>(into + 2 * SUMS, WIDTH_BYTES);
+        tiles.template store<3>(into + 3 * SUMS, WIDTH_BYTES);
+        tiles.template store<4>(into + 4 * SUMS, WIDTH_BYTES);
+        tiles.template store<5>(into + 5 * SUMS, WIDTH_BYTES);
+        if (!last) continue;
+        leave(p, 2 * pair * TILE_ROWS, out);
+        if (2 * pair + 1 < high) leave(p, (2 * pair + 1) * TILE_ROWS, out + TILES_WIDE * SUMS);
+      }
+    }
+  }
+}
+
+}  // namespace tandem
+
+#endif
