@@ -7,15 +7,17 @@ A token's result has the same bits whatever else is in the step, alone or in a c
 Linear layers, RMS norms and attention are operators of ours. Whatever else a model computes goes through torch's own
 operators, and `exact()` replaces those whose results would depend on their surroundings (`invariant.cpp`).
 
-Between two processes bits are equal where `sum_order` is: the id of the order in which products and the lanes of norms
-and softmax are summed.
+Two processes give equal bits where their `sum_order` is equal: the id of the order in which products, and the lanes of
+norms and softmax, are summed.
 
     level        of a bfloat16 model     of a float32 model
     avx512_bf16  tile32 or pairs         chain16
     avx512       chain16                 chain16
     avx2         chain8                  chain8
+    portable     portable                portable
     reference    torch                   torch
 
+A library is loaded once in a process, and only if the processor has its level: else its first instruction may be SIGILL.
 The environment variable TANDEM_OPERATORS names the one level that may be loaded, for tests and measurements.
 """
 
@@ -25,8 +27,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -35,67 +35,155 @@ from tandem.errors import SettingsError
 REFERENCE = "reference"
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 FASTEST = "fastest"
-TORCH = "torch"  # the order of plain PyTorch, which depends on the shapes of a step
+PLAIN = "torch"  # the order of plain PyTorch, which follows from the shapes of a step
 ORDERS = {"avx512_bf16": ("tile32", "pairs"), "avx512": ("chain16",), "avx2": ("chain8",)}  # in bfloat16
 CHAINS = {"avx512_bf16": "chain16", "avx512": "chain16", "avx2": "chain8"}  # in float32
 ONLY = "TANDEM_OPERATORS"
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _Loaded:
-    level: str  # or REFERENCE
-    library: Path | None
-
-
-_loaded: _Loaded | None = None  # by this process, for good: torch cannot unload a library
+_loaded: tuple[str, str] | None = None  # level, or REFERENCE, and name of the library; torch cannot unload one
 
 
 def serving(device: torch.device) -> str:
     """Which operators a model on this device has; loads them."""
-    return _load().level if device.type == "cpu" else REFERENCE
+    return _load()[0] if device.type == "cpu" else REFERENCE
 
 
 def sum_order(device: torch.device, dtype: torch.dtype) -> str:
-    """The order of the sums of a model that `serving` serves."""
+    """The order of the sums of a model of this type that `serving` serves."""
     level = serving(device)
     if level == REFERENCE or dtype not in DTYPES:
-        return TORCH
-    return torch.ops.tandem.order() if dtype == torch.bfloat16 else CHAINS.get(level, level)
+        return PLAIN
+    if level not in ORDERS:  # of another processor, of whose lanes and roundings nothing is promised
+        return level
+    chosen: str = torch.ops.tandem.order()
+    return CHAINS[level] if dtype == torch.float32 else chosen
 
 
-def described(device: torch.device, dtype: torch.dtype) -> str:
-    """A line for the log: the level, the order, and how it is computed where that may differ."""
-    level = serving(device)
+def described(level: str, order: str) -> str:
+    """For the log: what serves, and what computes the order where that may differ."""
     if level == REFERENCE:
         return "plain PyTorch"
-    order, by = sum_order(device, dtype), torch.ops.tandem.tiles().upper()
-    return f"{level}, order {order}{f' by {by}' if order == 'tile32' and by else ''}"
+    return f"{level}, order {order}{f' by {torch.ops.tandem.tiles().upper()}' if order == 'tile32' else ''}"
 
 
 def use(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Has the sums of models taken in the order `wanted`, or "fastest". Before weights are packed, because it is of the
-    whole process. Raises SettingsError (`sum_order`) that names what can be served here."""
-    here: dict[str, str] = {}  # orders, and the best level that has them
+    """Takes sums in the order `wanted`, or the fastest, from here on: of the whole process, before weights are packed.
+
+    Raises SettingsError (`sum_order`) that names the orders which can be served here.
+    """
+    here: dict[str, str] = {}  # order -> the best level that has it
     for level in _built() if device.type == "cpu" else []:
-        for order in (*ORDERS.get(level, ()), *([CHAINS[level]] if dtype == torch.float32 and level in CHAINS else [])):
+        for order in _orders(level, dtype):
             here.setdefault(order, level)
     if wanted != FASTEST and wanted not in here:
         raise SettingsError(
-            f"sum_order is {wanted}, and what is built here can serve {', '.join(here) or 'none but plain PyTorch'}"
-            f"{_how_to_build(wanted)}",
+            f"sum_order is {wanted}, and this worker can serve {', '.join(here) or 'plain PyTorch alone'}"
+            f"{_how_to_build(wanted) if device.type == 'cpu' else ''}",
             field="sum_order",
             bound=", ".join((FASTEST, *here)),
         )
-    loaded = _load(here.get(wanted))
-    if loaded.level == REFERENCE or device.type != "cpu":
+    if device.type != "cpu":
         return
-    offered = torch.ops.tandem.orders()
-    torch.ops.tandem.use_order(wanted if wanted in offered else offered[0])
+    level = _load(here.get(wanted))[0]
+    if wanted != FASTEST and wanted not in _orders(level, dtype):
+        raise SettingsError(
+            f"sum_order is {wanted}, and this process has the operators of level {level} already", field="sum_order"
+        )
+    if level != REFERENCE:
+        offered = torch.ops.tandem.orders()
+        torch.ops.tandem.use_order(wanted if wanted in offered else offered[0])
 
 
-def library_name() -> str:
-    """Of the library that this process has loaded, with the order that it is to sum in: what panels depend on."""
-    library = _load().library
-    return f"{library.name} {torch.ops.tandem.order()}" if library else REFERENCE
+def panels_of() -> str:
+    """What packed weights depend on beside the weights: the library and its order."""
+    level, library = _load()
+    return REFERENCE if level == REFERENCE else f"{library} {torch.ops.tandem.order()}"
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Inside, torch's products and elementwise functions on this thread give a row the same bits in any company."""
+    if serving(device) == REFERENCE:
+        yield
+        return
+    before = torch.ops.tandem.stepping.default(True)
+    try:
+        yield
+    finally:
+        torch.ops.tandem.stepping.default(before)
+
+
+def huge_pages(fresh: torch.Tensor) -> torch.Tensor:
+    """Asks for large memory pages behind a new CPU tensor that nothing has been written to; returns it."""
+    if serving(fresh.device) != REFERENCE:
+        torch.ops.tandem.huge_pages.default(fresh)
+    return fresh
+
+
+def _orders(level: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """That models of this type can have there. In float32 the orders of bfloat16 are one and the same chain."""
+    chain = (CHAINS[level],) if dtype == torch.float32 and level in CHAINS else ()
+    return tuple(dict.fromkeys((*ORDERS.get(level, ()), *chain)))
+
+
+def _load(level: str | None = None) -> tuple[str, str]:
+    """The library of this level, or the best one, unless this process has one already."""
+    global _loaded
+    if _loaded is None:
+        from engine.kernels.build import library  # not above: `python -m engine.kernels.build` imports this package
+
+        built = _built()
+        if not built:
+            log.warning(
+                "the compiled operators are not built, plain PyTorch serves: run `python -m engine.kernels.build`"
+            )
+            _loaded = REFERENCE, ""
+            return _loaded
+        if level is None:
+            level = built[0]
+            _warn_of_better(level)
+        path = library(level)
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        _loaded = torch.ops.tandem.isa(), path.name
+    return _loaded
+
+
+def _built() -> list[str]:
+    """The levels that may be loaded here, the best first."""
+    from engine.kernels.build import library
+
+    return [level for level in _allowed() if library(level).exists()]
+
+
+def _allowed() -> list[str]:
+    """The levels that this processor has; of them the one that the environment names, which must be built then."""
+    from engine.kernels.build import library, runnable
+
+    here, only = runnable(), os.environ.get(ONLY)
+    if only is None:
+        return here
+    if only not in here or not library(only).exists():
+        raise SettingsError(
+            f"{ONLY} is {only}, which {'is not built' if only in here else 'this processor does not have'}",
+            field=ONLY,
+            bound=", ".join(level for level in here if library(level).exists()),
+        )
+    return [only]
+
+
+def _warn_of_better(level: str) -> None:
+    best = _allowed()[0]
+    if best != level and level in ORDERS:
+        log.warning(
+            "the compiled operators are built for %s, and this processor has %s:"
+            " `python -m engine.kernels.build` builds for it",
+            level,
+            best,
+        )
+
+
+def _how_to_build(order: str) -> str:
+    level = next((level for level in _allowed() if order in ORDERS.get(level, ())), None)
+    return f"; `python -m engine.kernels.build --level {level}` builds what it needs" if level else ""

@@ -96,7 +96,7 @@ def known(level: str) -> bool:
 
 
 def build(level: str) -> Path:
-    """Compiles the library of a level unless it is there. Raises CalledProcessError, or FileNotFoundError (no compiler)."""
+    """Compiles the library of a level unless it is there. Raises CalledProcessError, OSError without a compiler."""
     target = library(level)
     if target.exists():
         return target
