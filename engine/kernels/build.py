@@ -18,7 +18,7 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-HEADERS = ("dots.h", "functions.h", "ops.h", "tile_panels.h", "tiles.h")
+HEADERS = ("dots.h", "functions.h", "ops.h", "tile_blocks.h", "tile_panels.h", "tiles.h")
 SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp", "sampling.cpp", "tiles.cpp")
 OPTIONS = (
     "-std=c++20",

@@ -310,32 +310,13 @@ void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16
   }
 }
 
-// run(tiles, panel, count, from, rows) for a few panels beside each other and each part of the rows, shared out.
-template <typename F>
-void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, const F& run) {
-  const bool few = m <= TILE_ROWS;
-  if (few) together = 1;
-  const int64_t groups = (panels + together - 1) / together;
-  const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
-  const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
-  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * steps * STEP * 2 + part * steps * TILE_K * 4));
-  share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
-    with_tiles([&](auto& tiles) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
-        if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
-      }
-    });
-  });
-}
-
 using TileProduct = Product<BFloat16, BFloat16>;
 
 // x [m, k], in tiles, times several weights.
 void multiply_tiles(const BFloat16* x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
   const int64_t steps = steps_of(k), size = steps * STEP;
   for (const TileProduct& to : products)
-    share_tiles(m, steps, to.panels(), TOGETHER, [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    share_tiles(m, steps, to.panels(), TOGETHER, size * 2, [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
       const BFloat16* panels[TOGETHER];
       for (int64_t p = 0; p < count; ++p) panels[p] = to.packed + (panel + p) * size;
       sum_panels(tiles, x + from * steps * TILE_K, rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
@@ -352,7 +333,7 @@ void multiply_gated_tiles(const BFloat16* x, int64_t m, int64_t k, const TilePro
                           const F& act) {
   const int64_t steps = steps_of(k), size = steps * STEP, n = gated.n;
   const TileProduct* both[] = {&gated, &up};
-  share_tiles(m, steps, gated.panels(), TOGETHER / 2,
+  share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const BFloat16* panels[TOGETHER];
     for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;
@@ -415,7 +396,7 @@ void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases,
   if constexpr (std::is_same_v<D, Pairs>)
     if (by_tiles()) {
       if (m == 0) return;
-      const BFloat16* tiled = tiles_of(from, m, k);
+      const BFloat16* tiled = tiles_of(from, m, k, k);
       if (!act.has_value()) return multiply_tiles(tiled, m, k, products);
       return with_act(*act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
     }
