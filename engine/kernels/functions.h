@@ -9,32 +9,52 @@
 
 namespace tandem {
 
-inline Vec sigmoid_of(Vec x) { return Vec(1.0f) / (Vec(1.0f) + x.neg().exp()); }
-inline Vec silu_of(Vec x) { return x / (Vec(1.0f) + x.neg().exp()); }
-inline Vec gelu_of(Vec x) { return Vec(0.5f) * x * (Vec(1.0f) + (x * Vec(0.70710678118654752f)).erf()); }
-inline Vec tanh_gelu_of(Vec x) {
-  const Vec inner = Vec(0.79788456080286536f) * (x + Vec(0.044715f) * x * x * x);
-  return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
+template <typename T>
+Vec sigmoid_of(Vec x) {
+  return Vec(1.0f) / (Vec(1.0f) + exp_of<T>(x.neg()));
 }
 
-// y[0..count) = act(gate) * up, each rounded; y may be one of them. `act` is one of the above.
-template <typename T, typename F>
-void gate(const T* gate, const T* up, T* y, int64_t count, const F& act) {
+struct Silu {
+  template <typename T>
+  static Vec of(Vec x) {
+    return x / (Vec(1.0f) + exp_of<T>(x.neg()));
+  }
+};
+
+struct Gelu {
+  template <typename T>
+  static Vec of(Vec x) {
+    return Vec(0.5f) * x * (Vec(1.0f) + (x * Vec(0.70710678118654752f)).erf());
+  }
+};
+
+struct TanhGelu {
+  template <typename T>
+  static Vec of(Vec x) {
+    const Vec inner = Vec(0.79788456080286536f) * (x + Vec(0.044715f) * x * x * x);
+    return Vec(0.5f) * x * (Vec(1.0f) + inner.tanh());
+  }
+};
+
+// y[0..count) = act(gate) * up, each rounded; y may be one of them. `Act` is one of the above.
+template <typename T, typename Act>
+void gate(const T* gate, const T* up, T* y, int64_t count, const Act&) {
   int64_t at = 0;
-  for (; at + LANES <= count; at += LANES) put(rounded<T>(act(load(gate + at))) * load(up + at), y + at);
+  for (; at + LANES <= count; at += LANES)
+    put(rounded<T>(Act::template of<T>(load(gate + at))) * load(up + at), y + at);
   const int rest = static_cast<int>(count - at);
-  if (rest > 0) put(rounded<T>(act(load(gate + at, rest))) * load(up + at, rest), y + at, rest);
+  if (rest > 0) put(rounded<T>(Act::template of<T>(load(gate + at, rest))) * load(up + at, rest), y + at, rest);
 }
 
 // f(act), for the act of this name: "silu", "gelu" or "gelu_tanh".
 template <typename F>
 void with_act(c10::string_view name, const F& f) {
   if (name == "silu")
-    f(silu_of);
+    f(Silu());
   else if (name == "gelu")
-    f(gelu_of);
+    f(Gelu());
   else if (name == "gelu_tanh")
-    f(tanh_gelu_of);
+    f(TanhGelu());
   else
     TORCH_CHECK(false, "tandem: unknown function ", name);
 }

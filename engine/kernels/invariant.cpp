@@ -84,8 +84,8 @@ void each(const Tensor& from, Tensor& to, const F& f) {
   const T* x = from.const_data_ptr<T>();
   T* y = to.data_ptr<T>();
   at::parallel_for(0, from.numel(), 1 << 14, [&](int64_t at, int64_t end) {
-    for (; at + LANES <= end; at += LANES) put(f(load(x + at)), y + at);
-    if (at < end) put(f(load(x + at, static_cast<int>(end - at))), y + at, end - at);
+    for (; at + LANES <= end; at += LANES) put(f(load(x + at), T()), y + at);
+    if (at < end) put(f(load(x + at, static_cast<int>(end - at)), T()), y + at, end - at);
   });
 }
 
@@ -108,30 +108,38 @@ Vec one_by_one(Vec x, const F& f) {
   return Vec::loadu(lanes);
 }
 
-#define TANDEM_ELEMENTWISE(NAME, F)                                             \
-  Tensor NAME(const Tensor& x) {                                                \
-    return ours(x) ? elementwise(x, [](Vec v) { return F; }) : at::cpu::NAME(x); \
-  }                                                                             \
+// F has a vector v of elements of type T.
+#define TANDEM_ELEMENTWISE(NAME, F)                                                    \
+  Tensor NAME(const Tensor& x) {                                                       \
+    if (!ours(x)) return at::cpu::NAME(x);                                             \
+    return elementwise(x, [](Vec v, auto type) {                                       \
+      using T [[maybe_unused]] = decltype(type);                                       \
+      return F;                                                                        \
+    });                                                                                \
+  }                                                                                    \
   Tensor& NAME##_(Tensor& x) { return ours(x) ? x.copy_(NAME(x)) : at::cpu::NAME##_(x); }
 
 TANDEM_ELEMENTWISE(cos, one_by_one(v, [](float a) { return std::cos(a); }))
 TANDEM_ELEMENTWISE(erf, v.erf())
-TANDEM_ELEMENTWISE(exp, v.exp())
-TANDEM_ELEMENTWISE(sigmoid, sigmoid_of(v))
-TANDEM_ELEMENTWISE(silu, silu_of(v))
+TANDEM_ELEMENTWISE(exp, exp_of<T>(v))
+TANDEM_ELEMENTWISE(sigmoid, sigmoid_of<T>(v))
+TANDEM_ELEMENTWISE(silu, Silu::of<T>(v))
 TANDEM_ELEMENTWISE(sin, one_by_one(v, [](float a) { return std::sin(a); }))
 TANDEM_ELEMENTWISE(tanh, v.tanh())
 #undef TANDEM_ELEMENTWISE
 
 Tensor gelu(const Tensor& x, c10::string_view approximate) {
   if (!ours(x)) return at::cpu::gelu(x, approximate);
-  return approximate == "tanh" ? elementwise(x, tanh_gelu_of) : elementwise(x, gelu_of);
+  const auto by = [&](auto act) {
+    return elementwise(x, [](Vec v, auto type) { return decltype(act)::template of<decltype(type)>(v); });
+  };
+  return approximate == "tanh" ? by(TanhGelu()) : by(Gelu());
 }
 
 Tensor softplus(const Tensor& x, const Scalar& beta, const Scalar& threshold) {
   if (!ours(x)) return at::cpu::softplus(x, beta, threshold);
   const Vec factor(beta.toFloat()), limit(threshold.toFloat());
-  return elementwise(x, [=](Vec v) {
+  return elementwise(x, [=](Vec v, auto) {
     const Vec scaled = v * factor;
     return Vec::blendv(scaled.exp().log1p() / factor, v, scaled > limit);
   });

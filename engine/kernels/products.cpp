@@ -313,14 +313,14 @@ void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16
 // run(tiles, panel, count, from, rows) for a few panels beside each other and each part of the rows, shared out.
 template <typename F>
 void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, const F& run) {
-  const bool few = m <= TILE_ROWS;
+  const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
   if (few) together = 1;
   const int64_t groups = (panels + together - 1) / together;
   const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
   const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
   const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * steps * STEP * 2 + part * steps * TILE_K * 4));
   share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
-    with_tiles([&](auto& tiles) {
+    with_tiles(std::min(m, TILE_ROWS), [&](auto& tiles) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
         if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
@@ -331,14 +331,17 @@ void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, con
 
 using TileProduct = Product<BFloat16, BFloat16>;
 
-// x [m, k], in tiles, times several weights.
-void multiply_tiles(const BFloat16* x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
+// Rows of x from one on that is a multiple of 16.
+TileRows rows_from(const TileRows& x, int64_t row, int64_t steps) { return {x.at + row * steps * TILE_K, x.row, x.step}; }
+
+// x [m, k] times several weights.
+void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
   const int64_t steps = steps_of(k), size = steps * STEP;
   for (const TileProduct& to : products)
     share_tiles(m, steps, to.panels(), TOGETHER, [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
       const BFloat16* panels[TOGETHER];
       for (int64_t p = 0; p < count; ++p) panels[p] = to.packed + (panel + p) * size;
-      sum_panels(tiles, x + from * steps * TILE_K, rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
+      sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
         const int64_t first = (panel + p) * PANEL, at = (from + row) * to.n + first;
         leave(sums, std::min(TILE_ROWS, rows - row), to.bias == nullptr ? nullptr : to.bias + first,
               to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first);
@@ -348,8 +351,13 @@ void multiply_tiles(const BFloat16* x, int64_t m, int64_t k, const std::vector<T
 
 // gated.y = act(x times one weight) times (x times another), each rounded as if it stood alone.
 template <typename F>
-void multiply_gated_tiles(const BFloat16* x, int64_t m, int64_t k, const TileProduct& gated, const TileProduct& up,
+void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TileProduct& gated, TileProduct up,
                           const F& act) {
+  if (m <= 2 * TILE_ROWS) {  // one weight after the other, each read in one direction
+    up.y = own_memory<2, BFloat16>(m * up.n);
+    multiply_tiles(x, m, k, {gated, up});
+    return gate(gated.y, up.y, gated.y, m * up.n, act);
+  }
   const int64_t steps = steps_of(k), size = steps * STEP, n = gated.n;
   const TileProduct* both[] = {&gated, &up};
   share_tiles(m, steps, gated.panels(), TOGETHER / 2,
@@ -358,7 +366,7 @@ void multiply_gated_tiles(const BFloat16* x, int64_t m, int64_t k, const TilePro
     for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;
     // Of each panel of the first weight its columns of these rows; then those of the second weight meet them.
     auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
-    sum_panels(tiles, x + from * steps * TILE_K, rows, steps, panels, 2 * count,
+    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count,
                [&](int64_t p, int64_t row, const float* sums) {
       const int64_t first = (panel + p / 2) * PANEL, columns = std::min(PANEL, n - first);
       const int64_t height = std::min(TILE_ROWS, rows - row);
@@ -415,7 +423,8 @@ void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases,
   if constexpr (std::is_same_v<D, Pairs>)
     if (by_tiles()) {
       if (m == 0) return;
-      const BFloat16* tiled = tiles_of(from, m, k);
+      const bool as_it_is = m <= TILE_ROWS && k % TILE_K == 0;
+      const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k), TILE_K, TILE};
       if (!act.has_value()) return multiply_tiles(tiled, m, k, products);
       return with_act(*act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
     }

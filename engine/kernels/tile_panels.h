@@ -1,9 +1,10 @@
 // Rows times panels of a weight, by tiles.
 //
-// x lies in tiles, [m / 16][k / 32][16][32], rows and k filled up with zeros; a panel is [k / 32][16 pairs][48][2], three
-// tiles of B beside each other. Up to 16 rows only read the weight: each panel once, from front to back. More rows take
-// DEEP steps of k of a few panels at a time, which stay in the first cache while all rows pass; their sums wait in memory,
-// which changes no bit.
+// x lies in tiles, [m / 16][k / 32][16][32], rows and k filled up with zeros, or, up to 16 rows of whole steps of k, as it
+// comes. A panel is [k / 32][16 pairs][48][2], three
+// tiles of B beside each other. Up to 32 rows read the weight once, panel by panel from front to back. More rows take DEEP
+// steps of k of a few panels at a time, which stay in the first cache while all rows pass; their sums wait in memory, which
+// changes no bit.
 #pragma once
 
 #include "ops.h"
@@ -25,7 +26,7 @@ constexpr int64_t DEEP = 8;                                     // 24 KiB of eac
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
 constexpr int64_t STEP_LINES = STEP * 2 / LINE;
-constexpr int64_t SOON_LINES = STEP_LINES / 2;                  // few rows: between what is in work and what is fetched
+constexpr int64_t SOON = 1536;                                  // bytes between what is in work and what is fetched
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
 inline int64_t high_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
@@ -59,19 +60,26 @@ inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t 
   return to;
 }
 
+// Where rows of x lie: elements from one row to the next, and from one step of k to the next.
+struct TileRows {
+  const c10::BFloat16* at;
+  int64_t row, step;
+};
+
 // sums of `H` times three tiles += those rows of x times `steps` of a panel. Registers: 0 to 2 the first rows' sums, 3 to 5
-// the second's. Of each step so many lines at `later` are fetched, `apart` bytes from those of the step before.
-template <int H, typename M>
-[[gnu::always_inline]] inline void add_steps(M& tiles, const c10::BFloat16* upper, const c10::BFloat16* lower,
-                                             const c10::BFloat16* panel, int64_t steps, const char* later,
-                                             int64_t lines) {
-  for (int64_t s = 0; s < steps; ++s, panel += STEP, upper += TILE, lower += TILE, later += STEP * 2) {
-    for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(later + line * LINE, 0, 2);
-    tiles.template load<6>(upper, WIDTH_BYTES);
+// the second's. fetch(third) is called before each tile of the panel, three times for every step, to ask for what comes.
+template <int H, typename M, typename F>
+[[gnu::always_inline]] inline void add_steps(M& tiles, TileRows upper, const c10::BFloat16* lower,
+                                             const c10::BFloat16* panel, int64_t steps, const F& fetch) {
+  for (int64_t s = 0; s < steps; ++s, panel += STEP, upper.at += upper.step, lower += TILE) {
+    tiles.template load<6>(upper.at, upper.row * 2);
+    fetch(panel, s, 0);
     tiles.template load<7>(panel, STEP_STRIDE);
     tiles.template dot<0, 6, 7>();
+    fetch(panel, s, 1);
     tiles.template load<7>(panel + 32, STEP_STRIDE);
     tiles.template dot<1, 6, 7>();
+    fetch(panel, s, 2);
     tiles.template load<7>(panel + 64, STEP_STRIDE);
     tiles.template dot<2, 6, 7>();
     if constexpr (H == 2) {
@@ -85,26 +93,56 @@ template <int H, typename M>
   }
 }
 
-// Rows of x times panels of one length. Of each panel and each 16 rows leave(panel, row, sums): three tiles [16][16] of
+template <int H, typename M>
+[[gnu::always_inline]] inline void zero_sums(M& tiles) {
+  tiles.template zero<0>();
+  tiles.template zero<1>();
+  tiles.template zero<2>();
+  if constexpr (H == 2) {
+    tiles.template zero<3>();
+    tiles.template zero<4>();
+    tiles.template zero<5>();
+  }
+}
+
+template <int H, typename M>
+[[gnu::always_inline]] inline void store_sums(M& tiles, float* to) {
+  tiles.template store<0>(to, WIDTH_BYTES);
+  tiles.template store<1>(to + SUMS, WIDTH_BYTES);
+  tiles.template store<2>(to + 2 * SUMS, WIDTH_BYTES);
+  if constexpr (H == 2) {
+    tiles.template store<3>(to + 3 * SUMS, WIDTH_BYTES);
+    tiles.template store<4>(to + 4 * SUMS, WIDTH_BYTES);
+    tiles.template store<5>(to + 5 * SUMS, WIDTH_BYTES);
+  }
+}
+
+// `sum_panels` for up to H times 16 rows, which do little but read the weight. The second 16 lie in tiles.
+template <int H, typename M, typename L>
+void read_panels(M& tiles, const TileRows& x, int64_t steps, const c10::BFloat16* const* panels, int64_t count,
+                 const L& leave) {
+  alignas(LINE) float out[H * TILES_WIDE * SUMS];
+  const auto fetch = [](const c10::BFloat16* panel, int64_t, int third) {
+    const char* from = reinterpret_cast<const char*>(panel) + SOON + third * (STEP_LINES / 3) * LINE;
+    for (int64_t line = 0; line < STEP_LINES / 3; ++line) __builtin_prefetch(from + line * LINE, 0, 2);
+  };
+  for (int64_t p = 0; p < count; ++p) {
+    zero_sums<H>(tiles);
+    add_steps<H>(tiles, x, x.at + (H - 1) * steps * TILE, panels[p], steps, fetch);
+    store_sums<H>(tiles, out);
+    for (int64_t h = 0; h < H; ++h) leave(p, h * TILE_ROWS, out + h * TILES_WIDE * SUMS);
+  }
+}
+
+// Rows of x times panels of one length; more than 16 rows lie in tiles. Of each panel and each 16 rows leave(panel, row, sums): three tiles [16][16] of
 // float, one after another.
 template <typename M, typename L>
-void sum_panels(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
+void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
                 int64_t count, const L& leave) {
   const int64_t high = high_of(rows);
+  if (high == 1) return read_panels<1>(tiles, x, steps, panels, count, leave);
+  if (high == 2) return read_panels<2>(tiles, x, steps, panels, count, leave);
   alignas(LINE) float out[2 * TILES_WIDE * SUMS];
-  if (high == 1) {
-    for (int64_t p = 0; p < count; ++p) {
-      tiles.template zero<0>();
-      tiles.template zero<1>();
-      tiles.template zero<2>();
-      add_steps<1>(tiles, x, x, panels[p], steps, reinterpret_cast<const char*>(panels[p]) + SOON_LINES * LINE, STEP_LINES);
-      tiles.template store<0>(out, WIDTH_BYTES);
-      tiles.template store<1>(out + SUMS, WIDTH_BYTES);
-      tiles.template store<2>(out + 2 * SUMS, WIDTH_BYTES);
-      leave(p, int64_t{0}, out);
-    }
-    return;
-  }
   const int64_t pairs = (high + 1) / 2;
   float* waiting = own_memory<1, float>(count * pairs * 2 * TILES_WIDE * SUMS);
   for (int64_t from = 0; from < steps; from += DEEP) {
@@ -114,16 +152,11 @@ void sum_panels(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, c
       const auto* panel = panels[p] + from * STEP;
       const auto* next = p + 1 < count ? panels[p + 1] + from * STEP : panels[0] + (from + deep) * STEP;
       for (int64_t pair = 0; pair < pairs; ++pair) {
-        const auto* upper = x + (2 * pair * steps + from) * TILE;
+        const auto* upper = x.at + (2 * pair * steps + from) * TILE;
         const auto* lower = 2 * pair + 1 < high ? upper + steps * TILE : upper;
         float* kept = waiting + (p * pairs + pair) * 2 * TILES_WIDE * SUMS;
         if (first) {
-          tiles.template zero<0>();
-          tiles.template zero<1>();
-          tiles.template zero<2>();
-          tiles.template zero<3>();
-          tiles.template zero<4>();
-          tiles.template zero<5>();
+          zero_sums<2>(tiles);
         } else {
           tiles.template load<0>(kept, WIDTH_BYTES);
           tiles.template load<1>(kept + SUMS, WIDTH_BYTES);
@@ -132,15 +165,14 @@ void sum_panels(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, c
           tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
           tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
         }
+        // Each pair of rows fetches its share of the next block, evenly: a core waits for so many lines at once.
         const int64_t line = STEP_LINES * pair / pairs, lines = STEP_LINES * (pair + 1) / pairs - line;
-        add_steps<2>(tiles, upper, lower, panel, deep, reinterpret_cast<const char*>(next) + line * LINE, lines);
-        float* into = last ? out : kept;
-        tiles.template store<0>(into, WIDTH_BYTES);
-        tiles.template store<1>(into + SUMS, WIDTH_BYTES);
-        tiles.template store<2>(into + 2 * SUMS, WIDTH_BYTES);
-        tiles.template store<3>(into + 3 * SUMS, WIDTH_BYTES);
-        tiles.template store<4>(into + 4 * SUMS, WIDTH_BYTES);
-        tiles.template store<5>(into + 5 * SUMS, WIDTH_BYTES);
+        add_steps<2>(tiles, {upper, TILE_K, TILE}, lower, panel, deep, [=](const c10::BFloat16*, int64_t step, int third) {
+          const char* from = reinterpret_cast<const char*>(next + step * STEP) + line * LINE;
+          for (int64_t at = lines * third / 3; at < lines * (third + 1) / 3; ++at)
+            __builtin_prefetch(from + at * LINE, 0, 2);
+        });
+        store_sums<2>(tiles, last ? out : kept);
         if (!last) continue;
         leave(p, 2 * pair * TILE_ROWS, out);
         if (2 * pair + 1 < high) leave(p, (2 * pair + 1) * TILE_ROWS, out + TILES_WIDE * SUMS);

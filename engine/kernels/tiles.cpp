@@ -27,11 +27,11 @@ namespace {
 
 constexpr int FOUR = 4;  // rows at a time: each pair of columns is widened once for them
 
-[[gnu::noinline]] void add_products(Words& c, const Words& a, const Words& b) {
+[[gnu::noinline]] void add_products(Words& c, const Words& a, const Words& b, int64_t rows) {
   const auto even = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const auto odd = [&](__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, upper)); };
-  for (int64_t row = 0; row < TILE_ROWS; row += FOUR) {
+  for (int64_t row = 0; row < rows; row += FOUR) {
     __m512 evens[FOUR], odds[FOUR];
     for (int r = 0; r < FOUR; ++r) evens[r] = odds[r] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < TILE_ROWS; ++pair) {
@@ -86,7 +86,7 @@ bool agree() {
         std::memcpy(&c[row][at], &before, sizeof before);
       }
     std::memcpy(by_fma, c, sizeof c);
-    dot_by_fma(by_fma, a, b);
+    dot_by_fma(by_fma, a, b, TILE_ROWS);
     {
       Amx tiles;
       tiles.load<0>(c, WIDTH_BYTES);
@@ -109,11 +109,11 @@ bool emulated = false;
 
 }  // namespace
 
-void dot_by_fma(Words& c, const Words& a, const Words& b) {
+void dot_by_fma(Words& c, const Words& a, const Words& b, int64_t rows) {
   constexpr uint32_t DENORMALS_ARE_ZERO = 0x8040, ROUNDING = 0x6000;
   const uint32_t before = _mm_getcsr();
   _mm_setcsr((before & ~ROUNDING) | DENORMALS_ARE_ZERO);
-  add_products(c, a, b);  // a call: the compiler does not move sums across it
+  add_products(c, a, b, rows);  // a call: the compiler does not move sums across it
   _mm_setcsr(before);
 }
 

@@ -34,16 +34,23 @@ bool by_tiles();
 // Whether AMX computes the tiles; else FMA does.
 bool by_amx();
 
+// Registers that hold A or C of fewer rows where a machine is asked for them.
+constexpr bool is_low(int tile) { return tile < 3 || tile == 6; }
+
 // Eight registers, each of one tile. While a machine lives its thread computes with it; the registers begin undefined.
+// Those that are low have so many rows, and the rest of a tile in memory is neither read nor written.
 class Amx {
  public:
-  Amx() {
+  explicit Amx(int64_t rows = TILE_ROWS) {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, unused[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
-    for (int i = 0; i < 8; ++i) shape.bytes[i] = WIDTH_BYTES, shape.rows[i] = TILE_ROWS;
+    for (int i = 0; i < 8; ++i) {
+      shape.bytes[i] = WIDTH_BYTES;
+      shape.rows[i] = static_cast<uint8_t>(is_low(i) ? rows : TILE_ROWS);
+    }
     asm volatile("ldtilecfg %0" : : "m"(shape));
   }
   ~Amx() { asm volatile("tilerelease"); }
@@ -54,7 +61,7 @@ class Amx {
   void zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(TO));
   }
-  // 16 rows of 64 bytes, `stride` bytes from one to the next.
+  // Rows of 64 bytes, `stride` bytes from one to the next.
   template <int TO>
   void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TO) : "memory");
@@ -71,45 +78,54 @@ class Amx {
 
 using Words = uint32_t[TILE_ROWS][LANES];  // a tile: pairs of bfloat16, or floats
 
-// c += a times b, in this order and by FMA.
-void dot_by_fma(Words& c, const Words& a, const Words& b);
+// c += a times b, in this order and by FMA; of so many rows, or of a few more.
+void dot_by_fma(Words& c, const Words& a, const Words& b, int64_t rows);
 
 // The same in memory.
 class Fma {
  public:
+  explicit Fma(int64_t rows = TILE_ROWS) : low_(rows) {}
   template <int TO>
   void zero() {
     std::memset(tiles_[TO], 0, sizeof(Words));
   }
   template <int TO>
   void load(const void* from, int64_t stride) {
-    for (int64_t row = 0; row < TILE_ROWS; ++row)
+    for (int64_t row = 0; row < rows(TO); ++row)
       std::memcpy(tiles_[TO][row], static_cast<const char*>(from) + row * stride, WIDTH_BYTES);
   }
   template <int FROM>
   void store(void* to, int64_t stride) {
-    for (int64_t row = 0; row < TILE_ROWS; ++row)
+    for (int64_t row = 0; row < rows(FROM); ++row)
       std::memcpy(static_cast<char*>(to) + row * stride, tiles_[FROM][row], WIDTH_BYTES);
   }
   template <int C, int A, int B>
   void dot() {
-    dot_by_fma(tiles_[C], tiles_[A], tiles_[B]);
+    dot_by_fma(tiles_[C], tiles_[A], tiles_[B], rows(C));
   }
 
  private:
-  alignas(64) Words tiles_[8];
+  int64_t rows(int tile) const { return is_low(tile) ? low_ : TILE_ROWS; }
+
+  alignas(64) Words tiles_[8] = {};
+  int64_t low_;
 };
 
-// f(machine), with the one that computes tiles here.
+// f(machine), with the one that computes tiles here; with low registers of so many rows.
 template <typename F>
-void with_tiles(const F& f) {
+void with_tiles(int64_t rows, const F& f) {
   if (by_amx()) {
-    Amx amx;
+    Amx amx(rows);
     f(amx);
   } else {
-    Fma fma;
+    Fma fma(rows);
     f(fma);
   }
+}
+
+template <typename F>
+void with_tiles(const F& f) {
+  with_tiles(TILE_ROWS, f);
 }
 
 #endif

@@ -91,7 +91,7 @@ def plain(tiny: Path) -> list[list[int]]:
 async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[int]], decodes: int) -> None:
     """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
     prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=decodes, **SIZES) as cluster:
+    with LocalCluster(tiny, decode=decodes, step_s=0.003, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
@@ -129,7 +129,7 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
     """Cut off by a drain whose grace is over, or frozen: its streams go on elsewhere within seconds, none waits for
     its deadline."""
     prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=2, **SIZES) as cluster:
+    with LocalCluster(tiny, decode=2, step_s=0.003, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
         running = asyncio.create_task(run_all(client, prompts, pieces, LONG))
