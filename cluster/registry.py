@@ -80,6 +80,7 @@ class WorkerRecord:
     backlog: int = 0  # prompt tokens still to be computed; of a router, of those who wait for a place
     begun: int = 0  # requests received by this incarnation: each changes the record, which routers then read
     arrived: int = 0  # of a router: prompt tokens to be computed that have come in its life, refused ones included
+    slow_products: str = ""  # a sentence where the compiled products lose to torch's (engine/speedcheck.py)
     metrics_address: str = ""  # host:port of /metrics; empty: it has none
     beat: float = 0.0  # unix seconds on the worker's clock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from time import perf_counter
 import psutil
 import torch
 
-from engine import graphs, kernels, weights
+from engine import graphs, kernels, speedcheck, weights
 from engine.engine import Engine
 from engine.grammar import Grammars
 from engine.model import Model
@@ -24,6 +25,8 @@ from engine.step import Batch
 from engine.weight_cache import WeightCache, default_folder
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
+
+log = logging.getLogger(__name__)
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
 CALIBRATION_TOKENS = 256
@@ -68,6 +71,11 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
+    modules = [one.module for one in (model, draft) if one]
+    products = speedcheck.run(modules, model.dtype, _cache(settings))
+    say(f"products: {products or 'none that is timed'}")
+    if products is not None and products.warning:
+        log.warning("%s", products.warning)
     captures = generates and device.type == "cuda"
     engine = Engine(
         model,
@@ -83,6 +91,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         spare_block=captures,
         generates=generates or (settings.speculation == "off" and device.type != "cuda"),
     )
+    engine.products = products
     say(f"{blocks} blocks of KV allocated")
     if captures:
         say(f"decode steps: {engine.capture(graphs.captured())}")

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine import speedcheck
 from engine.blocks import BlockPool
 from engine.grammar import Filling, Grammars, Masks
 from engine.graphs import Capture, Decode, Uncapturable
@@ -102,6 +103,7 @@ class Engine:
         `generates`: it has all that the settings say of decoding; without, it serves a prefill worker only."""
         self.model = model
         self.generates = generates
+        self.products: speedcheck.Report | None = None  # set by build_engine: the compiled ones beside torch's
         self.pace = pace or Pace()
         self.stretch = stretch
         self.beside_s = beside_s

@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 BODY = 2 << 20  # where the body begins, bytes: a large page
 PIECE = 16 << 20  # written at once, bytes
 ALIGNMENT = 64  # of each tensor in a body, bytes: a cache line
-KEPT, PARTIAL = ".tandem-weights", ".tandem-partial"  # names of files; no other file of the folder is ever touched
+# Names of files; no other file of the folder is ever touched.
+KEPT, PARTIAL, NOTE = ".tandem-weights", ".tandem-partial", ".tandem-note"
+NOTES = 64  # that are kept, those written last
 MAGIC = "tandem weights 1"
 LOCK_TIMEOUT_S = 120.0  # longest wait for another process that writes
 
@@ -60,6 +62,49 @@ class WeightCache:
         starts, nbytes = placed(sizes)
         body = self._get(key, nbytes, lambda: _padded(make(), sizes))
         return None if body is None else [body[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+    def note(self, key: str, make: Callable[[], str]) -> str:
+        """The text kept under `key`; where there is none, `make` makes it, in one process of a host at a time.
+
+        A text that cannot be kept here is made each time; the log says why.
+        """
+        if (found := self._read_note(key)) is not None:
+            return found
+        text: str | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
+                if (found := self._read_note(key)) is not None:  # somebody was quicker
+                    return found
+                text = make()
+                self._write_note(key, text)
+        except (OSError, NotImplementedError) as error:
+            log.warning("what was measured at load is not kept in %s: %s", self.folder, error)
+        return make() if text is None else text
+
+    def _read_note(self, key: str) -> str | None:
+        """None where there is none, or one that is damaged or that somebody else may write to."""
+        try:
+            with open(self.folder / f"{key}{NOTE}", encoding="utf-8") as file:
+                if _others_may_write(os.fstat(file.fileno())):
+                    return None
+                kept = json.loads(file.read())
+        except (OSError, ValueError):
+            return None
+        is_right = isinstance(kept, dict) and kept == _note(key, str(kept.get("text")))
+        return kept["text"] if is_right else None
+
+    def _write_note(self, key: str, text: str) -> None:
+        """Under the lock."""
+        partial = self.folder / f"{key}.{os.getpid()}{PARTIAL}"
+        try:
+            with open(partial, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                json.dump(_note(key, text), file)
+            os.replace(partial, self.folder / f"{key}{NOTE}")
+        finally:
+            partial.unlink(missing_ok=True)
+        for old in sorted(self.folder.glob(f"*{NOTE}"), key=lambda path: path.stat().st_mtime)[:-NOTES]:
+            old.unlink()
 
     def _get(self, key: str, nbytes: int, body: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
         try:
@@ -133,6 +178,10 @@ class WeightCache:
 
 class NoRoom(Exception):
     """The cache's limit, or the disk, does not hold it."""
+
+
+def _note(key: str, text: str) -> dict[str, str]:
+    return {"what": MAGIC, "key": key, "text": text, "digest": xxhash.xxh3_128(text.encode()).hexdigest()}
 
 
 def _header(key: str, nbytes: int, digest: str) -> bytes:

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from engine.checkpoints import make_checkpoint
-from loadtest import hop, link, speculation, step, telemetry, ttft
+from loadtest import hop, link, machine, speculation, step, telemetry, ttft
 from loadtest.stats import Section, Spread, Tick
 from tandem.errors import TandemError
 
@@ -44,6 +44,7 @@ PARTS = ("step", "link", "hop", "ttft", "spec", "telemetry")
 class Size:
     """What one run measures, and on which shape of model."""
 
+    machine: machine.Plan = field(default_factory=machine.Plan)
     shape: str = "SmolLM2-135M"
     vocab: int = 49152
     step: step.Plan = field(default_factory=step.Plan)
@@ -55,9 +56,10 @@ class Size:
 
 
 QUICK = Size(
+    machine=machine.QUICK,
     shape="tiny-llama",
     vocab=384,
-    step=step.Plan(prompt=64, batch=2, context=32, repeats=3, dtypes=("float32",)),
+    step=step.Plan(prompt=64, batches=(1, 2), context=32, repeats=3, dtypes=("float32",)),
     link=link.Plan(total=4 * 2**20, blocks=(64 * 2**10,), repeats=3),
     hop=hop.Plan(requests=5, prompt=16, streams=(2,), tokens=128, rounds=2),
     ttft=ttft.Plan(prompts=(32, 128), repeats=2, streams=2, stream_tokens=500, settle=0.2, calm=0.3, kv_blocks=256),
@@ -97,10 +99,13 @@ def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> di
 
 def conditions() -> dict[str, Any]:
     """What the numbers depend on."""
+    about = machine.describe()
     return {
-        "cpu": _cpu_model(),
+        "cpu": about["processor"],
+        "instructions": " ".join(about["instructions"]),
+        "operators": about["operators"],
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "usable_cores": about["cores"],
         "load_before": os.getloadavg()[0],
         "system": platform.system(),
         "python": platform.python_version(),
@@ -139,14 +144,6 @@ def _value(spread: Spread, unit: str) -> str:
     if unit in ("B/s", "FLOP/s"):
         return f"{_number(value / 1e9)} G{unit}"
     return _number(value)
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 class _Stop:
@@ -192,6 +189,7 @@ def main(arguments: list[str]) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with _Stop() as stop, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            about = machine.measure(machine.usable_threads(), size.machine)
             sections = measure(size, parts, progress, stop)
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -200,6 +198,7 @@ def main(arguments: list[str]) -> int:
         print("stopped; nothing was left running", file=sys.stderr)
         return 130
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
+    machine.show(about, console)
     for section in sections.values():
         show(section, console)
     seconds = monotonic() - began
@@ -207,7 +206,8 @@ def main(arguments: list[str]) -> int:
     console.print(f"measured in {seconds:.0f} s; ratios of one run, medians", style="dim", highlight=False)
     if given.json:
         found = {part: section.to_dict() for part, section in sections.items()}
-        report = {"conditions": before, "quick": given.quick, "seconds": seconds, "sections": found}
+        report = {"conditions": before, "machine": about.to_dict(), "quick": given.quick, "seconds": seconds}
+        report["sections"] = found
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

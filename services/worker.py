@@ -229,6 +229,7 @@ class Worker:
             prompt_rate=self.engine.pace.prompt_rate,
             backlog=scheduler.backlog,
             begun=self._begun,
+            slow_products=self.engine.products.warning if self.engine.products else "",
             metrics_address=self._metrics_served.address if self._metrics_served else "",
         )
 
@@ -246,6 +247,7 @@ class Worker:
             backlog=scheduler.backlog,
             prompt_rate=self.engine.pace.prompt_rate,
             preemptions=scheduler.preemptions,
+            product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
 
     def ref(self) -> common_pb2.WorkerRef:

@@ -306,6 +306,7 @@ class Load(NamedTuple):
     backlog: int  # prompt tokens that are still to be computed
     prompt_rate: float  # tokens per second; 0: not known
     preemptions: int  # since the start
+    product_time_ratio: float | None = None  # measured at load; None: nothing was
 
 
 class Transfer:
@@ -407,6 +408,12 @@ class WorkerMetrics(Metrics):
         yield CounterMetricFamily(
             "tandem_preemptions", "Sequences whose blocks were taken back.", value=load.preemptions
         )
+        if load.product_time_ratio is not None:
+            yield _gauge(
+                "tandem_product_time_ratio",
+                "Time of the compiled products over torch's, measured at load: of the model's shapes the worst.",
+                load.product_time_ratio,
+            )
         if self.vllm:
             running = load.inflight - load.waiting
             yield _gauge("vllm:num_requests_running", "Requests in progress that do not wait.", running)

@@ -7,7 +7,7 @@ can be switched back at any time, and code that asks for its type is answered as
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import Any
 
@@ -137,6 +137,14 @@ def mapped_bytes(model: nn.Module) -> int:
     }
     tensors = [*panels.values(), *others.values()]
     return sum(each.nbytes for each, on_disk in zip(tensors, file_backed(tensors), strict=True) if on_disk)
+
+
+def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
+    """Rows, columns and type of the weights that have panels below `model`; a tied one as often as it is used."""
+    for layer in model.modules():
+        if (found := layer.__dict__.get(_PACKED)) is not None:
+            panels, n, k = found
+            yield n, k, panels.dtype
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:

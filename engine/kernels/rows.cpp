@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
@@ -166,6 +168,34 @@ void huge_pages(const Tensor& t) {
 #endif
 }
 
+// The sum of t (float32, contiguous), read once from its beginning to its end, by each thread a part: as fast as memory can
+// be read, which is what steps of few rows are held against. With one sum behind another, or without fetching ahead,
+// reading waits for adding.
+double stream_read(const Tensor& t) {
+  TORCH_CHECK(t.scalar_type() == at::kFloat && t.is_contiguous(), "tandem::stream_read wants contiguous float32");
+  constexpr int64_t SUMS = 4, AHEAD = 1024;  // bytes
+  const auto* from = t.const_data_ptr<float>();
+  const int64_t count = t.numel(), parts = at::get_num_threads();
+  std::vector<double> sums(parts);
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      int64_t at = count * part / parts;
+      const int64_t end = count * (part + 1) / parts;
+      Vec sum[SUMS] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};
+      for (; at + SUMS * LANES <= end; at += SUMS * LANES) {
+        const auto* ahead = reinterpret_cast<const char*>(from + at) + AHEAD;
+        for (int64_t byte = 0; byte < int64_t(SUMS * LANES * sizeof(float)); byte += LINE) __builtin_prefetch(ahead + byte);
+        for (int64_t i = 0; i < SUMS; ++i) sum[i] = sum[i] + load(from + at + i * LANES);
+      }
+      float lanes[LANES];
+      ((sum[0] + sum[1]) + (sum[2] + sum[3])).store(lanes);
+      for (int i = 0; i < LANES; ++i) sums[part] += lanes[i];
+      for (; at < end; ++at) sums[part] += from[at];
+    }
+  });
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
 std::string isa() {
 #if defined(TANDEM_BF16_DOT)
   return "avx512_bf16";
@@ -184,6 +214,7 @@ std::string isa() {
 TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("isa() -> str", &tandem::isa);
   m.def("huge_pages(Tensor t) -> ()");
+  m.def("stream_read(Tensor t) -> float");
   m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   m.def("gated(Tensor gate, Tensor up, str act) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor");
@@ -191,6 +222,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("huge_pages", &tandem::huge_pages);
+  m.impl("stream_read", &tandem::stream_read);
   m.impl("rotate", &tandem::rotate);
   m.impl("gated", &tandem::gated);
   m.impl("rms_norm", &tandem::rms_norm);

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest import machine
 from loadtest.bench import FILE_WIDTH, conditions, show
 from loadtest.peers import engines, frontend, interference, serve, soak
 from loadtest.peers.servers import SIDES, Peers
@@ -121,6 +122,7 @@ def main(arguments: list[str]) -> int:
                 if not errors.is_terminal:
                     print(f"{monotonic() - began:7.1f} s  {what}", file=sys.stderr, flush=True)
 
+            about = machine.measure(machine.usable_threads(), machine.QUICK if given.quick else machine.Plan())
             sections = measure(given.part, plan, Peers(given.script, given.home.expanduser(), given.set), tick)
     except TandemError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -132,11 +134,13 @@ def main(arguments: list[str]) -> int:
         print("stopped; nothing was left running", file=sys.stderr)
         return 130
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
+    machine.show(about, console)
     for section in sections:
         show(section, console)
     console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
     if given.json:
-        report = {"conditions": before, "seconds": monotonic() - began, "plan": vars(plan), "set": given.set}
+        report = {"conditions": before, "machine": about.to_dict(), "seconds": monotonic() - began}
+        report |= {"plan": vars(plan), "set": given.set}
         report["sections"] = [section.to_dict() for section in sections]
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0

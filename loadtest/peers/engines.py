@@ -144,7 +144,8 @@ def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section
     notes = [
         f"bfloat16, {SHAPE}, {threads} thread{'s' if threads > 1 else ''}; decode from {plan.context} tokens on, the"
         f" median of {plan.steps} steps; {plan.rounds} rounds in turn after one that warms up",
-        "floor: weights and KV at the bandwidth of a sum over 256 MiB; products at the rate of one of 512x2048x2048",
+        "floor: weights and KV at the bandwidth of reading 256 MiB; products at the rate of one of 512x2048x2048, ours"
+        " or torch's, whichever is faster",
         *_same_model(tokens),
     ]
     read = "tandem / peer: below 1, Tandem is faster. floor / tandem: the share of the floor"

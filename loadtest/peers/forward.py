@@ -278,22 +278,22 @@ def vllm(folder: Path, threads: int) -> tuple[Prefill, Decode]:
 def floor(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     """What this machine needs at least: multiply-adds at the rate of a large product, weights at that of reading."""
     import torch
-    import torch.nn.functional as F
+
+    from loadtest.machine import GEMM, STREAM_BYTES, products, reader
 
     torch.set_num_threads(threads)
     config = json.loads((folder / "config.json").read_text())
     weight_bytes = (folder / "model.safetensors").stat().st_size
     parameters = weight_bytes // 2 - config["vocab_size"] * config["hidden_size"]  # looked up, or for one position
     token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    a, b = torch.randn(512, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
-    memory = torch.ones(64 * 2**20)  # far more than any cache; float32
+    sides, read = products(torch.bfloat16).values(), reader()
 
     def prefill(prompt: list[int]) -> tuple[float, int]:
-        rate = 2 * 512 * 2048 * 2048 / min(_taken(lambda: F.linear(a, b)) for _ in range(5))
+        rate = 2 * GEMM[0] * GEMM[1] * GEMM[2] / min(side() for side in sides for _ in range(5))
         return 2 * parameters * len(prompt) / rate, -1
 
     def decode(prompts: list[list[int]], steps: int) -> list[float]:
-        rate = memory.nbytes / min(_taken(memory.sum) for _ in range(5))
+        rate = STREAM_BYTES / min(read() for _ in range(5))
         return [(weight_bytes + token_bytes * sum(map(len, prompts))) / rate]
 
     return prefill, decode

@@ -180,6 +180,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     f"{len(pool)} of {least} wanted {role} workers are there" if pool else f"there is no {role} worker"
                 )
                 response.problems.append(said)
+        response.problems.extend(
+            f"{worker.worker_id}: {worker.slow_products}" for worker in (*decodes, *prefills) if worker.slow_products
+        )
         for decode in decodes:  # one pair after another: probes that share a machine would measure each other
             for prefill in prefills:
                 pair = await self._probe(decode, prefill)

@@ -516,3 +516,25 @@ def threads_of(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@built
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 100_000, 1 << 20])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_streaming_read_reads_every_element_once(count: int, threads: int) -> None:
+    """Its sum is that of small whole numbers, whatever the length and the number of threads."""
+    t = torch.arange(count, dtype=torch.float32) % 7
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.ops.tandem.stream_read.default(t) == t.double().sum().item()
+    finally:
+        torch.set_num_threads(before)
+
+
+@built
+def test_a_streaming_read_refuses_what_is_not_one_piece() -> None:
+    """Or not float32."""
+    for t in (torch.ones(4, 4).T, torch.ones(4, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match="contiguous float32"):
+            torch.ops.tandem.stream_read.default(t)

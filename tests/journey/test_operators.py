@@ -6,6 +6,7 @@ import json
 import secrets
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from time import time
 from typing import Any
@@ -112,6 +113,15 @@ async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, reg
     await registry.beat(DECODE)
     await registry.want({"router": 1, "decode": 2, "prefill": 0})
     assert await problems(admin) == ["1 of 2 wanted decode workers are there"]
+
+
+async def test_slow_products_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
+    """The doctor says what a worker found at load, and whose processor it is."""
+    await registry.beat(replace(DECODE, slow_products="8 rows take 2.00 times as long"))
+    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    assert await problems(admin) == ["decode-0: 8 rows take 2.00 times as long"]
+    await registry.beat(DECODE)
+    assert await problems(admin) == []
 
 
 async def test_the_wanted_sizes_outlive_a_registry_that_lost_them(

@@ -53,7 +53,10 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, output
     report = json.loads(report_file.read_text())
     assert list(report["sections"]) == ["step", "link", "hop", "ttft", "spec", "telemetry"]
-    assert {"cpu", "cores", "torch", "threads"} <= report["conditions"].keys()
+    assert {"cpu", "instructions", "operators", "cores", "torch", "threads"} <= report["conditions"].keys()
+    assert report["machine"]["peaks"][0]["read"] > 0
+    assert report["conditions"]["cpu"] in output
+    assert "streaming read" in output
     for name, section in report["sections"].items():
         assert section["title"] in output
         assert section["rows"], name
@@ -85,7 +88,10 @@ def test_a_short_soak_balances_and_leaves_nothing(folder: Path, tmp_path: Path) 
     output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
     assert "balanced" in output
-    (section,) = json.loads(report_file.read_text())["sections"]
+    report = json.loads(report_file.read_text())
+    (section,) = report["sections"]
+    assert report["machine"]["peaks"][0]["read"] > 0
+    assert "streaming read" in output
     assert {"router-0", "prefill-0", "decode-0"} <= section["details"]["rss_mib"].keys()
     assert section["details"]["requests"][-1] == 30
     assert left_behind(folder) == []

@@ -172,3 +172,25 @@ def test_every_test_of_ours_says_what_it_promises() -> None:
 def test_no_path_of_somebodys_machine(document: Path) -> None:
     """Documents hold no home directory, no checkout and no work directory of whoever wrote them."""
     assert not re.findall(r"(?:/home|/root|/work|/Users)/\S*", document.read_text(encoding="utf-8"))
+
+
+# Sections of docs/performance.md whose tables are of commands, of machines, or of arithmetic.
+NO_PROCESSOR = {"How to measure", "Beside its peers", "On a GPU: the floors, and a command that measures"}
+
+
+def unnamed(text: str) -> list[str]:
+    """Sections with a table of numbers that do not say which processor they are of."""
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    return [
+        title
+        for title, body in zip(sections[1::2], sections[2::2], strict=True)
+        if title not in NO_PROCESSOR and re.search(r"^\|.*\d.*\|$", body, re.MULTILINE)
+        if not re.search(r"Zen \d|Xeon", body)
+    ]
+
+
+def test_every_table_of_numbers_is_of_a_named_processor() -> None:
+    """What was fast on one says nothing about another. A section without a name is found."""
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert unnamed(text) == []
+    assert unnamed(text.replace("Processor: AMD EPYC, Zen 4.", "")) != []

@@ -125,6 +125,12 @@ def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
     assert found["tandem_preemptions_total",] == 4
 
 
+def test_the_worst_products_are_told_where_they_were_measured() -> None:
+    """Over torch's time; plain PyTorch has nothing to compare."""
+    assert ("tandem_product_time_ratio",) not in values(of_worker())
+    assert values(of_worker(LOAD._replace(product_time_ratio=1.5)))["tandem_product_time_ratio",] == 1.5
+
+
 def test_a_backlog_at_a_rate_that_is_not_known_has_no_seconds() -> None:
     """Nobody scales on a number that was made up; without a backlog there is nothing to wait for."""
     assert ("tandem_prefill_backlog_seconds",) not in values(of_worker(LOAD._replace(prompt_rate=0.0)))
