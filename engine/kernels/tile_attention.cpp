@@ -31,6 +31,8 @@ using at::Tensor;
 constexpr int64_t KEYS = 256;                // tokens that share a largest logit: part of the order
 constexpr int64_t STEPS = KEYS / TILE_K;
 constexpr int64_t KEY_TILES = KEYS / LANES;
+constexpr int64_t AHEAD = 64;                // tokens of few rows between what is in work and what is on its way
+constexpr int64_t V_TILES = 4;               // of few rows, at once
 constexpr int64_t TASK_ROWS = 192;           // of a task, while it has several queries
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float LOWEST = -3e38f;             // a largest logit before there is one: finite, for the difference of two
@@ -60,8 +62,38 @@ struct Softmax {
 // KEYS tokens of a task, from `start` on.
 template <typename T>
 struct Stretch {
-  int64_t task, start;
-  const T *keys[KEYS], *values[KEYS];  // null for those that no query of the task sees
+  int64_t task, start, from, to;       // steps [from, to) have tokens that a query of the task sees
+  const T *keys[KEYS], *values[KEYS];  // null for those that none sees
+};
+
+// Fetches what few rows read, in that order: K of a stretch, V by V_TILES tiles of its elements, and what the next stretch
+// begins with. Evenly, for a core waits for so many lines at once, and then for all else too; and not far ahead, for blocks
+// of many layers lie apart by multiples of what a cache's set counts by.
+template <typename T>
+struct Ahead {
+  const Shape& shape;
+  const Stretch<T>*here, *next;  // null behind the last
+  int64_t d, token;              // element of V, or -1 for K
+
+  Ahead(const Shape& shape, const Stretch<T>& from, const Stretch<T>* next) : shape(shape), here(&from), next(next) {
+    d = -1, token = std::min(from.from * TILE_K + AHEAD, from.to * TILE_K) - 1;
+    step();
+  }
+  void step() {
+    if (++token < here->to * TILE_K) return;
+    token = here->from * TILE_K;
+    d = d < 0 ? 0 : d + V_TILES * LANES;
+    if (d < shape.v_dim) return;
+    here = next, next = nullptr, d = -1;
+    if (here != nullptr) token = here->from * TILE_K;
+  }
+  void fetch(int64_t count) {
+    for (int64_t i = 0; i < count && here != nullptr; ++i, step()) {
+      const T* row = d < 0 ? here->keys[token] : here->values[token];
+      if (row == nullptr) continue;
+      d < 0 ? prefetch(row, shape.k_dim) : prefetch(row + d, std::min(V_TILES * LANES, shape.v_dim - d));
+    }
+  }
 };
 
 // 16 rows [k_dim] into tiles [k_steps][16][32]; zeros where a row is null.
@@ -81,6 +113,25 @@ void turn(const BFloat16* from, BFloat16* to) {
   for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(to + r * TILE_K, words[r]);
 }
 
+// Columns [r, r + 4) of a tile of sums as rows.
+void turn_four(const float (*from)[LANES], int64_t r, float* to) {
+  __m512 fours[4];  // of tokens i, 4 + i, 8 + i and 12 + i
+  for (int i = 0; i < 4; ++i) {
+    const auto four = [&](int64_t token) { return _mm_load_ps(from[token] + r); };
+    fours[i] = _mm512_castps128_ps512(four(i));
+    fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0x00f0, four(4 + i));
+    fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0x0f00, four(8 + i));
+    fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0xf000, four(12 + i));
+  }
+  const auto pairs = [&](int i, bool upper) {
+    return _mm512_castps_pd(upper ? _mm512_unpackhi_ps(fours[i], fours[i + 1]) : _mm512_unpacklo_ps(fours[i], fours[i + 1]));
+  };
+  _mm512_store_pd(to, _mm512_unpacklo_pd(pairs(0, false), pairs(2, false)));
+  _mm512_store_pd(to + LANES, _mm512_unpackhi_pd(pairs(0, false), pairs(2, false)));
+  _mm512_store_pd(to + 2 * LANES, _mm512_unpacklo_pd(pairs(0, true), pairs(2, true)));
+  _mm512_store_pd(to + 3 * LANES, _mm512_unpackhi_pd(pairs(0, true), pairs(2, true)));
+}
+
 // K of 16 tokens into tiles of B [k_steps][16 pairs][16 tokens][2].
 template <typename T>
 void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
@@ -92,19 +143,29 @@ void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
   }
 }
 
-// V of 32 tokens into tiles of B [v_tiles][16 pairs of tokens][16][2]. Of 32 elements the even fours are in the first of two
-// tiles and the odd fours in the second: so 128 bits at a time interleave.
-template <typename T>
-void values_panel(const T* const* rows, const Shape& shape, BFloat16* to) {
-  for (int64_t pair = 0; pair < TILE_ROWS; ++pair)
-    for (int64_t at = 0; at < shape.v_dim; at += TILE_K) {
-      const int64_t count = std::min(TILE_K, shape.v_dim - at);
-      const __m512i a = words_of<BFloat16>(rows[2 * pair], at, count);
-      const __m512i b = words_of<BFloat16>(rows[2 * pair + 1], at, count);
-      BFloat16* into = to + (at / LANES * TILE_ROWS + pair) * TILE_K;
-      _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
-    }
+// Elements [from, to) of V of 32 tokens into tiles of B [16 pairs of tokens][16][2], `from` a multiple of 32. Of 32 elements
+// the even fours are in the first of two tiles and the odd fours in the second: so 128 bits at a time interleave. fetch() is
+// called for each pair.
+template <typename T, typename F>
+void values_panel(const T* const* rows, int64_t from, int64_t to, BFloat16* panel, const F& fetch) {
+  const auto put = [](__m512i a, __m512i b, BFloat16* into) {
+    _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
+  };
+  const bool whole = rows[0] != nullptr && rows[TILE_K - 1] != nullptr && (to - from) % TILE_K == 0;
+  for (int64_t pair = 0; pair < TILE_ROWS; ++pair, panel += TILE_K) {
+    fetch();
+    const T *a = rows[2 * pair], *b = rows[2 * pair + 1];
+    BFloat16* into = panel;
+    if (!QUANTISED<T> && whole)
+      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE)
+        put(_mm512_loadu_si512(a + at), _mm512_loadu_si512(b + at), into);
+    else
+      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE) {
+        const int64_t count = std::min(TILE_K, to - at);
+        put(words_of<BFloat16>(a, at, count), words_of<BFloat16>(b, at, count), into);
+      }
+  }
 }
 
 // Logits [H][KEY_TILES][16][16] of H tiles of rows, in steps [from, to) of 32 tokens.
@@ -121,6 +182,10 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
       tiles.template zero<3>();
     }
     for (int64_t k = 0; k < k_steps; ++k, upper += TILE, lower += TILE, left += TILE, right += TILE) {
+      for (int64_t row = 0; row < TILE; row += TILE_K) {  // of the next step, into the first cache
+        __builtin_prefetch(left + 2 * k_steps * TILE + row);
+        __builtin_prefetch(right + 2 * k_steps * TILE + row);
+      }
       tiles.template load<4>(upper, WIDTH_BYTES);
       tiles.template load<6>(left, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
@@ -142,41 +207,51 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
   }
 }
 
-// The same bits for up to 16 rows, with K as it lies in the pages: keys are the rows of A, and the logits are turned.
-template <typename M, typename T>
-void logits_of_few(M& tiles, int64_t rows, const BFloat16* turned_q, const T* const* keys, int64_t token, bool whole,
-                   const Shape& shape, int64_t step, BFloat16* copies, float* logits) {
-  alignas(LINE) float sums[2][TILE_ROWS][LANES];
-  const void* from[2];
-  int64_t stride[2], apart[2];  // bytes between keys, and between steps of 32 elements
-  for (int64_t half = 0; half < 2; ++half) {
-    const T* const* here = keys + step * TILE_K + half * TILE_ROWS;
+// The same bits for up to 16 rows and one or two steps, with K as it lies in the pages: tokens are the rows of A. fetch() is
+// called for each 16 tokens and 32 elements, and for each 16 tokens.
+template <typename M, typename T, typename F>
+void logits_of_few(M& tiles, int64_t rows, const BFloat16* turned_q, const T* const* keys, int64_t steps, int64_t token,
+                   bool whole, const Shape& shape, BFloat16* copies, float* logits, const F& fetch) {
+  alignas(LINE) float sums[4][TILE_ROWS][LANES];
+  const char* from[4];
+  int64_t stride[4], apart[4];  // bytes between tokens, and between steps of elements
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    const T* const* here = keys + i * TILE_ROWS;
     if (!QUANTISED<T> && whole && here[0] != nullptr && here[TILE_ROWS - 1] != nullptr) {
-      from[half] = here[0], stride[half] = token * sizeof(T), apart[half] = WIDTH_BYTES;
+      from[i] = reinterpret_cast<const char*>(here[0]), stride[i] = token * sizeof(T), apart[i] = WIDTH_BYTES;
     } else {
-      BFloat16* copy = copies + half * shape.k_steps * TILE;
+      BFloat16* copy = copies + i * shape.k_steps * TILE;
       tiles_from(here, shape.k_dim, copy);
-      from[half] = copy, stride[half] = WIDTH_BYTES, apart[half] = TILE * sizeof(BFloat16);
+      from[i] = reinterpret_cast<const char*>(copy), stride[i] = WIDTH_BYTES, apart[i] = TILE * sizeof(BFloat16);
     }
   }
-  const auto *first = static_cast<const char*>(from[0]), *second = static_cast<const char*>(from[1]);
   tiles.template zero<0>();
   tiles.template zero<1>();
-  for (int64_t k = 0; k < shape.k_steps; ++k, first += apart[0], second += apart[1]) {
-    tiles.template load<7>(turned_q + k * TILE, WIDTH_BYTES);
-    tiles.template load<4>(first, stride[0]);
-    tiles.template dot<0, 4, 7>();
-    tiles.template load<5>(second, stride[1]);
-    tiles.template dot<1, 5, 7>();
+  tiles.template zero<2>();
+  tiles.template zero<3>();
+  for (int64_t k = 0; k < shape.k_steps; ++k) {
+    fetch();
+    tiles.template load<6>(turned_q + k * TILE, WIDTH_BYTES);
+    tiles.template load<4>(from[0] + k * apart[0], stride[0]);
+    tiles.template dot<0, 4, 6>();
+    fetch();
+    tiles.template load<5>(from[1] + k * apart[1], stride[1]);
+    tiles.template dot<1, 5, 6>();
+    if (steps == 1) continue;
+    fetch();
+    tiles.template load<4>(from[2] + k * apart[2], stride[2]);
+    tiles.template dot<2, 4, 6>();
+    fetch();
+    tiles.template load<5>(from[3] + k * apart[3], stride[3]);
+    tiles.template dot<3, 5, 6>();
   }
   tiles.template store<0>(sums[0], WIDTH_BYTES);
   tiles.template store<1>(sums[1], WIDTH_BYTES);
-  for (int64_t half = 0; half < 2; ++half) {
-    __m512i words[LANES];
-    for (int64_t r = 0; r < LANES; ++r) words[r] = _mm512_load_si512(sums[half][r]);
-    transpose(words);
-    float* out = logits + (2 * step + half) * SUMS;
-    for (int64_t r = 0; r < rows; ++r) _mm512_store_si512(out + r * LANES, words[r]);
+  tiles.template store<2>(sums[2], WIDTH_BYTES);
+  tiles.template store<3>(sums[3], WIDTH_BYTES);
+  for (int64_t i = 0; i < 2 * steps; ++i) {
+    fetch();
+    for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i], r, logits + i * SUMS + r * LANES);
   }
 }
 
@@ -300,6 +375,51 @@ void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_
   }
 }
 
+// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` is two
+// times four tiles; fetch() is called for each pair of tokens and V_TILES tiles.
+template <typename M, typename T, typename F>
+void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values, const Shape& shape, int64_t from,
+                       int64_t to, bool first, BFloat16* panels, float* sums, const F& fetch) {
+  static_assert(V_TILES == 4);
+  for (int64_t d = 0; d < shape.v_tiles; d += V_TILES, sums += V_TILES * SUMS) {
+    const bool four = d + V_TILES <= shape.v_tiles;
+    const auto interleave = [&](int64_t step) {
+      values_panel(values + step * TILE_K, d * LANES, std::min((d + V_TILES) * LANES, shape.v_dim),
+                   panels + step % 2 * V_TILES * TILE, fetch);
+    };
+    if (first) {
+      tiles.template zero<0>();
+      tiles.template zero<1>();
+      tiles.template zero<2>();
+      tiles.template zero<3>();
+    } else {
+      tiles.template load<0>(sums, WIDTH_BYTES);
+      tiles.template load<1>(sums + SUMS, WIDTH_BYTES);
+      if (four) tiles.template load<2>(sums + 2 * SUMS, WIDTH_BYTES);
+      if (four) tiles.template load<3>(sums + 3 * SUMS, WIDTH_BYTES);
+    }
+    interleave(from);
+    for (int64_t step = from; step < to; ++step) {
+      if (step + 1 < to) interleave(step + 1);
+      const BFloat16* panel = panels + step % 2 * V_TILES * TILE;
+      tiles.template load<4>(weights + step * TILE, WIDTH_BYTES);
+      tiles.template load<6>(panel, WIDTH_BYTES);
+      tiles.template dot<0, 4, 6>();
+      tiles.template load<7>(panel + TILE, WIDTH_BYTES);
+      tiles.template dot<1, 4, 7>();
+      if (!four) continue;
+      tiles.template load<6>(panel + 2 * TILE, WIDTH_BYTES);
+      tiles.template dot<2, 4, 6>();
+      tiles.template load<7>(panel + 3 * TILE, WIDTH_BYTES);
+      tiles.template dot<3, 4, 7>();
+    }
+    tiles.template store<0>(sums, WIDTH_BYTES);
+    tiles.template store<1>(sums + SUMS, WIDTH_BYTES);
+    if (four) tiles.template store<2>(sums + 2 * SUMS, WIDTH_BYTES);
+    if (four) tiles.template store<3>(sums + 3 * SUMS, WIDTH_BYTES);
+  }
+}
+
 // Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. Results below the least normal number are zero, for a sum
 // of them depends on how many zeros are added.
 void put_mean(const float* sums, int64_t r, float total, int64_t v_dim, BFloat16* to) {
@@ -356,17 +476,12 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
     const auto last_of = [&](int64_t n) { return tasks[n / kv_heads].position + tasks[n / kv_heads].queries; };
     const auto locate = [&](int64_t n, int64_t start, Stretch<T>& into) {
       into.task = n, into.start = start;
+      into.from = std::max<int64_t>(0, first_of(n) - start) / TILE_K;
+      into.to = (std::min(KEYS, last_of(n) - start) + TILE_K - 1) / TILE_K;
       place(k_pages, n).locate(start, KEYS, first_of(n), last_of(n), into.keys);
       place(v_pages, n).locate(start, KEYS, first_of(n), last_of(n), into.values);
     };
-    // Part `part` of so many of the rows of a stretch.
-    const auto fetch = [&](const Stretch<T>& soon, int64_t part, int64_t parts) {
-      for (int64_t i = 2 * KEYS * part / parts; i < 2 * KEYS * (part + 1) / parts; ++i) {
-        const T* row = i < KEYS ? soon.keys[i] : soon.values[i - KEYS];
-        if (row != nullptr) prefetch(row, i < KEYS ? k_dim : v_dim);
-      }
-    };
-    const auto work = [&](auto& tiles, const Stretch<T>& here, const Stretch<T>& soon) {
+    const auto work = [&](auto& tiles, const Stretch<T>& here, const Stretch<T>* soon) {
       const Task& task = tasks[here.task / kv_heads];
       const int64_t head = here.task % kv_heads, rows = task.queries * groups, start = here.start;
       const int64_t first = first_of(here.task), last = last_of(here.task);
@@ -391,8 +506,6 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
           std::fill(own.lanes[r % TILE_ROWS], own.lanes[r % TILE_ROWS] + LANES, 0.0f);
         }
       }
-      const int64_t from_step = std::max<int64_t>(0, first - start) / TILE_K;
-      const int64_t to_step = (std::min(KEYS, last - start) + TILE_K - 1) / TILE_K;
       if constexpr (QUANTISED<T>) {
         const auto read = [&](const Tensor& scales, float* to) {
           const auto* bits = reinterpret_cast<const uint16_t*>(scales.const_data_ptr<BFloat16>());
@@ -405,12 +518,13 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
         read(*v_scales, by_value);
       }
       if (!few)
-        for (int64_t t = 2 * from_step; t < 2 * to_step; ++t)
+        for (int64_t t = 2 * here.from; t < 2 * here.to; ++t)
           keys_panel(here.keys + t * LANES, k_dim, key_panel + t * shape.k_steps * TILE);
       if (!few)
-        for (int64_t step = from_step; step < to_step; ++step)
-          values_panel(here.values + step * TILE_K, shape, value_panel + step * shape.v_tiles * TILE);
+        for (int64_t step = here.from; step < here.to; ++step)
+          values_panel(here.values + step * TILE_K, 0, v_dim, value_panel + step * shape.v_tiles * TILE, [] {});
 
+      Ahead<T> ahead(shape, here, soon);
       const int64_t tiles_high = high_of(rows), units = (tiles_high + 1) / 2;
       for (int64_t unit = 0; unit < units; ++unit) {
         const int64_t tile = 2 * unit, row = tile * TILE_ROWS, both = std::min<int64_t>(2, tiles_high - tile);
@@ -418,15 +532,20 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
         const int64_t lowest = reach.first(task.position + row / groups) - start;
         const int64_t past = task.position + (until - 1) / groups + 1 - start;
         const int64_t from = std::max<int64_t>(0, lowest) / TILE_K, to = (std::min(KEYS, past) + TILE_K - 1) / TILE_K;
-        if (!few) fetch(soon, unit, units);
+        if (!few && soon != nullptr)
+          for (int64_t t = KEYS * unit / units; t < KEYS * (unit + 1) / units; ++t) {
+            if (soon->keys[t] != nullptr) prefetch(soon->keys[t], k_dim);
+            if (soon->values[t] != nullptr) prefetch(soon->values[t], v_dim);
+          }
         if (lowest >= KEYS || past <= 0) continue;
         const BFloat16* own_q = q + tile * shape.k_steps * TILE;
         if (few) {
-          for (int64_t step = from; step < to; ++step) {
-            const int64_t at = (start + step * TILE_K) % size;
-            const bool whole = k_dim % TILE_K == 0 && (size % TILE_ROWS == 0 || at + TILE_K <= size);
-            fetch(soon, step - from, 2 * (to - from));
-            logits_of_few(tiles, rows, turned_q, here.keys, k_pages.stride(1), whole, shape, step, key_panel, logits);
+          const int64_t each = (TILE_ROWS + shape.k_steps) / (shape.k_steps + 1);
+          for (int64_t step = from; step < to; step += 2) {
+            const int64_t steps = std::min<int64_t>(2, to - step), at = (start + step * TILE_K) % size;
+            const bool whole = k_dim % TILE_K == 0 && (size % TILE_ROWS == 0 || at + steps * TILE_K <= size);
+            logits_of_few(tiles, rows, turned_q, here.keys + step * TILE_K, steps, k_pages.stride(1), whole, shape,
+                          key_panel, logits + 2 * step * SUMS, [&] { ahead.fetch(each); });
           }
         } else if (both == 2) {
           logits_of<2>(tiles, own_q, key_panel, shape.k_steps, from, to, logits);
@@ -450,11 +569,11 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
                   _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(factors[r])));
                 }
         }
-        if (few)
-          for (int64_t step = from; step < to; ++step) {
-            fetch(soon, step - from + to - from, 2 * (to - from));
-            values_panel(here.values + step * TILE_K, shape, value_panel + step * shape.v_tiles * TILE);
-          }
+        if (few) {
+          add_values_of_few(tiles, weights, here.values, shape, from, to, lowest >= 0, value_panel, own_sums,
+                            [&] { ahead.fetch(2); });
+          continue;
+        }
         if (both == 2)
           add_values<2>(tiles, weights, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
         else
@@ -474,16 +593,13 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       Stretch<T>*here = stretches, *soon = stretches + 1;
       locate(begin, first_of(begin) / KEYS * KEYS, *here);
       for (bool more = true; more; std::swap(here, soon)) {
-        if (here->start + KEYS < last_of(here->task)) {
+        if (here->start + KEYS < last_of(here->task))
           locate(here->task, here->start + KEYS, *soon);
-        } else if (here->task + 1 < end) {
+        else if (here->task + 1 < end)
           locate(here->task + 1, first_of(here->task + 1) / KEYS * KEYS, *soon);
-        } else {
-          std::fill(soon->keys, soon->keys + KEYS, nullptr);
-          std::fill(soon->values, soon->values + KEYS, nullptr);
+        else
           more = false;
-        }
-        work(tiles, *here, *soon);
+        work(tiles, *here, more ? soon : nullptr);
       }
     });
   });
