@@ -61,6 +61,7 @@ class WorkerRecord:
     model: str = ""
     layout_hash: str = ""  # of its KV blocks; equal on both sides of a transfer
     kv_dtype: str = ""  # of an element of K or V there, such as "int8"
+    sum_order: str = ""  # equal in two workers: the same bits, such as "tile32"; "": not known
     kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included
     max_model_len: int = 0  # longest sequence that this worker can hold
     vocab_size: int = 0

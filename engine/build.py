@@ -14,7 +14,7 @@ from time import perf_counter
 import psutil
 import torch
 
-from engine import graphs, speedcheck, weights
+from engine import graphs, kernels, speedcheck, weights
 from engine.engine import Engine
 from engine.grammar import Grammars
 from engine.model import Model
@@ -42,9 +42,11 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     """
     device = _device(settings)
     torch.set_num_threads(_threads(settings))
+    dtype = _dtype(settings, device)
+    kernels.use(settings.sum_order, device, dtype)
     model = Model.load(
         settings.model,
-        dtype=_dtype(settings, device),
+        dtype=dtype,
         device=device,
         max_model_len=settings.max_model_len,
         block_size=settings.block_size,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine import varlen
+from engine.kernels import REFERENCE
 from engine.step import Batch, Step
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def unfit(model: Model, pages: Pages) -> str | None:
         return "adapters"
     if pages.quantised:
         return "quantised KV"
-    if model.kernels.startswith("cpu-") and model.dtype in (torch.float32, torch.bfloat16):
+    if model.kernels != REFERENCE and model.dtype in (torch.float32, torch.bfloat16):
         return "latent pages" if any(fact.latent for fact in model.facts) else None
     if model.varlen is None:
         return "attention by the reference plans each step on the host"
@@ -136,7 +137,7 @@ class _Static(Step):
     def __init__(self, model: Model, pages: Pages, rows: int, spare: int) -> None:
         ones, zeros = [1] * rows, [0] * rows
         padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[])
-        compiled = model.kernels.startswith("cpu-")
+        compiled = model.kernels != REFERENCE
         super().__init__(padding, pages, model.facts, model.device, compiled=compiled, varlen=model.varlen)
         del self.batch, self.cu_seq_q_host  # whoever asks for this batch's lists must fail: the next has others
 

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from engine import attention, flat, foreign, lora, mla, probe, selfcheck, varlen
 from engine import weights as files_on_disk
 from engine.facts import CallFacts, describe
-from engine.kernels import REFERENCE, exact, lowbit, modules, serving
+from engine.kernels import PLAIN, REFERENCE, described, exact, lowbit, modules, serving, sum_order
 from engine.packed import Weights
 from engine.pages import Pages, block_bytes, layout_of
 from engine.quantised import element_dtype
@@ -56,6 +56,7 @@ class Model:
         device: torch.device,
         block_size: int = 16,
         kernels: str = REFERENCE,
+        sum_order: str = PLAIN,
         kv_dtype: KvDtype = "auto",
     ) -> None:
         config = module.config.get_text_config()
@@ -72,7 +73,8 @@ class Model:
         self.fingerprint = fingerprint
         self.block_size = block_size
         self.kv_dtype = kv_dtype
-        self.kernels = kernels  # what decode runs on: "cpu-avx512_bf16" and the like, or "reference"
+        self.kernels = kernels  # the level of the compiled operators that serve it, or "reference"
+        self.sum_order = sum_order  # where it is equal in two processes, bits are (engine.kernels)
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weights = CHECKPOINT  # or the format that their products have
         self.varlen: varlen.Kernel | None = None  # set by `choose_attention`: attends on CUDA
@@ -141,8 +143,10 @@ class Model:
             device=device,
             block_size=block_size,
             kernels=served_by,
+            sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype),
             kv_dtype=kv_dtype,
         )
+        say(f"operators: {described(model.kernels, model.sum_order)}")
         if method is not None:
             model.weights = method
         if weights != CHECKPOINT:
@@ -152,7 +156,7 @@ class Model:
         if device.type == "cuda" and kernels == "auto":
             say(f"attention: {model.choose_attention()}")
         model.check = model.self_check()
-        say(f"self-check passed: {model.check}; kernels: {model.kernels}")
+        say(f"self-check passed: {model.check}")
         if adapters:
             model.lora = lora.attach(model, adapters, adapter_slots)
             say(f"{len(adapters)} adapters in {len(model.lora.slots)} slots: self-check passed: {model.lora.check()}")

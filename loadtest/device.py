@@ -25,7 +25,7 @@ import torch
 
 from engine import graphs, probe
 from engine.checkpoints import REAL, SHAPES, make_module
-from engine.kernels import REFERENCE, modules, serving
+from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.model import Model
 from engine.pages import Pages
 from engine.step import Batch
@@ -114,6 +114,7 @@ def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> Mode
         device=device,
         block_size=plan.block_size,
         kernels=serving(device),
+        sum_order=sum_order(device, dtype),
     )
     if model.kernels != REFERENCE:
         modules.prepare(module)

@@ -211,6 +211,7 @@ class Worker:
             model=self.settings.model,
             layout_hash=self.layout_hash,
             kv_dtype=self.layout.dtype,
+            sum_order=model.sum_order,
             kv_token_bytes=self.layout.block_bytes / self.layout.block_size,
             max_model_len=min(model.max_model_len, pool.total * pool.block_size),
             vocab_size=model.vocab_size,

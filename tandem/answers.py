@@ -435,6 +435,8 @@ class Worker(_Dict):
     """What an element of K or V is kept and moved in, such as int8; empty for a router."""
     kv_token_bytes: float = 0.0
     """Of one token's KV, scales and padding included."""
+    sum_order: str = ""
+    """In which order it sums products, such as tile32: equal in two workers, equal bits; empty for a router."""
     metrics_address: str = ""
     """host:port of its metrics; empty: it serves none there."""
 
@@ -592,6 +594,7 @@ def _worker(worker: admin_pb2.Worker) -> Worker:
         blocks_held=worker.blocks_held,
         kv_dtype=worker.kv_dtype,
         kv_token_bytes=worker.kv_token_bytes,
+        sum_order=worker.sum_order,
         metrics_address=worker.metrics_address,
         heartbeat_age=worker.heartbeat_age_seconds,
         weights=worker.weights,
@@ -649,6 +652,8 @@ class Findings(_Dict):
     """It works, but slower than this machine could."""
     slow_pairs: list[tuple[str, str]]
     """The (prefill, decode) pairs of those sentences."""
+    advice: list[str]
+    """It works, and could be made more even."""
 
 
 def examine(answer: Diagnosis, seen: Pools) -> Findings:
@@ -669,7 +674,23 @@ def examine(answer: Diagnosis, seen: Pools) -> Findings:
         for pair in slow
     ]
     pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
-    return Findings(list(dict.fromkeys(problems)), sentences, pairs)
+    return Findings(list(dict.fromkeys(problems)), sentences, pairs, _unlike_orders(seen))
+
+
+def _unlike_orders(seen: Pools) -> list[str]:
+    """What is to be said of workers that do not give equal bits: at most one sentence."""
+    orders: dict[str, list[str]] = {}
+    for worker in seen:
+        if worker.sum_order:
+            orders.setdefault(worker.sum_order, []).append(worker.worker_id)
+    if len(orders) < 2:
+        return []
+    names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
+    cure = "plain PyTorch agrees with none" if "torch" in orders else "the setting sum_order makes them agree on one"
+    return [
+        f"workers sum in unlike orders ({names}): a stream that goes from one to another may go on with other tokens,"
+        f" as right as those that it would have had; {cure}"
+    ]
 
 
 def _over_tcp_at_home(pair: Pair, hosts: Mapping[str, str]) -> bool:

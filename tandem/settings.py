@@ -109,6 +109,10 @@ class Settings(BaseSettings):
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """What K and V are kept and moved in. auto: the model's dtype. int8 and fp8 take about half the bytes of bfloat16,
     scales included, and round; both pools must say the same."""
+    sum_order: Literal["fastest", "tile32", "pairs", "chain16", "chain8"] = "fastest"
+    """In which order a CPU worker sums products, and so what bits it gives. fastest: what its processor does best.
+    Workers of different processors agree on the bits where all are given one order that all can serve; it may be a
+    slower one. tile32 and pairs need AVX512_BF16, chain16 AVX-512, chain8 AVX2, and the operators compiled for it."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
     """Where weights are kept as the compiled operators read them, for the next start and for all workers of a host to
     share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own, in memory)."""
@@ -231,7 +235,7 @@ def load(**given: Any) -> Settings:
     """
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     # Variables of other parts of the product, not settings of a cluster.
-    others = ("TARGET", "LOG", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY")
+    others = ("TARGET", "LOG", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY", "OPERATORS")
     known |= {ENV_PREFIX + name for name in others}
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:

@@ -392,6 +392,7 @@ def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
         versions,
     ]
     parts += [Text(f"degraded: {printable(text)}", style="yellow") for text in findings.degraded]
+    parts += [Text(f"advice: {printable(text)}") for text in findings.advice]
     parts += [Text(f"problem: {printable(text)}", style="red") for text in findings.problems]
     if not findings.problems:
         parts.append(Text("no problems", style="green"))

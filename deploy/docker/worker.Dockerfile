@@ -6,6 +6,7 @@ ARG PYTHON=python:3.11-slim-bookworm
 
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 SOURCE_DATE_EPOCH=315532800 PATH=/venv/bin:$PATH
 RUN python -m venv /venv && pip install "setuptools==84.2.1"
 COPY deploy/docker/requirements-worker.lock requirements.lock /tmp/
@@ -21,19 +22,18 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY demo demo
+# The operators for CPU of every level that the compiler knows: a worker loads what its processor has.
 RUN pip install --no-deps --no-build-isolation -e . \
-    && python -m compileall -q /app
+    && python -m compileall -q /app \
+    && python -m engine.kernels.build --all
 
 FROM ${PYTHON}
-# g++: the operators for CPU are compiled for the machine that they run on, and Triton compiles when it starts.
-# The others are what UCX needs for RDMA.
+# g++: Triton compiles when it starts. The others are what UCX needs for RDMA.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /venv /venv
 COPY --from=build /app /app
-# An empty folder where the chart mounts the operators that a pod has compiled.
-RUN mkdir -p /app/engine/kernels/_build
 ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /app
 RUN useradd --uid 10001 --no-create-home --home-dir /cache tandem

@@ -1,12 +1,12 @@
 // Attention over the pages as they lie, and the writing of new K and V into them.
 #include "ops.h"
 
+#include "attention.h"
 #include "dots.h"
+#include "tiles.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -23,7 +23,6 @@ namespace {
 
 using at::BFloat16;
 using at::Tensor;
-using Fp8 = c10::Float8_e4m3fn;
 
 // A task is some queries of one sequence with one head of K and V. It takes the context KEYS tokens at a time: their K
 // becomes a panel, token by token in the lanes, and every query has its sum along a row of K in a lane of its own. Then the
@@ -32,29 +31,7 @@ using Fp8 = c10::Float8_e4m3fn;
 constexpr int64_t PANEL = COLS * LANES;  // columns
 constexpr int64_t KEYS = PANEL;
 constexpr int64_t QUERIES = 8 * ROWS;     // of a task at most
-constexpr int64_t BLOCKS_AHEAD = 4;       // between the block whose scales are read and the one whose are on their way
 constexpr int64_t LOGIT_BYTES = 1 << 19;  // of a task, while that leaves some queries
-
-template <typename T>
-void prefetch(const T* from, int64_t count) {
-  const char* line = reinterpret_cast<const char*>(from);
-  for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += LINE) __builtin_prefetch(line + at, 0, 2);
-}
-
-int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
-
-// What a token sees: everything before it, the last `window` tokens, or its own part of `chunk` tokens.
-struct Reach {
-  int64_t window, chunk;  // 0 for none
-  int64_t first(int64_t position) const {
-    if (window > 0) return std::max<int64_t>(0, position - window + 1);
-    return chunk > 0 ? position / chunk * chunk : 0;
-  }
-  int64_t last(int64_t key) const {  // the last position that sees it
-    if (window > 0) return key + window - 1;
-    return chunk > 0 ? key / chunk * chunk + chunk - 1 : std::numeric_limits<int64_t>::max();
-  }
-};
 
 int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
@@ -118,78 +95,6 @@ using Narrow = Pairs;
 using Narrow = Widened<float>;  // panels of bfloat16 are widened as they are made
 #endif
 
-// Elements of quantised K or V.
-template <typename T>
-constexpr bool QUANTISED = sizeof(T) == 1;
-
-#ifdef CPU_CAPABILITY_AVX512
-// Whether rows of T are loaded as vectors of W.
-template <typename T, typename W>
-constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
-
-__m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
-
-// An fp8 of ours is never subnormal (engine/quantised.py). Its exponent counts from 7, those of float and bfloat16 count
-// from 127: all but zero differ by 120 steps of it.
-__m512i widened_to(float, __m128i bytes, Fp8) {
-  const __m512i bits =
-      _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(0x87f00000));
-  const __mmask16 some = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7fffffff));
-  return _mm512_mask_add_epi32(bits, some, bits, _mm512_set1_epi32(120 << 23));
-}
-
-#ifdef TANDEM_BF16_DOT
-__m512i widened_to(BFloat16, __m256i bytes, int8_t) {
-  const auto half = [](__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); };
-  return (__m512i)_mm512_cvtne2ps_pbh(half(_mm256_extracti128_si256(bytes, 1)), half(_mm256_castsi256_si128(bytes)));
-}
-
-__m512i widened_to(BFloat16, __m256i bytes, Fp8) {
-  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4),
-                                        _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
-  const __mmask32 some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
-  return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(120 << 7));
-}
-#endif
-
-// `count` elements of a row from element `at` on as W, the rest zeros; all zeros without a row.
-template <typename W, typename T>
-__m512i words_of(const T* row, int64_t at, int64_t count) {
-  if (row == nullptr || count <= 0) return _mm512_setzero_si512();
-  if constexpr (QUANTISED<T> && sizeof(W) == 4)
-    return widened_to(W(), _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), row + at), T());
-  else if constexpr (QUANTISED<T>)
-    return widened_to(W(), _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1ull << count) - 1), row + at), T());
-  else if constexpr (sizeof(T) == 4)
-    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
-  else
-    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
-}
-
-// A matrix of 16 by 16 words.
-[[gnu::always_inline]] inline void transpose(__m512i (&m)[LANES]) {
-  __m512i n[LANES];
-  for (int i = 0; i < LANES; i += 2) {
-    n[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
-    n[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
-  }
-  for (int i = 0; i < LANES; i += 4)
-    for (int half = 0; half < 2; ++half) {
-      m[i + 2 * half] = _mm512_unpacklo_epi64(n[i + half], n[i + 2 + half]);
-      m[i + 2 * half + 1] = _mm512_unpackhi_epi64(n[i + half], n[i + 2 + half]);
-    }
-  for (int i = 0; i < LANES; i += 8)
-    for (int at = 0; at < 4; ++at) {
-      n[i + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0x88);
-      n[i + 4 + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0xdd);
-    }
-  for (int at = 0; at < 8; ++at) {
-    m[at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0x88);
-    m[8 + at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0xdd);
-  }
-}
-#endif
-
 #ifdef TANDEM_BF16_DOT
 // The elements of two rows side by side, those of the first and of the second half.
 [[gnu::always_inline]] inline void pair(__m512i a, __m512i b, __m512i& first, __m512i& second) {
@@ -210,11 +115,8 @@ T* scratch(std::vector<T>& memory, int64_t count) {
 // The rows of K or V of one sequence and head, KEYS at a time. Who works on `here` fetches `next` meanwhile, and evenly: a
 // core waits for so many lines at once, and then for all else too.
 template <typename T>
-struct Rows {
-  const T* base;
-  const int32_t* table;        // the sequence's blocks
-  int64_t size, block, token;  // tokens of a block, and the strides
-  int64_t dim, first, last;    // elements of a row, and the tokens that are wanted
+struct Rows : Place<T> {
+  int64_t dim, first, last;  // elements of a row, and the tokens that are wanted
   const T* here[KEYS];         // null for what is not wanted
   const T* next[KEYS];
 
@@ -238,29 +140,8 @@ struct Rows {
       if (next[t] != nullptr) prefetch(next[t], dim);
   }
 
-  void locate(int64_t start) {
-    std::fill(next, next + KEYS, nullptr);
-    const int64_t end = std::min(start + KEYS, last);
-    for (int64_t at = std::max(start, first), in = at / size; at < end; ++in) {
-      const T* row = base + table[in] * block + (at - in * size) * token;
-      for (const int64_t stop = std::min((in + 1) * size, end); at < stop; ++at, row += token) next[at - start] = row;
-    }
-  }
+  void locate(int64_t start) { Place<T>::locate(start, KEYS, first, last, next); }
 };
-
-// The scales of the same rows, wanted whole: `from` holds those of a head and block side by side, `blocks` apart.
-void scales_into(const uint16_t* from, int64_t blocks, const int32_t* table, int64_t size, int64_t first, int64_t last,
-                 float* scales) {
-  const int64_t end = (last + size - 1) / size;
-  for (int64_t at = first, in = at / size; at < last; ++in) {
-    if (in + BLOCKS_AHEAD < end) __builtin_prefetch(from + table[in + BLOCKS_AHEAD] * blocks, 0, 2);
-    const uint16_t* here = from + table[in] * blocks + (at - in * size);
-    for (const int64_t stop = std::min((in + 1) * size, last); at < stop; ++at, ++here, ++scales) {
-      const uint32_t bits = static_cast<uint32_t>(*here) << 16;
-      std::memcpy(scales, &bits, sizeof bits);
-    }
-  }
-}
 
 // Several rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
 template <typename D, typename T>
@@ -453,26 +334,6 @@ void add_from(int64_t rows, const Rows<T>& values, const typename D::W* weights,
 }
 #endif
 
-struct Task {  // consecutive queries of one sequence
-  int64_t sequence, row, position, queries;
-};
-
-// The tasks of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
-std::vector<Task> tasks_of(const Tensor& starts, const Tensor& lengths, int64_t groups) {
-  const auto *start = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
-  std::vector<Task> tasks;
-  for (int64_t i = 0; i < lengths.size(0); ++i) {
-    const int64_t queries = start[i + 1] - start[i], position = length[i] - queries;
-    const int64_t fit = LOGIT_BYTES / (groups * (length[i] + KEYS) * sizeof(float));
-    const int64_t height = std::clamp<int64_t>(fit, ROWS, QUERIES), count = (queries + height - 1) / height;
-    for (int64_t n = 0; n < count; ++n) {
-      const int64_t at = (n % 2 == 0 ? n / 2 : count - 1 - n / 2) * height;
-      tasks.push_back({i, start[i] + at, position + at, std::min(height, queries - at)});
-    }
-  }
-  return tasks;
-}
-
 template <typename D, typename T, typename Q>
 void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
                   const Tensor& lengths, const Tensor& blocks, Reach reach, double scaling,
@@ -482,7 +343,9 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads, size = k_pages.size(1);
   const int64_t k_dim = k_pages.size(3), v_dim = v_pages.size(3), wide = rounded_up(v_dim, LANES);
   const int64_t q_dim = rounded_up(k_dim, D::GROUP);
-  const std::vector<Task> tasks = tasks_of(starts, lengths, groups);
+  const std::vector<Task> tasks = tasks_of(starts, lengths, [&](int64_t length) {
+    return std::clamp<int64_t>(LOGIT_BYTES / (groups * (length + KEYS) * sizeof(float)), ROWS, QUERIES);
+  });
 
   const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads, threads = at::get_num_threads();
   // Several at a time: of the next one the first keys are fetched.
@@ -493,11 +356,9 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
     // Of the n-th task's keys, the first are located.
     const auto rows_in = [&](const Tensor& pages, int64_t n) {
       const Task& task = tasks[n / kv_heads];
-      Rows<T> rows{pages.const_data_ptr<T>() + n % kv_heads * pages.stride(2),
-                   blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1),
-                   size,
-                   pages.stride(0),
-                   pages.stride(1),
+      Rows<T> rows{{pages.const_data_ptr<T>() + n % kv_heads * pages.stride(2),
+                    blocks.const_data_ptr<int32_t>() + task.sequence * blocks.size(1), size, pages.stride(0),
+                    pages.stride(1)},
                    pages.size(3),
                    reach.first(task.position),
                    task.position + task.queries,
@@ -656,6 +517,11 @@ void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tenso
     if (kept == at::kFloat8_e4m3fn) return over(Widened<float>(), Fp8(), float());
     return over(Widened<float>(), float(), float());
   }
+#ifdef TANDEM_TILES
+  if (by_tiles())
+    return attend_by_tiles(out, q, k_pages, v_pages, starts, lengths, blocks, {window, chunk}, scaling, softcap, sink,
+                           k_scales, v_scales);
+#endif
   if (kept == at::kChar) return over(Narrow(), int8_t(), BFloat16());
   if (kept == at::kFloat8_e4m3fn) return over(Narrow(), Fp8(), BFloat16());
   over(Narrow(), BFloat16(), BFloat16());

@@ -1,29 +1,36 @@
 """Builds the compiled operators: `python -m engine.kernels.build`, which `make setup` calls. Takes half a minute once.
 
-The library lies in `_build/` beside this file, under a name made of what it depends on: the source, torch, the
-compiler's options and this machine's instruction set. Where no library has that name, none is loaded.
+    python -m engine.kernels.build                the best level that this machine has
+    python -m engine.kernels.build --level avx2   that one
+    python -m engine.kernels.build --all          every level that the compiler knows, for an image
+
+There is one library for each level of instruction sets, and whoever loads one compares the processor with what the level
+needs. A library lies in `_build/` beside this file, under a name made of what it depends on: the sources, torch and the
+level's options, never the machine that built it. Where no library has that name, none is loaded.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
-import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-HEADERS = ("dots.h", "functions.h", "ops.h", "tile_panels.h", "tiles.h")
-SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp", "sampling.cpp", "tiles.cpp")
+FOLDER = HERE / "_build"
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
+SOURCES = tuple(sorted(path.name for path in HERE.glob("*.cpp")))
 OPTIONS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-fopenmp",
     "-fno-math-errno",
@@ -31,34 +38,78 @@ OPTIONS = (
     "-DNDEBUG",
     "-Wno-psabi",
 )
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a processor must have, in the words of /proc/cpuinfo, and the options by which the compiler uses it."""
+
+    flags: frozenset[str]
+    options: tuple[str, ...]
+
+
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})  # abm is LZCNT
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# The best first. The sources ask for AVX2 with FMA, AVX-512 (F, BW, DQ, VL), AVX512_BF16 and, for narrow weights, VBMI.
+LEVELS = {
+    "avx512_bf16": Level(_V4 | {"avx512_bf16", "avx512vbmi"}, ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
+    "avx512": Level(_V4, ("-march=x86-64-v4",)),
+    "avx2": Level(_V3, ("-march=x86-64-v3",)),
+    NATIVE: Level(frozenset(), ("-march=native",)),  # any other machine: for exactly the processor that builds it
+}
 
 _TRIAL = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.tandem.isa())"
 
 
-def library() -> Path:
-    """Where the library for these sources, this torch and this machine is, or would be."""
+def processor() -> frozenset[str]:
+    """What this machine's processor has, by the first of /proc/cpuinfo; nothing where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def runnable() -> list[str]:
+    """The levels that this machine's processor has, the best first."""
+    here = processor()
+    return [name for name, level in LEVELS.items() if level.flags <= here]
+
+
+def library(level: str) -> Path:
+    """Where the library of this level for these sources and this torch is, or would be."""
     digest = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
         digest.update((HERE / source).read_bytes())
-    digest.update(repr((torch.__version__, OPTIONS, platform.machine(), _instruction_set())).encode())
-    return HERE / "_build" / f"tandem-{digest.hexdigest()[:16]}.so"
+    digest.update(repr((torch.__version__, OPTIONS, LEVELS[level].options)).encode())
+    if level == NATIVE:
+        digest.update(repr(sorted(processor())).encode())
+    return FOLDER / f"tandem-{level}-{digest.hexdigest()[:16]}.so"
 
 
-def build() -> Path:
-    """Compiles the library unless it is there. Raises CalledProcessError or FileNotFoundError (no compiler)."""
-    target = library()
+def known(level: str) -> bool:
+    """Whether the compiler has the level's options. Raises FileNotFoundError without a compiler."""
+    command = [*_compiler(), *LEVELS[level].options, "-fsyntax-only", "-xc++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def build(level: str) -> Path:
+    """Compiles the library of a level unless it is there. Raises CalledProcessError, OSError without a compiler."""
+    target = library(level)
     if target.exists():
         return target
     target.parent.mkdir(exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    options = [*OPTIONS, *LEVELS[level].options, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    compiler = _compiler()
     objects = [partial.with_suffix(f"{partial.suffix}.{source}.o") for source in SOURCES]
     try:
         compilers = [
-            subprocess.Popen([*compiler, *OPTIONS, abi, *includes, "-c", str(HERE / source), "-o", str(into)])
+            subprocess.Popen([*compiler, *options, *includes, "-c", str(HERE / source), "-o", str(into)])
             for source, into in zip(SOURCES, objects, strict=True)
         ]
         codes = [each.wait() for each in compilers]
@@ -67,8 +118,8 @@ def build() -> Path:
         # Without -fopenmp here: the OpenMP calls then go to the one runtime that torch has loaded, not to a second one.
         link = [*compiler, "-shared", *map(str, objects), *libraries, "-ltorch_cpu", "-lc10", "-o", str(partial)]
         subprocess.run(link, check=True)
-        # A library that cannot be loaded, for a symbol that this torch lacks, must not be found by a worker.
-        subprocess.run([sys.executable, "-c", _TRIAL, str(partial)], check=True)
+        if level in runnable():
+            _try(partial, level)
         os.replace(partial, target)
     finally:
         for each in (*objects, partial):
@@ -76,22 +127,40 @@ def build() -> Path:
     return target
 
 
-def _instruction_set() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+def _try(path: Path, level: str) -> None:
+    """A library that cannot be loaded, for a symbol that this torch lacks, must not be found by a worker. Only on a
+    machine that has the level: elsewhere already the first of its instructions may end the process."""
+    command = [sys.executable, "-c", _TRIAL, str(path)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if said != level and level != NATIVE:
+        raise OSError(f"the library of level {level} was compiled for {said}")
 
 
-def main() -> int:
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def _wanted(args: argparse.Namespace) -> list[str]:
+    if args.level:
+        return [args.level]
+    if args.all:
+        return [level for level in LEVELS if level != NATIVE and known(level)] or [NATIVE]
+    return [next((level for level in runnable() if known(level)), NATIVE)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--level", choices=LEVELS)
+    which.add_argument("--all", action="store_true", help="every level that the compiler knows")
+    args = parser.parse_args(argv)
     try:
-        path = build()
+        for level in _wanted(args):
+            print(f"compiled operators: {build(level).name}")
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"the compiled operators cannot be built, plain PyTorch will serve: {error}", file=sys.stderr)
         return 1
-    print(f"compiled operators: {path.name}")
     return 0
 
 

@@ -8,6 +8,7 @@
 #include "ops.h"
 
 #include "dots.h"
+#include "tile_blocks.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -387,6 +388,82 @@ void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scal
   });
 }
 
+#ifdef TANDEM_TILES
+
+static_assert(PANEL == MADE_COLUMNS);
+
+// Panels of codes, which sum_made has widened. No group is shared by two steps, and a group's last may be a part of one.
+template <typename F>
+struct Codes {
+  const uint8_t* first;
+  int64_t pairs, of_group;  // of a panel, and of a group
+  int64_t steps_of_group = steps_of(2 * of_group);
+
+  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
+    const uint8_t* own = first + panel * pairs * STEP_BYTES<F>;
+    for (const int64_t end = step + steps; step < end; ++step, to += MADE) {
+      const int64_t group = step / steps_of_group, within = step % steps_of_group * TILE_ROWS;
+      const int64_t begin = group * of_group + within;
+      const int64_t count = std::min({TILE_ROWS, of_group - within, pairs - begin});
+      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(to));
+      std::memset(to + count * 2 * PANEL, 0, (TILE_ROWS - count) * 2 * PANEL * sizeof(BFloat16));
+    }
+  }
+
+  void fetch(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts) const {
+    const char* from = reinterpret_cast<const char*>(first) +
+                       (panel * pairs + step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS) * STEP_BYTES<F>;
+    const int64_t lines = steps * TILE_ROWS * STEP_BYTES<F> / LINE;
+    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
+      __builtin_prefetch(from + line * LINE, 0, 2);
+  }
+};
+
+// 16 rows' totals of one panel, [16][PANEL], as they leave: with bias, rounded.
+void leave(const float* totals, int64_t rows, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
+  for (int64_t c = 0; c < COLS; ++c) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    Vec add(0.0f);
+    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
+    for (int64_t r = 0; r < rows; ++r) {
+      const Vec total = load(totals + r * PANEL + c * LANES), sum = bias == nullptr ? total : total + add;
+      BFloat16* to = y + r * stride + c * LANES;
+      count == LANES ? put(sum, to) : put(sum, to, count);
+    }
+  }
+}
+
+template <typename F>
+void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
+                  const BFloat16* bias, BFloat16* y, int64_t m, int64_t k, int64_t n) {
+  if (m == 0) return;
+  group = groups == 1 ? k + k % 2 : group;
+  const int64_t steps = steps_of(k, group), pairs = pairs_of(k);
+  const BFloat16* tiled = tiles_of(x, m, k, group);
+  share_tiles(m, steps, panels_of(n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
+              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
+    float* totals = own_memory<4, float>(count * high_of(rows) * MADE_SUMS);
+    const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
+      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
+      const float* scale = scales + ((panel + p) * groups + at) * PANEL;
+      const int64_t here = std::min(TILE_ROWS, rows - row);
+      for (int64_t c = 0; c < COLS; ++c) {
+        const Vec of_column = load(scale + c * LANES);
+        for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
+          at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
+      }
+      if (at < groups - 1) return;
+      const int64_t first = (panel + p) * PANEL;
+      leave(total, here, bias == nullptr ? nullptr : bias + first, y + (from + row) * n + first, n, n - first);
+    };
+    sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count, add_group);
+  });
+}
+
+#endif
+
 // ---- the operators
 
 template <typename Do>
@@ -496,9 +573,15 @@ Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, 
       using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
       using X = typename D::X;
       const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
-      linear_rows<F, D>(rows.const_data_ptr<X>(), codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(),
-                        groups_of(k, group), group, bias.has_value() ? bias->const_data_ptr<T>() : nullptr, into,
-                        y.numel() / n, k, n);
+      const auto multiply = [&](const auto& by) {
+        by(rows.const_data_ptr<X>(), codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), groups_of(k, group),
+           group, bias.has_value() ? bias->const_data_ptr<T>() : nullptr, into, y.numel() / n, k, n);
+      };
+#ifdef TANDEM_TILES
+      if constexpr (std::is_same_v<D, ByPairs>)
+        if (by_tiles()) return multiply(linear_tiles<F>);
+#endif
+      multiply(linear_rows<F, D, T>);
     };
     x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   });

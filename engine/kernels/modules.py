@@ -16,8 +16,7 @@ import xxhash
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels import DTYPES, huge_pages
-from engine.kernels.build import library
+from engine.kernels import DTYPES, huge_pages, panels_of
 from engine.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
@@ -116,8 +115,8 @@ def _in_memory(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
-    """Of what `pack` keeps: 32 hex digits that differ with any bit of a weight, and with the operators' sources."""
-    digest = xxhash.xxh3_128(library().name.encode())
+    """Of what `pack` keeps: 32 hex digits that differ with any bit of a weight, and with the operators."""
+    digest = xxhash.xxh3_128(panels_of().encode())
     for kind, tensors in (("panels of", weights), ("as it is", own)):
         for tensor in tensors:
             digest.update(f"{kind} {digest_of(tensor.detach())};".encode())

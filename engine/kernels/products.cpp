@@ -3,7 +3,7 @@
 
 #include "dots.h"
 #include "functions.h"
-#include "tile_panels.h"
+#include "tile_blocks.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
@@ -68,6 +68,108 @@ void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, i
   });
 }
 
+#ifdef TANDEM_TILES
+
+// rows[i][j] and rows[j][i] change places.
+[[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {
+  __m512i pairs[16], fours[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
+      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
+    }
+  for (int j = 0; j < 4; ++j) {  // quarter q of fours[i + j] has column 4 q + j of the rows i to i + 3
+    const __m512i even = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88), odd = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+    const __m512i evens = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88), odds = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(even, evens, 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(odd, odds, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(even, evens, 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(odd, odds, 0xdd);
+  }
+}
+
+// x [m, k] in tiles of pairs, [m / 16][k / 32][16 pairs][16 rows][2], in memory of the calling thread.
+const BFloat16* pairs_of(const BFloat16* x, int64_t x_row, int64_t m, int64_t k) {
+  const int64_t steps = steps_of(k), high = high_of(m);
+  auto* to = own_memory<0, BFloat16>(high * steps * TILE);
+  at::parallel_for(0, high, std::max<int64_t>(1, TASK_BYTES / (steps * TILE * 2)), [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile)
+      for (int64_t s = 0; s < steps; ++s) {
+        __m512i rows[TILE_ROWS];
+        for (int64_t r = 0; r < TILE_ROWS; ++r) {
+          const int64_t row = tile * TILE_ROWS + r, at = s * TILE_K;
+          rows[r] = _mm512_maskz_loadu_epi16(row < m ? mask_of(k - at) : 0, x + row * x_row + at);
+        }
+        transpose(rows);
+        for (int64_t r = 0; r < TILE_ROWS; ++r) _mm512_store_si512(to + (tile * steps + s) * TILE + r * TILE_K, rows[r]);
+      }
+  });
+  return to;
+}
+
+// Columns of a weight that lie side by side, k elements each; sum_made's tiles are copies, and nothing behind k is read.
+struct Columns {
+  const BFloat16* first;
+  int64_t stride, k, n;
+
+  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
+    const int64_t begin = panel * MADE_COLUMNS, count = std::min(MADE_COLUMNS, n - begin);
+    for (int64_t column = 0; column < MADE_COLUMNS; ++column) {
+      const BFloat16* from = first + (begin + column) * stride + step * TILE_K;
+      BFloat16* into = to + (column % TILE_ROWS * MADE_TILES + column / TILE_ROWS) * TILE_K;
+      for (int64_t s = 0; s < steps; ++s, into += MADE) {
+        const __mmask32 there = column < count ? mask_of(k - (step + s) * TILE_K) : 0;
+        _mm512_store_si512(into, _mm512_maskz_loadu_epi16(there, from + s * TILE_K));
+        __builtin_prefetch(from + MADE_COLUMNS * stride + s * TILE_K, 0, 2);  // of the next panel
+      }
+    }
+  }
+
+  void fetch(int64_t, int64_t, int64_t, int64_t, int64_t) const {}
+};
+
+// 16 rows' sums with 64 columns, [16][4][16] of (column, block, row), as they leave: with bias, rounded.
+void leave_turned(const float* sums, int64_t rows, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
+  for (int64_t block = 0; block < MADE_TILES; block += 2) {
+    const int64_t first = block * LANES;
+    if (first >= columns) break;
+    const auto narrow = [&](int64_t column) {
+      Vec sum = load(sums + column % TILE_ROWS * MADE_COLUMNS + column / TILE_ROWS * LANES);
+      if (bias != nullptr) sum = sum + Vec(static_cast<float>(bias[std::min(column, columns - 1)]));
+      return _mm512_cvtepu16_epi32(at::vec::cvtfp32_bf16(sum));
+    };
+    __m512i pairs[TILE_ROWS];
+    for (int64_t i = 0; i < TILE_ROWS; ++i)
+      pairs[i] = _mm512_or_si512(narrow(first + 2 * i), _mm512_slli_epi32(narrow(first + 2 * i + 1), 16));
+    transpose(pairs);
+    for (int64_t r = 0; r < rows; ++r)
+      _mm512_mask_storeu_epi16(y + r * stride + first, mask_of(columns - first), pairs[r]);
+  }
+}
+
+// The same as by_columns, by tiles: the weight's columns are the rows of A.
+void by_column_tiles(const BFloat16* x, int64_t x_row, const BFloat16* w, int64_t w_row, const BFloat16* bias, BFloat16* y,
+                     int64_t y_row, int64_t m, int64_t k, int64_t n) {
+  const int64_t steps = steps_of(k), panels = (n + MADE_COLUMNS - 1) / MADE_COLUMNS;
+  const BFloat16* tiled = pairs_of(x, x_row, m, k);
+  share_tiles(m, steps, panels, MADE_TOGETHER, steps * MADE * 2, TILE_ROWS,
+              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const Columns source{w + panel * MADE_COLUMNS * w_row, w_row, k, n - panel * MADE_COLUMNS};
+    sum_made<Weight::A>(tiles, tiled + from * steps * TILE_K, rows, steps, steps, source, count,
+                        [&](int64_t p, int64_t, int64_t row, const float* sums) {
+      const int64_t first = (panel + p) * MADE_COLUMNS;
+      leave_turned(sums, std::min(TILE_ROWS, rows - row), bias == nullptr ? nullptr : bias + first,
+                   y + (from + row) * y_row + first, y_row, n - first);
+    });
+  });
+}
+
+#endif
+
 // y [m, n] = x [m, k] times w [k, n].
 template <typename T>
 void by_rows(const float* x, int64_t x_row, const T* w, int64_t w_row, T* y, int64_t y_row, int64_t m, int64_t k,
@@ -101,8 +203,15 @@ void product(const Tensor& x, const Tensor& w, const Tensor& bias, Tensor& y) {
     using X = typename D::X;
     if (columns) {
       const Tensor rows = rows_of(x).to(c10::CppTypeToScalarType<X>::value);
-      by_columns<D>(rows.const_data_ptr<X>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(1),
-                    bias.defined() ? bias.const_data_ptr<T>() : nullptr, into, y.stride(0), m, k, n);
+      const auto multiply = [&](const auto& by) {
+        by(rows.const_data_ptr<X>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(1),
+           bias.defined() ? bias.const_data_ptr<T>() : nullptr, into, y.stride(0), m, k, n);
+      };
+#ifdef TANDEM_TILES
+      if constexpr (std::is_same_v<D, Pairs>)
+        if (by_tiles() && k > 0) return multiply(by_column_tiles);
+#endif
+      multiply(by_columns<D, T>);
     } else {
       const Tensor rows = rows_of(x).to(at::kFloat);
       by_rows(rows.const_data_ptr<float>(), rows.stride(0), fit.const_data_ptr<T>(), fit.stride(0), into, y.stride(0), m,
@@ -310,25 +419,6 @@ void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16
   }
 }
 
-// run(tiles, panel, count, from, rows) for a few panels beside each other and each part of the rows, shared out.
-template <typename F>
-void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, const F& run) {
-  const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
-  if (few) together = 1;
-  const int64_t groups = (panels + together - 1) / together;
-  const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
-  const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
-  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * steps * STEP * 2 + part * steps * TILE_K * 4));
-  share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
-    with_tiles(std::min(m, TILE_ROWS), [&](auto& tiles) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
-        if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
-      }
-    });
-  });
-}
-
 using TileProduct = Product<BFloat16, BFloat16>;
 
 // Rows of x from one on that is a multiple of 16.
@@ -338,7 +428,8 @@ TileRows rows_from(const TileRows& x, int64_t row, int64_t steps) { return {x.at
 void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
   const int64_t steps = steps_of(k), size = steps * STEP;
   for (const TileProduct& to : products)
-    share_tiles(m, steps, to.panels(), TOGETHER, [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    share_tiles(m, steps, to.panels(), TOGETHER, size * 2, std::min(m, TILE_ROWS),
+                [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
       const BFloat16* panels[TOGETHER];
       for (int64_t p = 0; p < count; ++p) panels[p] = to.packed + (panel + p) * size;
       sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
@@ -360,7 +451,7 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
   }
   const int64_t steps = steps_of(k), size = steps * STEP, n = gated.n;
   const TileProduct* both[] = {&gated, &up};
-  share_tiles(m, steps, gated.panels(), TOGETHER / 2,
+  share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const BFloat16* panels[TOGETHER];
     for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;
@@ -424,7 +515,7 @@ void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases,
     if (by_tiles()) {
       if (m == 0) return;
       const bool as_it_is = m <= TILE_ROWS && k % TILE_K == 0;
-      const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k), TILE_K, TILE};
+      const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k, k), TILE_K, TILE};
       if (!act.has_value()) return multiply_tiles(tiled, m, k, products);
       return with_act(*act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
     }

@@ -82,14 +82,19 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
   const int64_t d = x.size(3), half = d / 2, rows = x.size(0) * x.size(1) * x.size(2);
   const auto *from = x.const_data_ptr<T>(), *c = cos.const_data_ptr<T>(), *s = sin.const_data_ptr<T>();
   T* to = y.data_ptr<T>();
-  // Where a row begins in each of them; neighbours in the third dimension are one step apart.
+  // Where a row begins in each of them; neighbours in the third dimension are one step apart. What has one row in a
+  // dimension has it for all.
   struct Walk {
-    const Tensor& t;
-    int64_t step = t.stride(2), at = 0;
-    void start(int64_t i0, int64_t i1, int64_t i2) { at = i0 * t.stride(0) + i1 * t.stride(1) + i2 * step; }
+    int64_t strides[3] = {}, at = 0;
+    explicit Walk(const Tensor& t) {
+      for (int64_t i = 4 - t.dim(); i < 3; ++i)
+        if (t.size(i + t.dim() - 4) != 1) strides[i] = t.stride(i + t.dim() - 4);
+    }
+    void start(int64_t i0, int64_t i1, int64_t i2) { at = i0 * strides[0] + i1 * strides[1] + i2 * strides[2]; }
+    void next() { at += strides[2]; }
   };
   at::parallel_for(0, rows, std::max<int64_t>(1, TASK_BYTES / (d * sizeof(T))), [&](int64_t begin, int64_t end) {
-    Walk in{x}, co{cos}, si{sin}, out{y};
+    Walk in(x), co(cos), si(sin), out(y);
     int64_t left = 0;  // rows until the next one begins elsewhere
     for (int64_t row = begin; row < end; ++row) {
       if (left == 0) {
@@ -111,7 +116,7 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
       const int rest = static_cast<int>(half - i);
       if (rest > 0)
         pair(i, [rest](const T* p) { return load(p, rest); }, [rest](Vec v, T* p) { put(v, p, rest); });
-      for (Walk* each : {&in, &co, &si, &out}) each->at += each->step;
+      for (Walk* each : {&in, &co, &si, &out}) each->next();
       --left;
     }
   });
@@ -120,13 +125,15 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   TORCH_CHECK(served(x.scalar_type()) && x.dim() == 4 && x.size(3) % 2 == 0 && x.stride(3) == 1,
               "tandem::rotate wants rows of an even number of float32 or bfloat16");
-  for (const Tensor& each : {cos, sin})
-    TORCH_CHECK(each.scalar_type() == x.scalar_type() && each.size(-1) == x.size(3) && each.stride(-1) == 1,
-                "tandem::rotate: angles of ", each.sizes(), " for rows of ", x.sizes());
+  for (const Tensor* each : {&cos, &sin}) {
+    bool fits = each->scalar_type() == x.scalar_type() && each->dim() <= 4 && each->size(-1) == x.size(3) &&
+                each->stride(-1) == 1;
+    for (int64_t i = 2; fits && i <= each->dim(); ++i) fits = each->size(-i) == 1 || each->size(-i) == x.size(4 - i);
+    TORCH_CHECK(fits, "tandem::rotate: angles of ", each->sizes(), " for rows of ", x.sizes());
+  }
   Tensor y = at::empty_like(x);
   TORCH_CHECK(y.stride(3) == 1, "tandem::rotate: strides of x");
-  const Tensor c = cos.expand(x.sizes()), s = sin.expand(x.sizes());
-  x.scalar_type() == at::kFloat ? rotate_rows<float>(x, c, s, y) : rotate_rows<BFloat16>(x, c, s, y);
+  x.scalar_type() == at::kFloat ? rotate_rows<float>(x, cos, sin, y) : rotate_rows<BFloat16>(x, cos, sin, y);
   return y;
 }
 

@@ -29,6 +29,8 @@ constexpr int64_t STEP_LINES = STEP * 2 / LINE;
 constexpr int64_t SOON = 1536;                                  // bytes between what is in work and what is fetched
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
+inline int64_t steps_of(int64_t k, int64_t group) { return k / group * steps_of(group) + steps_of(k % group); }
+inline __mmask32 mask_of(int64_t left) { return left >= TILE_K ? ~__mmask32(0) : (__mmask32(1) << left) - 1; }
 inline int64_t high_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
 // Memory of the calling thread, on a line's boundary, that grows and is used again; `ID` tells one use from another.
@@ -40,19 +42,19 @@ T* own_memory(int64_t count) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
 }
 
-// x [m, k] in tiles, in memory of the calling thread.
-inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t k) {
-  const int64_t steps = steps_of(k), high = high_of(m);
+// x [m, k] in tiles, in memory of the calling thread. Each `group` of neighbours along k begins with a step of its own.
+inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t k, int64_t group) {
+  const int64_t steps = steps_of(k, group), high = high_of(m);
   auto* to = own_memory<0, c10::BFloat16>(high * steps * TILE);
   const auto fill = [=](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile)
       for (int64_t r = 0; r < TILE_ROWS; ++r) {
         const int64_t row = tile * TILE_ROWS + r;
         auto* into = to + (tile * steps * TILE_ROWS + r) * TILE_K;
-        for (int64_t s = 0; s < steps; ++s, into += TILE) {
-          const int64_t left = k - s * TILE_K;
-          const __mmask32 there = row >= m ? 0 : left >= TILE_K ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-          _mm512_store_si512(into, _mm512_maskz_loadu_epi16(there, x + row * k + s * TILE_K));
+        for (int64_t first = 0; first < k; first += group) {
+          const int64_t end = std::min(k, first + group);
+          for (int64_t at = first; at < end; at += TILE_K, into += TILE)
+            _mm512_store_si512(into, _mm512_maskz_loadu_epi16(row < m ? mask_of(end - at) : 0, x + row * k + at));
         }
       }
   };
@@ -179,6 +181,27 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
       }
     }
   }
+}
+
+// run(tiles, panel, count, from, rows) for a few panels of so many bytes beside each other and each part of the rows, shared
+// out. The low registers have `low` rows.
+template <typename F>
+void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, int64_t panel_bytes, int64_t low,
+                 const F& run) {
+  const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
+  if (few) together = 1;
+  const int64_t groups = (panels + together - 1) / together;
+  const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
+  const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+  const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * panel_bytes + part * steps * TILE_K * 4));
+  share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
+    with_tiles(low, [&](auto& tiles) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
+        if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
+      }
+    });
+  });
 }
 
 }  // namespace tandem

@@ -231,6 +231,7 @@ def _worker(record: WorkerRecord, age_s: float) -> admin_pb2.Worker:
         blocks_held=record.blocks_held,
         kv_dtype=record.kv_dtype,
         kv_token_bytes=record.kv_token_bytes,
+        sum_order=record.sum_order,
         heartbeat_age_seconds=age_s,
         weights=record.weights,
         weight_bytes=record.weight_bytes,

@@ -172,6 +172,7 @@ class Completion:
             ttft_s=None if job.ttft_s is None else job.ttft_s - account.elapsed(),
             begun=bool(job.generated),
             follows=bool(near),
+            sum_order=account.sum_order,
         ) as placement:
             before, began = job.generated, monotonic()
             account.placed(placement, waited=began - waiting_since)

@@ -45,6 +45,7 @@ OVER = object()
 class _Waiting(Waiting):
     ahead: int = 0
     near: str = ""
+    sum_order: str = ""
     cached: Cached = lambda record: 0
     holders: Holders = lambda role: ()
     placement: Placement | None = None
@@ -85,17 +86,28 @@ class Placer:
         ttft_s: float | None = None,
         begun: bool = False,
         follows: bool = False,
+        sum_order: str = "",
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
         block ends. `cached` says how many leading tokens a worker has already, and `holders` which ones to ask first;
         its first token is of no use after `ttft_s`. One that has `begun`, or `follows` another completion of its
-        request that has, is refused for no estimate.
+        request that has, is refused for no estimate. `sum_order` is that of the worker which lost it, "" for none.
 
         Raises Busy at once when it would wait too long, and after the queue timeout or `remaining_s` when it did;
         DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when nobody is there.
         """
         ahead = min(AHEAD_TOKENS, limit - tokens)
-        one = _Waiting(tokens, tenant, priority, begun, ahead=ahead, near=near, cached=cached, holders=holders)
+        one = _Waiting(
+            tokens,
+            tenant,
+            priority,
+            begun,
+            ahead=ahead,
+            near=near,
+            sum_order=sum_order,
+            cached=cached,
+            holders=holders,
+        )
         self._catch_up()
         if not self._queue:
             self._places.clear()
@@ -246,7 +258,7 @@ class Placer:
     def _place(self, one: _Waiting, behind: int) -> Placement | None:
         self._workers.settle()
         ways = self._ways.at(monotonic())
-        decode = choose_decode(self._decodes(one), one.tokens, one.ahead, self._rules, one.near, ways)
+        decode = choose_decode(self._decodes(one), one.tokens, one.ahead, self._rules, one.near, ways, one.sum_order)
         if decode is None:
             return None
         avoided = self._avoided_by(decode)

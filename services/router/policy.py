@@ -49,6 +49,7 @@ class Candidate:
     stream_s: float = 0.0  # that each further stream adds
     last_used: int = 0  # the number of this router's latest placement there; 0: none
     usable: bool = True  # ready, not suspected of being dead, did not just say "not now"
+    sum_order: str = ""  # equal in two workers: the same bits; "": not known
     cached: int = 0  # leading tokens of the prompt in question that it has already
 
     def having(self, cached: int) -> Candidate:
@@ -134,6 +135,7 @@ def place(
     near: str = "",
     behind: float = 0.0,
     ways: Ways = MappingProxyType({}),
+    sum_order: str = "",
 ) -> Placement | None:
     """The best place for a request of `tokens` tokens with `ahead` more to reserve; None for "no room now".
 
@@ -144,11 +146,12 @@ def place(
 
     `near` is the decode worker that has the KV of all tokens but those of the last block, or "". If it has room for
     what is new, nothing moves. `behind` is how many prompts wait at the router after this one, for each prefill worker.
+    `sum_order` is that of the worker which lost a stream: one with the same bits goes on with it where one has room.
 
     This is the definition, over all workers. The router runs its two halves over the few of each pool that
     services.router.pools names.
     """
-    decode = choose_decode(decodes, tokens, ahead, rules, near, ways)
+    decode = choose_decode(decodes, tokens, ahead, rules, near, ways, sum_order)
     return pair(decode, prefills, tokens, rules, near, behind, ways) if decode else None
 
 
@@ -159,13 +162,15 @@ def choose_decode(
     rules: Rules,
     near: str = "",
     ways: Ways = MappingProxyType({}),
+    sum_order: str = "",
 ) -> Candidate | None:
     """The first half of `place`."""
     roomy = [one for one in decodes if has_room(one, tokens, ahead, rules, near)]
     for one in roomy:
         if one.worker_id == near:
             return one
-    return _decode(roomy, tokens, rules, ways) if roomy else None
+    alike = [one for one in roomy if sum_order and one.sum_order == sum_order]
+    return _decode(alike or roomy, tokens, rules, ways) if roomy else None
 
 
 def pair(

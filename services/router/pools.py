@@ -112,22 +112,26 @@ class Decodes:
         self.alone = Power()  # of all, where there is no prefill worker
         self.beside = Power()  # of those that compute prompts beside prefill workers
         self._rules = rules
-        self._load = Order()
+        self._load: dict[str, Order] = {}  # by the order of their sums
         self._free = Order()
 
     def put(self, one: Candidate) -> None:
+        before = self.workers.get(one.worker_id)
+        if before and before.sum_order != one.sum_order:
+            self.drop(one.worker_id)
         self.workers[one.worker_id] = one
         usable = one.usable
         load = (one.running / one.max_running if one.max_running else 1.0, -one.free_blocks, one.last_used)
-        self._load.put(one.worker_id, (*load, one.worker_id) if usable else None)
+        alike = self._load.setdefault(one.sum_order, Order())
+        alike.put(one.worker_id, (*load, one.worker_id) if usable else None)
         self._free.put(one.worker_id, (-one.free_blocks * one.block_size, one.worker_id) if usable else None)
         pace = pace_of(one, self._rules, "decode") if usable else 0.0
         self.alone.put(one.worker_id, pace, one.prompts)
         self.beside.put(one.worker_id, pace if pace and helps(one, self._rules) else 0.0, one.prompts)
 
     def drop(self, worker_id: str) -> None:
-        if self.workers.pop(worker_id, None):
-            self._load.put(worker_id, None)
+        if one := self.workers.pop(worker_id, None):
+            self._load[one.sum_order].put(worker_id, None)
             self._free.put(worker_id, None)
             self.alone.put(worker_id, 0.0, ())
             self.beside.put(worker_id, 0.0, ())
@@ -135,17 +139,19 @@ class Decodes:
     def shortlist(
         self, tokens: int, ahead: int, near: str, holders: Iterable[str], cached: CachedAt
     ) -> list[Candidate]:
-        """The least loaded one with room, the one that is `near`, and `holders` of the prompt's beginning."""
+        """The least loaded one with room of each order of sums, the one that is `near`, and `holders` of the prompt's
+        beginning."""
         found = {name: self.workers[name] for name in (near, *holders) if name in self.workers}
         most_free = self._free.least()
         if most_free and -most_free[0] >= tokens + ahead:
-            for worker_id in self._load:
-                one = self.workers[worker_id]
-                if one.running >= one.max_running:
-                    break
-                if has_room(one, tokens, ahead, self._rules):
-                    found[one.worker_id] = one
-                    break
+            for alike in self._load.values():
+                for worker_id in alike:
+                    one = self.workers[worker_id]
+                    if one.running >= one.max_running:
+                        break
+                    if has_room(one, tokens, ahead, self._rules):
+                        found[one.worker_id] = one
+                        break
         return [one.having(cached(name)) for name, one in found.items()]
 
 

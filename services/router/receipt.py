@@ -10,7 +10,7 @@ spent itself. So the sum is the router's own time to first token, by constructio
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import monotonic, time
 
 from services.router.admit import Job
@@ -54,6 +54,7 @@ class Account:
         self._expected: Estimate | None = None  # of the placement that gave the first token
         self._first: decode_pb2.FirstTokenTiming | None = None
         self._attempt_first: decode_pb2.FirstTokenTiming | None = None
+        self._gave: list[Placement] = []  # of the attempts that gave tokens
         self._first_at = 0.0  # when the first token had come up to the router
         self._last_at = 0.0
         self._ttft = 0.0
@@ -95,6 +96,8 @@ class Account:
     def first_token(self, timing: decode_pb2.FirstTokenTiming) -> None:
         """The first token of an attempt; of the first attempt that came so far, it is the request's."""
         self._attempt_first = timing
+        if self._placement:
+            self._gave.append(self._placement)
         if self._first is None:
             self._first = timing
             self._first_at = monotonic()
@@ -109,6 +112,11 @@ class Account:
     @property
     def decode_worker(self) -> str:
         return self._placement.decode.worker_id if self._placement else ""
+
+    @property
+    def sum_order(self) -> str:
+        """Of the decode worker that gave the latest tokens; "" before there are any."""
+        return self._gave[-1].decode.sum_order if self._gave else ""
 
     def sent(self, tokens: int) -> float | None:
         """Now its client may have them. Seconds since those before; None for the first."""
@@ -147,6 +155,8 @@ class Account:
             )
         if placement.prefill is None:
             notes.append(f"prefilled on the decode worker: {placement.why_local}")
+        if unlike := _unlike_orders(self._gave):
+            notes.append(unlike)
         after_first = self._last_at - self.arrived - self._ttft
         return generation_pb2.Receipt(
             request_id=job.request_id,
@@ -219,6 +229,19 @@ class Account:
     def _count_lost(self) -> None:
         if self._first is None:
             self._retries += monotonic() - self._dispatched
+
+
+def _unlike_orders(gave: Iterable[Placement]) -> str:
+    """A note when the workers that gave a stream its tokens do not give equal bits; "" when they do."""
+    workers = [worker for placement in gave for worker in (placement.prefill, placement.decode) if worker]
+    orders = {worker.worker_id: worker.sum_order for worker in workers if worker.sum_order}
+    if len(set(orders.values())) < 2:
+        return ""
+    names = ", ".join(f"{worker_id} {order}" for worker_id, order in orders.items())
+    return (
+        f"its workers sum in unlike orders ({names}): in one order alone it might have other tokens, as right as these;"
+        " the setting sum_order makes workers agree"
+    )
 
 
 def _estimate(estimate: Estimate | None) -> generation_pb2.Estimate | None:

@@ -154,6 +154,7 @@ class Workers:
             step_s=record.step_s,
             stream_s=record.stream_s,
             last_used=since.last_used,
+            sum_order=record.sum_order,
             usable=record.state is State.READY and monotonic() >= max(since.full_until, since.suspect_until),
         )
 

@@ -25,7 +25,7 @@ class ListReceiptsResponse(_message.Message):
     def __init__(self, receipts: _Optional[_Iterable[_Union[_generation_pb2.Receipt, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "metrics_address")
+    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Worker(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SUM_ORDER_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
@@ -57,8 +58,9 @@ class Worker(_message.Message):
     weight_bytes: int
     kv_dtype: str
     kv_token_bytes: float
+    sum_order: str
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

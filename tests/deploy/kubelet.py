@@ -52,7 +52,7 @@ class Pod:
         self._secrets = {one["metadata"]["name"]: one["data"] for one in documents if one["kind"] == "Secret"}
         self._here = {"0.0.0.0": ip, **names}
         for mount in self.container["volumeMounts"]:
-            if mount["mountPath"] not in ("/dev/shm", "/app/engine/kernels/_build"):
+            if mount["mountPath"] != "/dev/shm":
                 self._here[mount["mountPath"]] = str(folder / name / mount["name"])
                 (folder / name / mount["name"]).mkdir(parents=True)
         self.env = self._environment()

@@ -516,3 +516,17 @@ async def test_control_without_an_end_a_worker_that_said_no_is_lost(monkeypatch:
     for _ in range(2):
         with pytest.raises(Busy):
             await once(placer)
+
+
+async def test_a_lost_stream_goes_on_where_sums_are_the_same_but_waits_for_nobody() -> None:
+    """A worker with its bits is taken although another one is idle; when it has no room, the other one is."""
+    records = [replace(RECORD, worker_id=f"decode-{number}", sum_order=order) for number, order in enumerate(
+        ["pairs", "tile32"]
+    )]  # fmt: skip
+    placer = Placer(seen(*records), 5.0, Rules())
+    async with AsyncExitStack() as stack:
+        places = [
+            await stack.enter_async_context(placer.placed(10, 20, 5.0, begun=True, sum_order="tile32"))
+            for _ in range(3)
+        ]
+    assert [one.decode.worker_id for one in places] == ["decode-1", "decode-1", "decode-0"]

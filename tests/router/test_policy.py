@@ -133,3 +133,28 @@ def test_load_goes_before_turns() -> None:
     found = place([busy, idle], [], 10, 10, Rules())
     assert found
     assert found.decode is idle
+
+
+@given(workers("decode"), workers("prefill"), REQUESTS, st.sampled_from(["", "tile32", "pairs", "chain8"]))
+def test_a_stream_goes_on_where_sums_are_the_same_and_never_waits_for_that(
+    decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int], wanted: str
+) -> None:
+    """The least loaded of those with room and the same bits; where none has room, the least loaded of all. A stream that
+    nobody lost goes to the least loaded in any case."""
+    decodes = [replace(one, sum_order=("tile32", "pairs")[number % 2]) for number, one in enumerate(decodes)]
+    able = [one for one in decodes if roomy(one, *request)]
+    alike = [one for one in able if one.sum_order == wanted]
+    found = place(decodes, prefills, *request, Rules("never"), sum_order=wanted)
+    assert (found is None) == (not able)
+    if found:
+        assert loaded(found.decode) == min(map(loaded, alike or able))
+        assert found.decode in (alike or able)
+
+
+def test_the_prefill_worker_is_chosen_whatever_its_sums_are() -> None:
+    """Only what goes on with a stream is chosen by its order."""
+    decode = replace(IDLE, sum_order="tile32")
+    busy, idle = (replace(IDLE, worker_id=f"prefill-{number}", running=1 - number) for number in range(2))
+    found = place([decode], [replace(busy, sum_order="tile32"), idle], 8, 8, Rules("never"), sum_order="tile32")
+    assert found
+    assert found.prefill is idle

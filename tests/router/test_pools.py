@@ -25,6 +25,7 @@ from services.router.ways import Ways
 WORKER = Candidate("", "a", "h:1", "L", running=0, max_running=4, free_blocks=100, block_size=16, max_model_len=2048,
                    prompt_rate=1000.0, step_s=0.02, stream_s=0.001)  # fmt: skip
 MANY = 3 * FEW
+ORDERS = ["tile32", "tile32", "pairs", "chain8", ""]
 RULESETS = [Rules(local, 3.0) for local in get_args(Local)]
 RULESETS += [Rules("measured", tpot=0.021), Rules("measured", tpot=0.1, beside_s=0.08)]
 
@@ -34,6 +35,7 @@ def pool(role: str, prompts: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStr
         replace,
         st.just(WORKER),
         layout_hash=st.sampled_from("LLLM"),
+        sum_order=st.sampled_from(ORDERS),
         running=st.sampled_from([0, 0, 1, 5]),
         streams=st.integers(0, 4),
         free_blocks=st.sampled_from([0, 40, 60, 100]),
@@ -67,14 +69,16 @@ class Looked:
         for one in prefills:
             self.prefills.put(one)
 
-    def place(self, tokens: int, ahead: int, near: str = "", cached: Mapping[str, int] = {}) -> Placement | None:
+    def place(
+        self, tokens: int, ahead: int, near: str = "", cached: Mapping[str, int] = {}, order: str = ""
+    ) -> Placement | None:
         ways = Ways().at(0.0)
 
         def has(worker_id: str) -> int:
             return cached.get(worker_id, 0)
 
         some = self.decodes.shortlist(tokens, ahead, near, cached, has)
-        decode = choose_decode(some, tokens, ahead, self.rules, near, ways)
+        decode = choose_decode(some, tokens, ahead, self.rules, near, ways, order)
         if decode is None:
             return None
         return pair(decode, self.prefills.shortlist(decode, ways, cached, has), tokens, self.rules, near)
@@ -99,12 +103,13 @@ def test_a_few_workers_decide_as_all_of_them_do(
     data: st.DataObject,
 ) -> None:
     """Exactly, where prefill workers have a prompt or none, whoever has the beginning of this one, and also for the
-    decode worker that has its KV."""
+    decode worker that has its KV, and for a stream that was lost."""
     near = data.draw(st.sampled_from(["", *(one.worker_id for one in decodes)]))
     names = named(cached)
     prefills = [replace(one, prompt_rate=1000.0) for one in prefills]
-    found = Looked(rules, decodes, prefills).place(*request, near, names)
-    assert found == place(having(decodes, names), having(prefills, names), *request, rules, near)
+    order = data.draw(st.sampled_from(ORDERS))
+    found = Looked(rules, decodes, prefills).place(*request, near, names, order)
+    assert found == place(having(decodes, names), having(prefills, names), *request, rules, near, sum_order=order)
 
 
 @settings(max_examples=50)

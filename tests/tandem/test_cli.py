@@ -375,6 +375,19 @@ async def test_doctor_flags_tcp_at_home(fake: Any, events: Any) -> None:
     assert "degraded" not in (await run("doctor", "--target", fake.target)).out
 
 
+async def test_doctor_names_workers_that_sum_in_unlike_orders(fake: Any) -> None:
+    """As advice, for they fit together; alike ones, and one whose order is not known, are not spoken of."""
+    for prefill, decode, said in (("tile32", "pairs", True), ("pairs", "pairs", False), ("", "pairs", False)):
+        fake.workers[0].sum_order, fake.workers[1].sum_order = prefill, decode
+        result = await run("doctor", "--target", fake.target)
+        assert (result.code, "advice: " in result.out, "no problems" in result.out) == (0, said, True)
+        told = "".join(result.out.split())
+        assert ("(pairs:decode-0;tile32:prefill-0)" in told and "sum_order" in told) == said
+    fake.workers[0].sum_order = "torch"
+    (advice,) = json.loads((await run("doctor", "--output", "json", "--target", fake.target)).out)["advice"]
+    assert "plain PyTorch agrees with none" in advice
+
+
 @pytest.mark.parametrize("what", ["incompatible", "probe", "registry", "other"])
 async def test_doctor_fails_on_problems(fake: Any, what: str) -> None:
     """Exit 1, with the reason in a sentence."""

@@ -2,8 +2,7 @@
 {{- define "tandem.pool" -}}
 {{- $values := .root.Values }}
 {{- $name := printf "%s-%s" (include "tandem.name" .root) .component }}
-{{- $settings := mergeOverwrite (dict "drain_grace_s" 30 "device" "auto") $values.settings .of.settings }}
-{{- $operators := eq $settings.device "cpu" }}
+{{- $settings := mergeOverwrite (dict "drain_grace_s" 30) $values.settings .of.settings }}
 {{- $rdma := gt (int .of.rdma.count) 0 }}
 {{- $limits := deepCopy (.of.resources.limits | default dict) }}
 {{- if .of.gpu.count }}{{ $_ := set $limits .of.gpu.resource (.of.gpu.count | toString) }}{{ end }}
@@ -34,23 +33,9 @@ spec:
       # SIGTERM is the drain: what still runs after drain_grace_s goes on elsewhere, with the same tokens.
       terminationGracePeriodSeconds: {{ add (ceil $settings.drain_grace_s) 15 }}
       {{- $before := include "tandem.downloads" .root }}
-      {{- if or $before $values.ray.enabled $operators }}
+      {{- if or $before $values.ray.enabled }}
       initContainers:
         {{- $before | nindent 8 }}
-        {{- if $operators }}
-        # Compiled for the machine that this pod runs on, which takes half a minute.
-        - name: operators
-          image: {{ include "tandem.image" (dict "root" .root "image" "worker") }}
-          imagePullPolicy: {{ $values.image.pullPolicy }}
-          command: [python, -m, engine.kernels.build]
-          env:
-            - {name: HOME, value: /tmp}
-          resources: {requests: {cpu: 500m, memory: 1Gi}, limits: {memory: 4Gi}}
-          securityContext: {{- include "tandem.hardened" .root | nindent 12 }}
-          volumeMounts:
-            - {name: tmp, mountPath: /tmp}
-            - {name: operators, mountPath: /app/engine/kernels/_build}
-        {{- end }}
         {{- if $values.ray.enabled }}{{ include "tandem.ray.node" . | nindent 8 }}{{ end }}
       {{- end }}
       containers:
@@ -99,15 +84,9 @@ spec:
           volumeMounts:
             {{- include "tandem.mounts" .root | nindent 12 }}
             - {name: shm, mountPath: /dev/shm}
-            {{- if $operators }}
-            - {name: operators, mountPath: /app/engine/kernels/_build, readOnly: true}
-            {{- end }}
       volumes:
         {{- include "tandem.volumes" .root | nindent 8 }}
         - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .of.shm }}}}
-        {{- if $operators }}
-        - {name: operators, emptyDir: {}}
-        {{- end }}
 ---
 {{ include "tandem.pdb" . }}
 {{- with .of.autoscaling }}

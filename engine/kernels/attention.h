@@ -1,0 +1,175 @@
+// What both ways of attention share: which tokens a query sees, where their K and V lie, and who works on what.
+#pragma once
+
+#include "dots.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Float8_e4m3fn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+namespace tandem {
+
+using Fp8 = c10::Float8_e4m3fn;
+
+constexpr int64_t BLOCKS_AHEAD = 4;  // between the block whose scales are read and the one whose are on their way
+
+template <typename T>
+void prefetch(const T* from, int64_t count) {
+  const char* line = reinterpret_cast<const char*>(from);
+  for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += LINE) __builtin_prefetch(line + at, 0, 2);
+}
+
+inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+// What a token sees: everything before it, the last `window` tokens, or its own part of `chunk` tokens.
+struct Reach {
+  int64_t window, chunk;  // 0 for none
+  int64_t first(int64_t position) const {
+    if (window > 0) return std::max<int64_t>(0, position - window + 1);
+    return chunk > 0 ? position / chunk * chunk : 0;
+  }
+  int64_t last(int64_t key) const {  // the last position that sees it
+    if (window > 0) return key + window - 1;
+    return chunk > 0 ? key / chunk * chunk + chunk - 1 : std::numeric_limits<int64_t>::max();
+  }
+};
+
+// Elements of quantised K or V.
+template <typename T>
+constexpr bool QUANTISED = sizeof(T) == 1;
+
+#ifdef CPU_CAPABILITY_AVX512
+// Whether rows of T are loaded as vectors of W.
+template <typename T, typename W>
+constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
+
+inline __m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+
+// An fp8 of ours is never subnormal (engine/quantised.py). Its exponent counts from 7, those of float and bfloat16 count
+// from 127: all but zero differ by 120 steps of it.
+inline __m512i widened_to(float, __m128i bytes, Fp8) {
+  const __m512i bits =
+      _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(0x87f00000));
+  const __mmask16 some = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x7fffffff));
+  return _mm512_mask_add_epi32(bits, some, bits, _mm512_set1_epi32(120 << 23));
+}
+
+#ifdef TANDEM_BF16_DOT
+inline __m512i widened_to(c10::BFloat16, __m256i bytes, int8_t) {
+  const auto half = [](__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); };
+  return (__m512i)_mm512_cvtne2ps_pbh(half(_mm256_extracti128_si256(bytes, 1)), half(_mm256_castsi256_si128(bytes)));
+}
+
+inline __m512i widened_to(c10::BFloat16, __m256i bytes, Fp8) {
+  const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4),
+                                        _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
+  const __mmask32 some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
+  return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(120 << 7));
+}
+#endif
+
+// `count` elements of a row from element `at` on as W, the rest zeros; all zeros without a row.
+template <typename W, typename T>
+__m512i words_of(const T* row, int64_t at, int64_t count) {
+  if (row == nullptr || count <= 0) return _mm512_setzero_si512();
+  if constexpr (QUANTISED<T> && sizeof(W) == 4)
+    return widened_to(W(), _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), row + at), T());
+  else if constexpr (QUANTISED<T>)
+    return widened_to(W(), _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1ull << count) - 1), row + at), T());
+  else if constexpr (sizeof(T) == 4)
+    return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), row + at);
+  else
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
+}
+
+// A matrix of 16 by 16 words.
+[[gnu::always_inline]] inline void transpose(__m512i (&m)[LANES]) {
+  __m512i n[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    n[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    n[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int half = 0; half < 2; ++half) {
+      m[i + 2 * half] = _mm512_unpacklo_epi64(n[i + half], n[i + 2 + half]);
+      m[i + 2 * half + 1] = _mm512_unpackhi_epi64(n[i + half], n[i + 2 + half]);
+    }
+  for (int i = 0; i < LANES; i += 8)
+    for (int at = 0; at < 4; ++at) {
+      n[i + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0x88);
+      n[i + 4 + at] = _mm512_shuffle_i32x4(m[i + at], m[i + 4 + at], 0xdd);
+    }
+  for (int at = 0; at < 8; ++at) {
+    m[at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0x88);
+    m[8 + at] = _mm512_shuffle_i32x4(n[at], n[8 + at], 0xdd);
+  }
+}
+#endif
+
+// Where the rows of K or V of one sequence and head lie.
+template <typename T>
+struct Place {
+  const T* base;
+  const int32_t* table;        // the sequence's blocks
+  int64_t size, block, token;  // tokens of a block, and the strides
+
+  // rows[i] = that of token start + i, for so many tokens; null for what is not in [from, to).
+  void locate(int64_t start, int64_t count, int64_t from, int64_t to, const T** rows) const {
+    std::fill(rows, rows + count, nullptr);
+    const int64_t end = std::min(start + count, to);
+    for (int64_t at = std::max(start, from), in = at / size; at < end; ++in) {
+      const T* row = base + table[in] * block + (at - in * size) * token;
+      for (const int64_t stop = std::min((in + 1) * size, end); at < stop; ++at, row += token) rows[at - start] = row;
+    }
+  }
+};
+
+// The scales of rows, wanted whole: `from` holds those of a head and block side by side, `blocks` apart.
+inline void scales_into(const uint16_t* from, int64_t blocks, const int32_t* table, int64_t size, int64_t first, int64_t last,
+                 float* scales) {
+  const int64_t end = (last + size - 1) / size;
+  for (int64_t at = first, in = at / size; at < last; ++in) {
+    if (in + BLOCKS_AHEAD < end) __builtin_prefetch(from + table[in + BLOCKS_AHEAD] * blocks, 0, 2);
+    const uint16_t* here = from + table[in] * blocks + (at - in * size);
+    for (const int64_t stop = std::min((in + 1) * size, last); at < stop; ++at, ++here, ++scales) {
+      const uint32_t bits = static_cast<uint32_t>(*here) << 16;
+      std::memcpy(scales, &bits, sizeof bits);
+    }
+  }
+}
+
+struct Task {  // consecutive queries of one sequence
+  int64_t sequence, row, position, queries;
+};
+
+// The tasks of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
+// most(length) is how many queries one may have.
+template <typename F>
+std::vector<Task> tasks_of(const at::Tensor& starts, const at::Tensor& lengths, const F& most) {
+  const auto *start = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
+  std::vector<Task> tasks;
+  for (int64_t i = 0; i < lengths.size(0); ++i) {
+    const int64_t queries = start[i + 1] - start[i], position = length[i] - queries;
+    const int64_t height = most(length[i]), count = (queries + height - 1) / height;
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t at = (n % 2 == 0 ? n / 2 : count - 1 - n / 2) * height;
+      tasks.push_back({i, start[i] + at, position + at, std::min(height, queries - at)});
+    }
+  }
+  return tasks;
+}
+
+// The operator `attend` for bfloat16 queries by tiles (tile_attention.cpp): its sums go in the order tile32.
+void attend_by_tiles(at::Tensor& out, const at::Tensor& query, const at::Tensor& k_pages, const at::Tensor& v_pages,
+                     const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& blocks, Reach reach,
+                     double scaling, std::optional<double> softcap, const float* sinks,
+                     const std::optional<at::Tensor>& k_scales, const std::optional<at::Tensor>& v_scales);
+
+}  // namespace tandem

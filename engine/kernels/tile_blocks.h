@@ -1,0 +1,124 @@
+// Rows times panels whose tiles are made from the weight while it is read: widened from codes, or copied from columns that
+// lie side by side.
+//
+// A step of k of a panel is [16][4][64 bytes], four tiles beside each other; steps are made in the first cache. The sum of a
+// few steps, a group, may be wanted by itself. x lies in tiles, [m / 16][steps][16][64 bytes].
+#pragma once
+
+#include "tile_panels.h"
+
+#ifdef TANDEM_TILES
+
+namespace tandem {
+
+constexpr int64_t MADE_TILES = 4;                             // of a step
+constexpr int64_t MADE_COLUMNS = MADE_TILES * LANES;
+constexpr int64_t MADE = MADE_TILES * TILE;                   // elements of a step
+constexpr int64_t MADE_STRIDE = MADE_TILES * WIDTH_BYTES;     // bytes between rows of its tiles
+constexpr int64_t MADE_SUMS = TILE_ROWS * MADE_COLUMNS;       // of 16 rows and a panel
+constexpr int64_t MADE_DEEP = 8;                              // steps at a time, 32 KiB, where many rows share them
+constexpr int64_t MADE_TOGETHER = 4;                          // panels that share a reading of x
+
+// Which operand the weight is: B, whose rows are pairs along k, or A, whose rows are columns of the weight. Then the sums
+// lie [column][row of x].
+enum class Weight { A, B };
+
+// The four tiles of sums += x times so many steps.
+template <Weight W, typename M>
+[[gnu::always_inline]] inline void add_made(M& tiles, const c10::BFloat16* x, const c10::BFloat16* made, int64_t steps) {
+  for (int64_t s = 0; s < steps; ++s, x += TILE, made += MADE) {
+    tiles.template load<4>(x, WIDTH_BYTES);
+    tiles.template load<5>(made, MADE_STRIDE);
+    W == Weight::A ? tiles.template dot<0, 5, 4>() : tiles.template dot<0, 4, 5>();
+    tiles.template load<6>(made + 32, MADE_STRIDE);
+    W == Weight::A ? tiles.template dot<1, 6, 4>() : tiles.template dot<1, 4, 6>();
+    tiles.template load<7>(made + 64, MADE_STRIDE);
+    W == Weight::A ? tiles.template dot<2, 7, 4>() : tiles.template dot<2, 4, 7>();
+    tiles.template load<5>(made + 96, MADE_STRIDE);
+    W == Weight::A ? tiles.template dot<3, 5, 4>() : tiles.template dot<3, 4, 5>();
+  }
+}
+
+template <typename M>
+void zero_made(M& tiles) {
+  tiles.template zero<0>();
+  tiles.template zero<1>();
+  tiles.template zero<2>();
+  tiles.template zero<3>();
+}
+
+template <typename M>
+void load_made(M& tiles, const float* from) {
+  tiles.template load<0>(from, MADE_STRIDE);
+  tiles.template load<1>(from + LANES, MADE_STRIDE);
+  tiles.template load<2>(from + 2 * LANES, MADE_STRIDE);
+  tiles.template load<3>(from + 3 * LANES, MADE_STRIDE);
+}
+
+template <typename M>
+void store_made(M& tiles, float* to) {
+  tiles.template store<0>(to, MADE_STRIDE);
+  tiles.template store<1>(to + LANES, MADE_STRIDE);
+  tiles.template store<2>(to + 2 * LANES, MADE_STRIDE);
+  tiles.template store<3>(to + 3 * LANES, MADE_STRIDE);
+}
+
+// Rows of x times `count` panels of so many steps. source.make(panel, step, steps, to) makes tiles, source.fetch(panel, step,
+// steps, part, parts) brings a part of what that will read into the second cache. Of each panel, each group of `of_group`
+// steps in order and each 16 rows leave(panel, group, row, sums), with sums [16][64] of float.
+template <Weight W, typename M, typename S, typename L>
+void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int64_t of_group, const S& source,
+              int64_t count, const L& leave) {
+  const int64_t high = high_of(rows);
+  alignas(LINE) float out[MADE_SUMS];
+  if (high == 1) {  // one step is made while the one before it is multiplied
+    alignas(LINE) c10::BFloat16 made[2][MADE];
+    for (int64_t p = 0; p < count; ++p) {
+      source.make(p, 0, 1, made[0]);
+      for (int64_t s = 0, group = 0, left = 0; s < steps; ++s) {
+        if (left == 0) zero_made(tiles), left = std::min(of_group, steps - s);
+        add_made<W>(tiles, x + s * TILE, made[s % 2], 1);
+        if (s + 1 < steps) source.make(p, s + 1, 1, made[(s + 1) % 2]);
+        if (--left > 0) continue;
+        store_made(tiles, out);
+        leave(p, group++, int64_t{0}, out);
+      }
+    }
+    return;
+  }
+  auto* made = own_memory<3, c10::BFloat16>(MADE_DEEP * MADE);
+  float* waiting = own_memory<1, float>(count * high * MADE_SUMS);
+  const auto deep_at = [&](int64_t from) {  // whole groups, or a part of one
+    const int64_t most = of_group > MADE_DEEP ? std::min(MADE_DEEP, of_group - from % of_group)
+                                              : MADE_DEEP / of_group * of_group;
+    return std::min(most, steps - from);
+  };
+  for (int64_t from = 0, deep; from < steps; from += deep) {
+    deep = deep_at(from);
+    const int64_t first = from / of_group;
+    for (int64_t p = 0; p < count; ++p) {
+      source.make(p, from, deep, made);
+      const int64_t next = p + 1 < count ? p + 1 : 0, then = next == 0 ? from + deep : from;
+      for (int64_t tile = 0; tile < high; ++tile) {
+        if (then < steps) source.fetch(next, then, deep_at(then), tile, high);
+        float* kept = waiting + (p * high + tile) * MADE_SUMS;
+        for (int64_t s = from, group = first, some; s < from + deep; s += some, ++group) {
+          const int64_t end = std::min((group + 1) * of_group, steps);
+          some = std::min(end, from + deep) - s;
+          s == group * of_group ? zero_made(tiles) : load_made(tiles, kept);
+          add_made<W>(tiles, x + (tile * steps + s) * TILE, made + (s - from) * MADE, some);
+          if (s + some < end) {
+            store_made(tiles, kept);
+          } else {
+            store_made(tiles, out);
+            leave(p, group, tile * TILE_ROWS, out);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace tandem
+
+#endif

@@ -1,0 +1,273 @@
+"""Attention in the order tile32: right, and a token's bits depend on its own sequence up to it and on nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+import torch
+
+from engine import kernels, quantised
+from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
+from engine.pages import Pages, layout_of
+
+CPU = torch.device("cpu")
+SERVED = kernels.serving(CPU) != kernels.REFERENCE and "tile32" in torch.ops.tandem.orders()
+pytestmark = pytest.mark.skipif(not SERVED, reason="the order tile32 is not served here")
+
+KINDS = ["auto", "int8", "fp8"]
+REACHES: list[Reach] = [Full(), Sliding(19), Sliding(300), Chunked(12), Chunked(200)]
+MORE = [(None, False), (2.0, False), (None, True), (2.0, True)]  # softcap, sinks
+SCALING = 0.3
+
+
+@pytest.fixture(autouse=True)
+def tile32() -> Iterator[None]:
+    before = torch.ops.tandem.order()
+    torch.ops.tandem.use_order("tile32")
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    torch.ops.tandem.use_order(before)
+
+
+class Case:
+    """Tokens of some sequences with a query for each, in pages that are NaN everywhere else."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        kv: str = "auto",
+        size: int = 16,
+        kv_heads: int = 2,
+        groups: int = 3,
+        dims: tuple[int, int] = (64, 64),
+        sinks: bool = False,
+    ) -> None:
+        heads = kv_heads * groups
+        fact = CallFacts(kv_heads, heads, *dims, Full(), None, False, SCALING)
+        counts = [-(-length // size) for length in lengths]
+        self.kept = quantised.element_dtype(kv)  # type: ignore[arg-type]
+        self.pages = Pages(layout_of([fact] * 2, size, torch.bfloat16, "", self.kept), sum(counts) + 2, CPU)
+        self.pages.buffer.fill_(255)
+        ids = random.sample(range(sum(counts) + 2), sum(counts))
+        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
+        self.lengths = lengths
+        self.query = [torch.randn(length, heads, dims[0]).bfloat16() for length in lengths]
+        self.k = [self.put(index, "k", torch.randn(length, kv_heads, dims[0])) for index, length in enumerate(lengths)]
+        self.v = [self.put(index, "v", torch.randn(length, kv_heads, dims[1])) for index, length in enumerate(lengths)]
+        self.sinks = torch.randn(heads) * 3 if sinks else None
+
+    def put(self, index: int, which: str, new: torch.Tensor) -> torch.Tensor:
+        """Writes K or V of a whole sequence, [length, kv_heads, dim]; returns what attention reads, in float64."""
+        pages, scales = getattr(self.pages, which)(1), getattr(self.pages, f"{which}_scales")(1)
+        size = pages.shape[1]
+        slots = [(self.tables[index][at // size], at % size) for at in range(len(new))]
+        if self.kept is None:
+            elements = new.bfloat16()
+            exact = elements.double()
+        else:
+            elements, own = quantised.quantise(new, self.kept)
+            exact = quantised.dequantise(elements, own, torch.float64)
+        raw = torch.uint8 if self.kept is not None else torch.bfloat16
+        for at, slot in enumerate(slots):
+            pages.view(raw)[slot] = elements[at].view(raw)
+            if scales is not None:
+                scales[slot] = own[at]
+        return exact
+
+    def run(
+        self,
+        parts: list[tuple[int, int, int]],
+        reach: Reach = REACHES[0],
+        softcap: float | None = None,
+        scaling: float = SCALING,
+    ) -> list[torch.Tensor]:
+        """The results of queries [start, end) of sequences, given as (sequence, start, end), as one step: each
+        [end - start, heads, v_dim]."""
+        tables = [self.tables[index] for index, _, _ in parts]
+        width = max(map(len, tables))
+        columns = (
+            [0, *accumulate(end - start for _, start, end in parts)],
+            [end for _, _, end in parts],
+            [table + [10**9] * (width - len(table)) for table in tables],
+        )
+        query = torch.cat([self.query[index][start:end] for index, start, end in parts])
+        out = query.new_full((len(query), query.shape[1], self.pages.v(1).shape[3]), float("nan"))
+        window = reach.window if isinstance(reach, Sliding) else 0
+        chunk = reach.size if isinstance(reach, Chunked) else 0
+        torch.ops.tandem.attend(
+            *(out, query, self.pages.k(1), self.pages.v(1)),
+            *(torch.tensor(each, dtype=torch.int32) for each in columns),
+            *(window, chunk, scaling, softcap, self.sinks, self.pages.k_scales(1), self.pages.v_scales(1)),
+        )
+        return list(out.split([end - start for _, start, end in parts]))
+
+    def cut(self, index: int, sizes: list[int], reach: Reach, softcap: float | None = None) -> torch.Tensor:
+        """All queries of a sequence, so many at a time in turn."""
+        rows, at = [], 0
+        while at < self.lengths[index]:
+            end = min(self.lengths[index], at + sizes[len(rows) % len(sizes)])
+            rows += self.run([(index, at, end)], reach, softcap)
+            at = end
+        return torch.cat(rows)
+
+    def exact(self, index: int, reach: Reach, softcap: float | None, scaling: float = SCALING) -> torch.Tensor:
+        length = self.lengths[index]
+        groups = self.query[index].shape[1] // self.k[index].shape[1]
+        k, v = (each[index].repeat_interleave(groups, dim=1) for each in (self.k, self.v))
+        logits = torch.einsum("qhd,thd->qht", self.query[index].double(), k) * scaling
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        key, position = torch.arange(length), torch.arange(length).view(-1, 1, 1)
+        logits = logits.masked_fill((key > position) | (key < first_visible(reach, position)), float("-inf"))
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks.double().view(1, -1, 1).expand(length, -1, 1)], dim=2)
+        return torch.einsum("qht,thd->qhd", logits.softmax(dim=2)[..., :length], v)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Which tell -0 from 0, and compare NaN."""
+    return x.view(torch.int16)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+SHAPES = [
+    {"size": 4, "kv_heads": 1, "groups": 1, "dims": (8, 8)},
+    {"size": 16, "kv_heads": 3, "groups": 3, "dims": (64, 64)},
+    {"size": 5, "kv_heads": 2, "groups": 7, "dims": (24, 20)},
+    {"size": 32, "kv_heads": 2, "groups": 5, "dims": (80, 96)},
+    {"size": 16, "kv_heads": 1, "groups": 2, "dims": (96, 40)},
+    {"size": 1, "kv_heads": 1, "groups": 33, "dims": (33, 1)},
+    {"size": 16, "kv_heads": 2, "groups": 8, "dims": (128, 128)},
+]
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_attention(kv: str, shape: dict[str, int]) -> None:
+    """Against float64, over several stretches of tokens, for chunks and for single queries."""
+    case = Case([530, 61], kv=kv, sinks=shape["groups"] == 7, **shape)  # type: ignore[arg-type]
+    for reach in REACHES:
+        for softcap in (None, 2.0):
+            exact = case.exact(0, reach, softcap)
+            error = 2**-8 * exact.abs() + 2**-9 * case.v[0].abs().max()  # of the result; of the weights
+            for got in (case.cut(0, [530], reach, softcap), case.cut(0, [1] * 31 + [499], reach, softcap)):
+                assert ((got.double() - exact).abs() <= error).all()
+            assert ((case.run([(0, 529, 530)], reach, softcap)[0].double() - exact[529:]).abs() <= error[529:]).all()
+
+
+@pytest.mark.parametrize("scaling", [30.0, 1000.0])
+@pytest.mark.parametrize("rising", [1, -1])
+def test_the_largest_logit_may_come_late(scaling: float, rising: int) -> None:
+    """Logits of thousands that rise or fall along the context: what came before is scaled down, and nothing overflows."""
+    case = Case([700], kv_heads=1)
+    direction = torch.ones(64)
+    case.query[0] = (direction + torch.randn(700, 3, 64) * 0.01).bfloat16()
+    slope = torch.linspace(-1, 1, 700).view(-1, 1, 1) * rising
+    case.k[0] = case.put(0, "k", direction * slope)
+    exact = case.exact(0, Full(), None, scaling)
+    got = case.run([(0, 0, 700)], scaling=scaling)[0]
+    # the product of a logit and the scaling is a float: of logits so high, that is the error of their weights
+    assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() + (2**-8 + scaling * 64 * 2**-23) * 5).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3, 16])
+def test_rows_alone_and_together(groups: int) -> None:
+    """Up to 33 queries in one step have the bits of each alone."""
+    case = Case([300], kv_heads=2, groups=groups)
+    alone = torch.cat([case.run([(0, at, at + 1)])[0] for at in range(267, 300)])
+    for count in range(1, 34):
+        assert same(case.run([(0, 300 - count, 300)])[0], alone[-count:])
+        assert same(case.run([(0, 267, 267 + count)])[0], alone[:count])
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("more", MORE, ids=str)
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_cuts_do_not_change_bits(kv: str, more: tuple[float | None, bool], reach: Reach) -> None:
+    """Chunks of any size, single queries, and other sequences beside: the same bits as in one chunk."""
+    softcap, sinks = more
+    case = Case([570, 40, 301], kv=kv, sinks=sinks, dims=(64, 80))
+    whole = case.run([(0, 0, 570)], reach, softcap)[0]
+    for sizes in ([1], [7], [64], [5, 1, 130, 16, 33, 2]):
+        assert same(case.cut(0, sizes, reach, softcap), whole)
+    beside = case.run([(1, 39, 40), (0, 200, 569), (2, 0, 301), (1, 2, 20)], reach, softcap)
+    assert same(beside[1], whole[200:569])
+    assert same(beside[3], case.run([(1, 0, 40)], reach, softcap)[0][2:20])
+    assert same(case.run([(1, 39, 40), (0, 569, 570)], reach, softcap)[1], whole[569:])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cuts_of_other_shapes(shape: dict[str, int]) -> None:
+    """Heads that are no multiple of 32, and blocks that no 16 tokens fit into."""
+    case = Case([331], **shape)  # type: ignore[arg-type]
+    whole = case.run([(0, 0, 331)])[0]
+    for sizes in ([1], [6, 45, 100]):
+        assert same(case.cut(0, sizes, Full()), whole)
+
+
+def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
+    """Zeros that a chunk adds flush what is below the least normal number; alone, it is as zero."""
+    case = Case([300], kv_heads=1, groups=2)
+    case.v[0] = case.put(0, "v", torch.randn(300, 1, 64) * 2.0**-126)
+    whole = case.run([(0, 0, 300)])[0]
+    assert whole.any()
+    assert (whole == 0).any()
+    assert same(case.cut(0, [1], Full()), whole)
+
+
+def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
+    case = Case([100], kv_heads=1)
+    before = case.run([(0, 0, 100)])[0]
+    poisoned = case.k[0].clone()
+    poisoned[50] = float("nan")
+    case.put(0, "k", poisoned)
+    for got in (case.run([(0, 0, 100)])[0], case.cut(0, [1], Full())):
+        assert same(got[:50], before[:50])
+        assert got[50:].isnan().all()
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.skipif(SERVED and torch.ops.tandem.orders()[0] != "tile32", reason="AMX does not serve here")
+def test_amx_and_fma_have_the_same_bits(kv: str) -> None:
+    case = Case([570, 40], kv=kv, dims=(80, 96))
+    parts = [(0, 100, 570), (1, 39, 40)]
+    for reach in REACHES:
+        by_amx = case.run(parts, reach)
+        before = torch.ops.tandem.emulate(True)
+        try:
+            assert torch.ops.tandem.tiles() == "fma"
+            by_fma = case.run(parts, reach)
+        finally:
+            torch.ops.tandem.emulate(before)
+        assert all(map(same, by_amx, by_fma))
+
+
+def test_threads_do_not_change_bits() -> None:
+    case = Case([570, 40, 301])
+    parts = [(0, 100, 570), (1, 39, 40), (2, 300, 301)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = case.run(parts)
+        torch.set_num_threads(2)
+        assert all(map(same, case.run(parts), single))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_comparison_catches_another_order() -> None:
+    """The same sums by pairs are as good and have other bits."""
+    case = Case([300])
+    ours = case.run([(0, 0, 300)])[0]
+    torch.ops.tandem.use_order("pairs")
+    theirs = case.run([(0, 0, 300)])[0]
+    assert (ours.float() - theirs.float()).abs().max() < 0.05
+    assert not same(ours, theirs)
