@@ -17,7 +17,7 @@ norms and softmax, are summed.
     portable     portable                portable
     reference    torch                   torch
 
-A library is loaded once in a process, and only if the processor has its level: else its first instruction may be SIGILL.
+A library is loaded once in a process, and only if the processor has its level: else it would end with SIGILL.
 The environment variable TANDEM_OPERATORS names the one level that may be loaded, for tests and measurements.
 """
 

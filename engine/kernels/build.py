@@ -4,7 +4,7 @@
     python -m engine.kernels.build --level avx2   that one
     python -m engine.kernels.build --all          every level that the compiler knows, for an image
 
-There is one library for each level of instruction sets, and whoever loads one compares the processor with what the level
+There is one library for each level of instruction sets; whoever loads one compares the processor with what the level
 needs. A library lies in `_build/` beside this file, under a name made of what it depends on: the sources, torch and the
 level's options, never the machine that built it. Where no library has that name, none is loaded.
 """

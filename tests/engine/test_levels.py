@@ -1,4 +1,4 @@
-"""One build serves any host: a library for each level of instruction sets, and an order of sums that hosts can agree on."""
+"""One build serves any host: a library for each level of instruction sets, and an order of sums to agree on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A cluster whose workers do not give equal bits: a lost stream goes on where they are equal, and the receipt says where
-they were not."""
+"""A cluster whose workers do not give equal bits: a lost stream goes on where they are equal, and the receipt says
+where they were not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ async def lose_a_stream(cluster: Any, patch: pytest.MonkeyPatch) -> Completion:
         return forward(pages, batch)
 
     patch.setattr(model, "forward", broken)
-    answer: Completion = await cluster.client.generate(PROMPT, max_tokens=12, temperature=0.0, ignore_eos=True, timeout=60)
+    answer: Completion = await cluster.client.generate(
+        PROMPT, max_tokens=12, temperature=0.0, ignore_eos=True, timeout=60
+    )
     assert answer.receipt.attempts == 2
     return answer
 

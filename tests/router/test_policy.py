@@ -139,7 +139,7 @@ def test_load_goes_before_turns() -> None:
 def test_a_stream_goes_on_where_sums_are_the_same_and_never_waits_for_that(
     decodes: list[Candidate], prefills: list[Candidate], request: tuple[int, int], wanted: str
 ) -> None:
-    """The least loaded of those with room and the same bits; where none has room, the least loaded of all. A stream that
+    """The least loaded of those with room and the same bits; where none has room, the least loaded of all. One that
     nobody lost goes to the least loaded in any case."""
     decodes = [replace(one, sum_order=("tile32", "pairs")[number % 2]) for number, one in enumerate(decodes)]
     able = [one for one in decodes if roomy(one, *request)]

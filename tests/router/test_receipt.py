@@ -92,9 +92,7 @@ def test_a_refusal_for_want_of_room_is_no_attempt() -> None:
         ([("tile32", "tile32", True), ("tile32", "tile32", True)], ""),
     ],
 )
-def test_a_stream_whose_workers_sum_in_unlike_orders_says_so(
-    attempts: list[tuple[str, str, bool]], note: str
-) -> None:
+def test_a_stream_whose_workers_sum_in_unlike_orders_says_so(attempts: list[tuple[str, str, bool]], note: str) -> None:
     """Of the attempts that gave tokens: their decode workers, and their prefill workers. One whose order is not known,
     as of an earlier version, is not accused."""
     account = Account(0.0)
