@@ -26,8 +26,7 @@ import torch.nn.functional as F
 import xxhash
 
 from engine.formats import weight_bytes
-from engine.kernels import lowbit, modules
-from engine.kernels.build import library
+from engine.kernels import lowbit, modules, panels_of
 from engine.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
@@ -108,8 +107,7 @@ def run(models: Iterable[torch.nn.Module], dtype: torch.dtype, cache: WeightCach
     if not kinds:
         return None
     name, about = processor()
-    ops, threads = torch.ops.tandem, torch.get_num_threads()
-    what = [about, library().name, ops.isa(), ops.order(), ops.tiles(), threads, ROWS, kinds]
+    what = [about, panels_of(), torch.ops.tandem.tiles(), torch.get_num_threads(), ROWS, kinds]
     key = xxhash.xxh3_128(json.dumps(what).encode()).hexdigest()
 
     def measured() -> str:
