@@ -107,7 +107,8 @@ def run(models: Iterable[torch.nn.Module], dtype: torch.dtype, cache: WeightCach
     if not kinds:
         return None
     name, about = processor()
-    what = [about, panels_of(), torch.ops.tandem.tiles(), torch.get_num_threads(), ROWS, kinds]
+    ops, threads = torch.ops.tandem, torch.get_num_threads()
+    what = [about, panels_of(), ops.tiles(), threads, ROWS, kinds]
     key = xxhash.xxh3_128(json.dumps(what).encode()).hexdigest()
 
     def measured() -> str:

@@ -444,9 +444,9 @@ void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, 
   share_tiles(m, steps, panels_of(n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
-    float* totals = own_memory<4, float>(count * high_of(rows) * MADE_SUMS);
+    float* totals = own_memory<4, float>(groups == 1 ? MADE_SUMS : count * high_of(rows) * MADE_SUMS);
     const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
+      float* total = groups == 1 ? totals : totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
       const float* scale = scales + ((panel + p) * groups + at) * PANEL;
       const int64_t here = std::min(TILE_ROWS, rows - row);
       for (int64_t c = 0; c < COLS; ++c) {
