@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.checkpoints import REAL
-from engine.kernels import REFERENCE, huge_pages, serving
+from engine.kernels import REFERENCE, described, huge_pages, serving, sum_order
 from engine.speedcheck import processor
 from loadtest.stats import in_turn, taken
 
@@ -118,15 +118,10 @@ def describe() -> dict[str, Any]:
     """What needs no measuring: the processor's name, its instructions, and which operators serve."""
     name, about = processor()
     flags = set(about.split())
-    operators = serving(CPU)
-    if operators != REFERENCE:
-        ops = torch.ops.tandem
-        by = f" by {ops.tiles()}" if ops.tiles() and ops.order() == "tile32" else ""
-        operators += f", order {ops.order()}{by}"
     return {
         "processor": name,
         "instructions": [shown for flag, shown in INSTRUCTIONS.items() if flag in flags],
-        "operators": operators,
+        "operators": described(serving(CPU), sum_order(CPU, torch.bfloat16)),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
     }
 

@@ -204,7 +204,7 @@ def test_on_another_machine_it_is_measured_again(
     if what == "processor":
         monkeypatch.setattr(speedcheck, "processor", lambda: ("Other CPU", "model: 7"))
     elif what == "library":
-        monkeypatch.setattr(speedcheck, "library", lambda: Path("tandem-other.so"))
+        monkeypatch.setattr(speedcheck, "panels_of", lambda: "tandem-other.so tile32")
     elif what == "order":
         monkeypatch.setattr(torch.ops.tandem, "order", lambda: "another")
     elif what == "threads":
