@@ -234,9 +234,10 @@ constexpr int HEIGHT = 4;  // 12, 3 and a row into 16
 #endif
 constexpr int64_t PANEL = COLUMNS * LANES;
 
-// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], the last panel and, where pairs lie side by
-// side, k filled up with zeros: whole tiles (tiles.h). A panel is read from front to back, so a decode step streams through
-// memory in one direction. The bits of a sum do not depend on the other rows, nor on how a tile is cut.
+// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], or, in the order tile32, whole tiles one after
+// another (tile_panels.h). The last panel and, where pairs lie side by side, k are filled up with zeros. A panel is read from
+// front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend on the other
+// rows, nor on how a tile is cut.
 template <typename D>
 int64_t panel_size(int64_t k) {
   constexpr int64_t MULTIPLE = D::GROUP == 1 ? 1 : TILE_K;
@@ -251,13 +252,18 @@ int64_t packed_size(int64_t n, int64_t k) {
 template <typename D>
 void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
   const int64_t groups = panel_size<D>(k) / PANEL / D::GROUP;
+  const bool tiled = D::GROUP == 2 && by_tiles();
+  const auto place = [=](int64_t group, int64_t column) {  // of a column's neighbours, in a panel
+    if (!tiled) return group * PANEL + column;
+    return (group / TILE_ROWS * COLUMNS + column / LANES) * SUMS + group % TILE_ROWS * LANES + column % LANES;
+  };
   at::parallel_for(0, (n + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t group = 0; group < groups; ++group)
         for (int64_t column = 0; column < PANEL; ++column)
           for (int64_t i = 0; i < D::GROUP; ++i) {
             const int64_t row = panel * PANEL + column, at = group * D::GROUP + i;
-            out[((panel * groups + group) * PANEL + column) * D::GROUP + i] =
+            out[(panel * groups * PANEL + place(group, column)) * D::GROUP + i] =
                 row < n && at < k ? w[row * k + at] : typename D::W(0.0f);
           }
   });

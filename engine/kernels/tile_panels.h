@@ -1,10 +1,9 @@
 // Rows times panels of a weight, by tiles.
 //
 // x lies in tiles, [m / 16][k / 32][16][32], rows and k filled up with zeros, or, up to 16 rows of whole steps of k, as it
-// comes. A panel is [k / 32][16 pairs][48][2], three
-// tiles of B beside each other. Up to 32 rows read the weight once, panel by panel from front to back. More rows take DEEP
-// steps of k of a few panels at a time, which stay in the first cache while all rows pass; their sums wait in memory, which
-// changes no bit.
+// comes. A panel is [k / 32][3][16 pairs][16][2]: three tiles of B for each step, in the order in which they are read. Up to
+// 32 rows read the weight once, panel by panel from front to back. More rows take DEEP steps of k of a few panels at a time,
+// which stay in the first cache while all rows pass; their sums wait in memory, which changes no bit.
 #pragma once
 
 #include "ops.h"
@@ -21,12 +20,11 @@ namespace tandem {
 
 constexpr int64_t TILES_WIDE = 3;                               // of a panel
 constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
-constexpr int64_t STEP_STRIDE = TILES_WIDE * WIDTH_BYTES;       // bytes between rows of its tiles
 constexpr int64_t DEEP = 8;                                     // 24 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
 constexpr int64_t STEP_LINES = STEP * 2 / LINE;
-constexpr int64_t SOON = 1536;                                  // bytes between what is in work and what is fetched
+constexpr int64_t SOON = 1024;                                  // bytes between what is in work and what is fetched
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
 inline int64_t steps_of(int64_t k, int64_t group) { return k / group * steps_of(group) + steps_of(k % group); }
@@ -76,20 +74,20 @@ template <int H, typename M, typename F>
   for (int64_t s = 0; s < steps; ++s, panel += STEP, upper.at += upper.step, lower += TILE) {
     tiles.template load<6>(upper.at, upper.row * 2);
     fetch(panel, s, 0);
-    tiles.template load<7>(panel, STEP_STRIDE);
+    tiles.template load<7>(panel, WIDTH_BYTES);
     tiles.template dot<0, 6, 7>();
     fetch(panel, s, 1);
-    tiles.template load<7>(panel + 32, STEP_STRIDE);
+    tiles.template load<7>(panel + TILE, WIDTH_BYTES);
     tiles.template dot<1, 6, 7>();
     fetch(panel, s, 2);
-    tiles.template load<7>(panel + 64, STEP_STRIDE);
+    tiles.template load<7>(panel + 2 * TILE, WIDTH_BYTES);
     tiles.template dot<2, 6, 7>();
     if constexpr (H == 2) {
       tiles.template load<6>(lower, WIDTH_BYTES);
       tiles.template dot<5, 6, 7>();
-      tiles.template load<7>(panel + 32, STEP_STRIDE);
+      tiles.template load<7>(panel + TILE, WIDTH_BYTES);
       tiles.template dot<4, 6, 7>();
-      tiles.template load<7>(panel, STEP_STRIDE);
+      tiles.template load<7>(panel, WIDTH_BYTES);
       tiles.template dot<3, 6, 7>();
     }
   }
