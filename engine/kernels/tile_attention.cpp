@@ -33,7 +33,7 @@ constexpr int64_t STEPS = KEYS / TILE_K;
 constexpr int64_t KEY_TILES = KEYS / LANES;
 constexpr int64_t AHEAD = 64;                // tokens of few rows between what is in work and what is on its way
 constexpr int64_t V_TILES = 4;               // of few rows, at once
-constexpr int64_t TASK_ROWS = 192;           // of a task, while it has several queries
+constexpr int64_t LEAST_ROWS = 96, MOST_ROWS = 768;  // of a task of several queries: they share the packing of K and V
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float LOWEST = -3e38f;             // a largest logit before there is one: finite, for the difference of two
 constexpr float LOG2_E = 1.44269504f;
@@ -182,10 +182,6 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
       tiles.template zero<3>();
     }
     for (int64_t k = 0; k < k_steps; ++k, upper += TILE, lower += TILE, left += TILE, right += TILE) {
-      for (int64_t row = 0; row < TILE; row += TILE_K) {  // of the next step, into the first cache
-        __builtin_prefetch(left + 2 * k_steps * TILE + row);
-        __builtin_prefetch(right + 2 * k_steps * TILE + row);
-      }
       tiles.template load<4>(upper, WIDTH_BYTES);
       tiles.template load<6>(left, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
@@ -261,14 +257,13 @@ struct alignas(LINE) Kept {
   float lanes[TILE_ROWS][LANES];   // sums of the weights by position modulo 16
 };
 
-// Turns logits of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch, into weights
-// [STEPS][16][32] of the steps [from, to). Returns the rows whose sums so far are to be multiplied by `factors`. Of
-// quantised tokens, `by_key` are the scales of K, which the logits lack yet, and `by_value` those of V, which the weights
-// get and their sum does not.
+// Turns logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch, into
+// weights of the steps [from, to): tiles of A [16][32], each in the place of the first of two. Returns the rows whose sums
+// so far are to be multiplied by `factors`. Of quantised tokens, `by_key` are the scales of K, which the logits lack yet,
+// and `by_value` those of V, which the weights get and their sum does not.
 template <bool SCALED>
 __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to, const Softmax& softmax,
-                const float* by_key, const float* by_value, float* logits, BFloat16* weights, Kept& kept,
-                float* factors) {
+                const float* by_key, const float* by_value, float* logits, Kept& kept, float* factors) {
   alignas(LINE) float highest[TILE_ROWS][LANES];
   int64_t begin[TILE_ROWS], end[TILE_ROWS];  // in steps
   for (int64_t r = 0; r < rows; ++r) {
@@ -311,13 +306,12 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
   _mm512_store_ps(factors, factor);
 
   for (int64_t r = 0; r < rows; ++r) {
-    const float* row = logits + r * LANES;
-    BFloat16* into = weights + r * TILE_K;
+    float* row = logits + r * LANES;
     const __m512 own = _mm512_set1_ps(kept.top[r]);
     __m512 sums = _mm512_mul_ps(_mm512_load_ps(kept.lanes[r]), _mm512_set1_ps(factors[r]));
-    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(into + step * TILE, _mm512_setzero_si512());
+    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(row + 2 * step * SUMS, _mm512_setzero_si512());
     for (int64_t step = begin[r]; step < end[r]; ++step) {
-      const float* at = row + 2 * step * SUMS;
+      float* at = row + 2 * step * SUMS;
       __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(at), by, own));
       __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(at + SUMS), by, own));
       sums = _mm512_add_ps(_mm512_add_ps(sums, first), second);
@@ -325,17 +319,17 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
         first = _mm512_mul_ps(first, _mm512_load_ps(by_value + step * TILE_K));
         second = _mm512_mul_ps(second, _mm512_load_ps(by_value + step * TILE_K + LANES));
       }
-      _mm512_store_si512(into + step * TILE, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+      _mm512_store_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
-    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(into + step * TILE, _mm512_setzero_si512());
+    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(row + 2 * step * SUMS, _mm512_setzero_si512());
     _mm512_store_ps(kept.lanes[r], sums);
   }
   return _mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) & static_cast<__mmask16>((1u << rows) - 1);
 }
 
-// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; the `first` come to nothing before.
+// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; the `first` replace what is there.
 template <int H, typename M>
-void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_t v_tiles, int64_t from, int64_t to,
+void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v_tiles, int64_t from, int64_t to,
                 bool first, float* sums) {
   for (int64_t d = 0; d < v_tiles; d += 2) {
     float *upper = sums + d * SUMS, *lower = upper + v_tiles * SUMS;
@@ -355,13 +349,13 @@ void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_
       }
     }
     for (int64_t step = from; step < to; ++step) {
-      tiles.template load<4>(weights + step * TILE, WIDTH_BYTES);
+      tiles.template load<4>(weights + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel + (step * v_tiles + d) * TILE, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
       tiles.template load<7>(panel + (step * v_tiles + d + 1) * TILE, WIDTH_BYTES);
       tiles.template dot<1, 4, 7>();
       if constexpr (H == 2) {
-        tiles.template load<5>(weights + (STEPS + step) * TILE, WIDTH_BYTES);
+        tiles.template load<5>(weights + (KEY_TILES + 2 * step) * SUMS, WIDTH_BYTES);
         tiles.template dot<2, 5, 6>();
         tiles.template dot<3, 5, 7>();
       }
@@ -378,7 +372,7 @@ void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_
 // The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` is two
 // times four tiles; fetch() is called for each pair of tokens and V_TILES tiles.
 template <typename M, typename T, typename F>
-void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values, const Shape& shape, int64_t from,
+void add_values_of_few(M& tiles, const float* weights, const T* const* values, const Shape& shape, int64_t from,
                        int64_t to, bool first, BFloat16* panels, float* sums, const F& fetch) {
   static_assert(V_TILES == 4);
   for (int64_t d = 0; d < shape.v_tiles; d += V_TILES, sums += V_TILES * SUMS) {
@@ -402,7 +396,7 @@ void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values
     for (int64_t step = from; step < to; ++step) {
       if (step + 1 < to) interleave(step + 1);
       const BFloat16* panel = panels + step % 2 * V_TILES * TILE;
-      tiles.template load<4>(weights + step * TILE, WIDTH_BYTES);
+      tiles.template load<4>(weights + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
       tiles.template load<7>(panel + TILE, WIDTH_BYTES);
@@ -447,20 +441,21 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads, size = k_pages.size(1);
   const int64_t k_dim = k_pages.size(3), v_dim = v_pages.size(3);
   const Shape shape{groups, k_dim, v_dim, steps_of(k_dim), 2 * steps_of(v_dim)};
-  const int64_t height = std::max<int64_t>(1, TASK_ROWS / groups);
+  const int64_t threads = at::get_num_threads(), each = query.size(0) * query.size(1) / (threads * TURNS);
+  const int64_t wanted = threads == 1 ? MOST_ROWS : std::clamp(each, LEAST_ROWS, MOST_ROWS);
+  const int64_t height = std::max<int64_t>(1, wanted / groups);
   const std::vector<Task> tasks = tasks_of(starts, lengths, [&](int64_t) { return height; });
   int64_t most = 0;
   for (const Task& task : tasks) most = std::max(most, task.queries * groups);
   const int64_t high = rounded_up(high_of(most), 2);
 
-  const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads, threads = at::get_num_threads();
+  const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads;
   // Several at a time: of the next one the first keys are fetched.
   share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     auto* q = own_memory<16, BFloat16>((high + 1) * shape.k_steps * TILE);  // of few rows, turned behind as they lie
     auto* key_panel = own_memory<17, BFloat16>(KEY_TILES * shape.k_steps * TILE);
     auto* value_panel = own_memory<18, BFloat16>(STEPS * shape.v_tiles * TILE);
     auto* logits = own_memory<19, float>(2 * KEY_TILES * SUMS);
-    auto* weights = own_memory<20, BFloat16>(2 * STEPS * TILE);
     auto* sums = own_memory<21, float>(high * shape.v_tiles * SUMS);
     auto* kept = own_memory<22, Kept>(high);
     auto* bounds = own_memory<23, int64_t>(2 * high * TILE_ROWS);
@@ -559,8 +554,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
           const int64_t* own = bounds + 2 * (row + half * TILE_ROWS);
           for (int64_t r = 0; r < here_rows; ++r) seen[r] = own[r] - start, ends[r] = own[TILE_ROWS + r] - start;
           const __mmask16 changed = weigh<QUANTISED<T>>(here_rows, seen, ends, from, to, softmax, by_key, by_value,
-                                                        logits + half * KEY_TILES * SUMS, weights + half * STEPS * TILE,
-                                                        kept[tile + half], factors);
+                                                        logits + half * KEY_TILES * SUMS, kept[tile + half], factors);
           if (lowest < 0)
             for (int64_t r = 0; r < here_rows; ++r)
               if (changed >> r & 1)
@@ -570,14 +564,14 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
                 }
         }
         if (few) {
-          add_values_of_few(tiles, weights, here.values, shape, from, to, lowest >= 0, value_panel, own_sums,
+          add_values_of_few(tiles, logits, here.values, shape, from, to, lowest >= 0, value_panel, own_sums,
                             [&] { ahead.fetch(2); });
           continue;
         }
         if (both == 2)
-          add_values<2>(tiles, weights, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
+          add_values<2>(tiles, logits, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
         else
-          add_values<1>(tiles, weights, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
+          add_values<1>(tiles, logits, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
       }
       if (start + KEYS < last) return;
       for (int64_t r = 0; r < rows; ++r) {
