@@ -19,7 +19,17 @@ from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
 HEADERS = ("attention.h", "dots.h", "functions.h", "ops.h", "tile_panels.h", "tiles.h")
-SOURCES = ("attention.cpp", "invariant.cpp", "lora.cpp", "lowbit.cpp", "products.cpp", "rows.cpp", "sampling.cpp", "tile_attention.cpp", "tiles.cpp")
+SOURCES = (
+    "attention.cpp",
+    "invariant.cpp",
+    "lora.cpp",
+    "lowbit.cpp",
+    "products.cpp",
+    "rows.cpp",
+    "sampling.cpp",
+    "tile_attention.cpp",
+    "tiles.cpp",
+)
 OPTIONS = (
     "-std=c++20",
     "-O3",

@@ -1,11 +1,11 @@
 // Attention over the pages by tiles, in the order tile32.
 //
-// A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a tile.
-// The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, the sums of its weights
-// and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and Gimelshein, Online
-// normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples of these from the
-// sequence's first token, and a token that a row does not see has weight zero there. So a row has the same bits in any
-// task: what the other rows see besides adds zeros.
+// A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
+// tile. The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
+// its weights and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and
+// Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples of
+// these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
+// same bits in any task: what the other rows see besides adds zeros.
 #include "ops.h"
 
 #include "attention.h"
@@ -66,43 +66,47 @@ struct Stretch {
   const T *keys[KEYS], *values[KEYS];  // null for those that none sees
 };
 
-// Fetches what few rows read, in that order: K of a stretch, V by V_TILES tiles of its elements, and what the next stretch
-// begins with. Evenly, for a core waits for so many lines at once, and then for all else too; and not far ahead, for blocks
-// of many layers lie apart by multiples of what a cache's set counts by.
+// Fetches what few rows read, in that order: K of a stretch, V by V_TILES tiles of its elements, and what the next
+// stretch begins with. In small portions, for a core waits for so many lines at once, and then for all else too; and
+// not far ahead: a sequence's blocks often lie apart by a multiple of the size of a cache's way, and share its sets.
 template <typename T>
 struct Ahead {
   const Shape& shape;
   const Stretch<T>*here, *next;  // null behind the last
   int64_t d, token;              // element of V, or -1 for K
 
-  Ahead(const Shape& shape, const Stretch<T>& from, const Stretch<T>* next) : shape(shape), here(&from), next(next) {
-    d = -1, token = std::min(from.from * TILE_K + AHEAD, from.to * TILE_K) - 1;
-    step();
-  }
-  void step() {
-    if (++token < here->to * TILE_K) return;
-    token = here->from * TILE_K;
-    d = d < 0 ? 0 : d + V_TILES * LANES;
-    if (d < shape.v_dim) return;
-    here = next, next = nullptr, d = -1;
-    if (here != nullptr) token = here->from * TILE_K;
-  }
+  Ahead(const Shape& shape, const Stretch<T>& from, const Stretch<T>* next)
+      : shape(shape), here(&from), next(next), d(-1), token(std::min(from.from * TILE_K + AHEAD, from.to * TILE_K)) {}
+
   void fetch(int64_t count) {
-    for (int64_t i = 0; i < count && here != nullptr; ++i, step()) {
-      const T* row = d < 0 ? here->keys[token] : here->values[token];
-      if (row == nullptr) continue;
-      d < 0 ? prefetch(row, shape.k_dim) : prefetch(row + d, std::min(V_TILES * LANES, shape.v_dim - d));
+    while (count > 0 && here != nullptr) {
+      const int64_t end = here->to * TILE_K, stop = std::min(token + count, end);
+      const T* const* rows = d < 0 ? here->keys : here->values;
+      const int64_t first = std::max<int64_t>(d, 0);
+      const int64_t elements = d < 0 ? shape.k_dim : std::min(V_TILES * LANES, shape.v_dim - d);
+      count -= stop - token;
+      for (; token < stop; ++token)
+        if (rows[token] != nullptr) prefetch(rows[token] + first, elements);
+      if (token < end) return;
+      d = d < 0 ? 0 : d + V_TILES * LANES;
+      if (d >= shape.v_dim) here = next, next = nullptr, d = -1;
+      if (here != nullptr) token = here->from * TILE_K;
     }
   }
 };
+
+// 32 elements of a row [dim] as bfloat16; zeros behind its end, and without a row.
+template <typename T>
+__m512i words_at(const T* row, int64_t at, int64_t dim) {
+  return at + TILE_K <= dim ? words_of<BFloat16>(row, at, TILE_K) : words_of<BFloat16>(row, at, dim - at);
+}
 
 // 16 rows [k_dim] into tiles [k_steps][16][32]; zeros where a row is null.
 template <typename T>
 void tiles_from(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t r = 0; r < TILE_ROWS; ++r)
     for (int64_t at = 0; at < k_dim; at += TILE_K)
-      _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K,
-                         words_of<BFloat16>(rows[r], at, std::min(TILE_K, k_dim - at)));
+      _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K, words_at(rows[r], at, k_dim));
 }
 
 // A tile of A [16][32] into one of B [16 pairs][16][2].
@@ -124,7 +128,8 @@ void turn_four(const float (*from)[LANES], int64_t r, float* to) {
     fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0xf000, four(12 + i));
   }
   const auto pairs = [&](int i, bool upper) {
-    return _mm512_castps_pd(upper ? _mm512_unpackhi_ps(fours[i], fours[i + 1]) : _mm512_unpacklo_ps(fours[i], fours[i + 1]));
+    const __m512 a = fours[i], b = fours[i + 1];
+    return _mm512_castps_pd(upper ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
   };
   _mm512_store_pd(to, _mm512_unpacklo_pd(pairs(0, false), pairs(2, false)));
   _mm512_store_pd(to + LANES, _mm512_unpackhi_pd(pairs(0, false), pairs(2, false)));
@@ -137,34 +142,25 @@ template <typename T>
 void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t at = 0; at < k_dim; at += TILE_K, to += TILE) {
     __m512i words[LANES];
-    for (int64_t r = 0; r < LANES; ++r) words[r] = words_of<BFloat16>(rows[r], at, std::min(TILE_K, k_dim - at));
+    for (int64_t r = 0; r < LANES; ++r) words[r] = words_at(rows[r], at, k_dim);
     transpose(words);
     for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(to + r * TILE_K, words[r]);
   }
 }
 
-// Elements [from, to) of V of 32 tokens into tiles of B [16 pairs of tokens][16][2], `from` a multiple of 32. Of 32 elements
-// the even fours are in the first of two tiles and the odd fours in the second: so 128 bits at a time interleave. fetch() is
-// called for each pair.
+// Elements [from, to) of V of 32 tokens into tiles of B [16 pairs of tokens][16][2], `from` a multiple of 32. Of 32
+// elements the even fours are in the first of two tiles and the odd fours in the second: so 128 bits at a time
+// interleave. fetch() is called for each pair.
 template <typename T, typename F>
 void values_panel(const T* const* rows, int64_t from, int64_t to, BFloat16* panel, const F& fetch) {
-  const auto put = [](__m512i a, __m512i b, BFloat16* into) {
-    _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
-    _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
-  };
-  const bool whole = rows[0] != nullptr && rows[TILE_K - 1] != nullptr && (to - from) % TILE_K == 0;
   for (int64_t pair = 0; pair < TILE_ROWS; ++pair, panel += TILE_K) {
     fetch();
-    const T *a = rows[2 * pair], *b = rows[2 * pair + 1];
     BFloat16* into = panel;
-    if (!QUANTISED<T> && whole)
-      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE)
-        put(_mm512_loadu_si512(a + at), _mm512_loadu_si512(b + at), into);
-    else
-      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE) {
-        const int64_t count = std::min(TILE_K, to - at);
-        put(words_of<BFloat16>(a, at, count), words_of<BFloat16>(b, at, count), into);
-      }
+    for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE) {
+      const __m512i a = words_at(rows[2 * pair], at, to), b = words_at(rows[2 * pair + 1], at, to);
+      _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
+    }
   }
 }
 
@@ -203,8 +199,9 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
   }
 }
 
-// The same bits for up to 16 rows and one or two steps, with K as it lies in the pages: tokens are the rows of A. fetch() is
-// called for each 16 tokens and 32 elements, and for each 16 tokens.
+// The same bits for up to 16 rows and one or two steps, with K as it lies in the pages: tokens are the rows of A, and
+// `whole` says that neither blocks nor elements end within a tile. fetch() is called for each 16 tokens and 32
+// elements, and for each 16 tokens.
 template <typename M, typename T, typename F>
 void logits_of_few(M& tiles, int64_t rows, const BFloat16* turned_q, const T* const* keys, int64_t steps, int64_t token,
                    bool whole, const Shape& shape, BFloat16* copies, float* logits, const F& fetch) {
@@ -257,13 +254,14 @@ struct alignas(LINE) Kept {
   float lanes[TILE_ROWS][LANES];   // sums of the weights by position modulo 16
 };
 
-// Turns logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch, into
-// weights of the steps [from, to): tiles of A [16][32], each in the place of the first of two. Returns the rows whose sums
-// so far are to be multiplied by `factors`. Of quantised tokens, `by_key` are the scales of K, which the logits lack yet,
-// and `by_value` those of V, which the weights get and their sum does not.
+// Turns logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch,
+// into weights of the steps [from, to): tiles of A [16][32], each in the place of the first of two. Returns the rows
+// whose sums so far are to be multiplied by `factors`. Of quantised tokens, `by_key` are the scales of K, which the
+// logits lack yet, and `by_value` those of V, which the weights get and their sum does not.
 template <bool SCALED>
-__mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to, const Softmax& softmax,
-                const float* by_key, const float* by_value, float* logits, Kept& kept, float* factors) {
+__mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to,
+                const Softmax& softmax, const float* by_key, const float* by_value, float* logits, Kept& kept,
+                float* factors) {
   alignas(LINE) float highest[TILE_ROWS][LANES];
   int64_t begin[TILE_ROWS], end[TILE_ROWS];  // in steps
   for (int64_t r = 0; r < rows; ++r) {
@@ -275,7 +273,7 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
       begin[r] = first / TILE_K, end[r] = (last + TILE_K - 1) / TILE_K;
       if constexpr (SCALED)
         for (int64_t t = 2 * begin[r]; t < 2 * end[r]; ++t)
-          _mm512_store_ps(row + t * SUMS, _mm512_mul_ps(_mm512_load_ps(row + t * SUMS), _mm512_load_ps(by_key + t * LANES)));
+          (load(row + t * SUMS) * load(by_key + t * LANES)).store(row + t * SUMS);
       if (softmax.soft.has_value())
         for (int64_t t = 2 * begin[r]; t < 2 * end[r]; ++t)
           (load(row + t * SUMS) * Vec(*softmax.soft)).tanh().store(row + t * SUMS);
@@ -309,7 +307,8 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
     float* row = logits + r * LANES;
     const __m512 own = _mm512_set1_ps(kept.top[r]);
     __m512 sums = _mm512_mul_ps(_mm512_load_ps(kept.lanes[r]), _mm512_set1_ps(factors[r]));
-    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(row + 2 * step * SUMS, _mm512_setzero_si512());
+    const __m512i none = _mm512_setzero_si512();
+    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(row + 2 * step * SUMS, none);
     for (int64_t step = begin[r]; step < end[r]; ++step) {
       float* at = row + 2 * step * SUMS;
       __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(at), by, own));
@@ -321,7 +320,7 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
       }
       _mm512_store_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
-    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(row + 2 * step * SUMS, _mm512_setzero_si512());
+    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(row + 2 * step * SUMS, none);
     _mm512_store_ps(kept.lanes[r], sums);
   }
   return _mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) & static_cast<__mmask16>((1u << rows) - 1);
@@ -369,8 +368,8 @@ void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v
   }
 }
 
-// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` is two
-// times four tiles; fetch() is called for each pair of tokens and V_TILES tiles.
+// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` has
+// room for two times V_TILES tiles; fetch() is called for each pair of tokens and V_TILES tiles.
 template <typename M, typename T, typename F>
 void add_values_of_few(M& tiles, const float* weights, const T* const* values, const Shape& shape, int64_t from,
                        int64_t to, bool first, BFloat16* panels, float* sums, const F& fetch) {
@@ -414,8 +413,8 @@ void add_values_of_few(M& tiles, const float* weights, const T* const* values, c
   }
 }
 
-// Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. Results below the least normal number are zero, for a sum
-// of them depends on how many zeros are added.
+// Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. What is below the least normal number is +0: a tile
+// that zeros are added to flushes it, and how many are added depends on the task.
 void put_mean(const float* sums, int64_t r, float total, int64_t v_dim, BFloat16* to) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -576,7 +575,8 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
       if (start + KEYS < last) return;
       for (int64_t r = 0; r < rows; ++r) {
         const Kept& own = kept[r / TILE_ROWS];
-        float total = sinks == nullptr ? 0.0f : std::exp2(sinks[head * groups + r % groups] * LOG2_E - own.top[r % TILE_ROWS]);
+        float total = 0.0f;
+        if (sinks != nullptr) total = std::exp2(sinks[head * groups + r % groups] * LOG2_E - own.top[r % TILE_ROWS]);
         for (const float lane : own.lanes[r % TILE_ROWS]) total += lane;
         put_mean(sums + r / TILE_ROWS * shape.v_tiles * SUMS, r % TILE_ROWS, total, v_dim,
                  out.data_ptr<BFloat16>() + (task.row + r / groups) * out.stride(0) +
