@@ -3,8 +3,8 @@
 // A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
 // tile. The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
 // its weights and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and
-// Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples of
-// these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
+// Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples
+// of these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
 // same bits in any task: what the other rows see besides adds zeros.
 #include "ops.h"
 
@@ -368,8 +368,8 @@ void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v
   }
 }
 
-// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` has
-// room for two times V_TILES tiles; fetch() is called for each pair of tokens and V_TILES tiles.
+// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels`
+// has room for two times V_TILES tiles; fetch() is called for each pair of tokens and V_TILES tiles.
 template <typename M, typename T, typename F>
 void add_values_of_few(M& tiles, const float* weights, const T* const* values, const Shape& shape, int64_t from,
                        int64_t to, bool first, BFloat16* panels, float* sums, const F& fetch) {
