@@ -1,12 +1,13 @@
 """What attention of one layer computes in a second, beside torch's own.
 
-    python -m loadtest.attention [--heads 9/3] [--dim 64] [--before 0,2560] [--queries 512] [--batch 1] [--threads 1]
-                                 [--kv auto] [--orders tile32,pairs] [--repeats 15]
+    python -m loadtest.attention [--heads 9/3] [--dim 64] [--before 0,2560] [--queries 512] [--batch 1]
+                                 [--threads 1] [--kv auto] [--orders tile32,pairs] [--repeats 15]
 
-bfloat16, queries behind so many tokens of each sequence, in pages of 16. Counted are the products that the answer needs:
-4 operations for an element of a head and a pair of a query and a token that it sees. The least time of the repeats, all
-sides in turn. The bytes are those of K and V, each once. `sdpa` is torch's scaled_dot_product_attention with K and V
-gathered before; it has no sides of quantised KV.
+bfloat16, queries behind so many tokens of each sequence, in pages of 16. Counted are the products that the answer
+needs: 4 operations for an element of a head and a pair of a query and a token that it sees. The least time of a call,
+all sides in turn: of CPU with one thread, which other processes disturb less. The bytes are those of K and V, each once;
+there are so many copies of these that single queries read them from memory. `sdpa` is torch's
+scaled_dot_product_attention with K and V gathered before; quantised KV has no such side.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 import torch.nn.functional as F
@@ -109,12 +110,14 @@ def measure(case: Case, kind: Kind, orders: list[str], repeats: int) -> None:
     if kind == "auto":
         runs["sdpa"] = by_torch(case, copies)
 
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+
     def seconds(run: Callable[[int], None]) -> float:
         taken = []
         for call in range(copies):
-            start = perf_counter()
+            start = clock()
             run(call)
-            taken.append(perf_counter() - start)
+            taken.append(clock() - start)
         return min(taken)
 
     for name, taken in in_turn({name: partial(seconds, run) for name, run in runs.items()}, repeats).items():

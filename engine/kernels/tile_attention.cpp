@@ -1,11 +1,11 @@
 // Attention over the pages by tiles, in the order tile32.
 //
-// A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a tile.
-// The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, the sums of its weights
-// and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and Gimelshein, Online
-// normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples of these from the
-// sequence's first token, and a token that a row does not see has weight zero there. So a row has the same bits in any
-// task: what the other rows see besides adds zeros.
+// A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
+// tile. The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
+// its weights and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and
+// Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples
+// of these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
+// same bits in any task: what the other rows see besides adds zeros.
 #include "ops.h"
 
 #include "attention.h"
@@ -33,7 +33,7 @@ constexpr int64_t STEPS = KEYS / TILE_K;
 constexpr int64_t KEY_TILES = KEYS / LANES;
 constexpr int64_t AHEAD = 64;                // tokens of few rows between what is in work and what is on its way
 constexpr int64_t V_TILES = 4;               // of few rows, at once
-constexpr int64_t TASK_ROWS = 192;           // of a task, while it has several queries
+constexpr int64_t LEAST_ROWS = 96, MOST_ROWS = 768;  // of a task of several queries: they share the packing of K and V
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float LOWEST = -3e38f;             // a largest logit before there is one: finite, for the difference of two
 constexpr float LOG2_E = 1.44269504f;
@@ -66,43 +66,47 @@ struct Stretch {
   const T *keys[KEYS], *values[KEYS];  // null for those that none sees
 };
 
-// Fetches what few rows read, in that order: K of a stretch, V by V_TILES tiles of its elements, and what the next stretch
-// begins with. Evenly, for a core waits for so many lines at once, and then for all else too; and not far ahead, for blocks
-// of many layers lie apart by multiples of what a cache's set counts by.
+// Fetches what few rows read, in that order: K of a stretch, V by V_TILES tiles of its elements, and what the next
+// stretch begins with. In small portions, for a core waits for so many lines at once, and then for all else too; and
+// not far ahead: a sequence's blocks often lie apart by a multiple of the size of a cache's way, and share its sets.
 template <typename T>
 struct Ahead {
   const Shape& shape;
   const Stretch<T>*here, *next;  // null behind the last
   int64_t d, token;              // element of V, or -1 for K
 
-  Ahead(const Shape& shape, const Stretch<T>& from, const Stretch<T>* next) : shape(shape), here(&from), next(next) {
-    d = -1, token = std::min(from.from * TILE_K + AHEAD, from.to * TILE_K) - 1;
-    step();
-  }
-  void step() {
-    if (++token < here->to * TILE_K) return;
-    token = here->from * TILE_K;
-    d = d < 0 ? 0 : d + V_TILES * LANES;
-    if (d < shape.v_dim) return;
-    here = next, next = nullptr, d = -1;
-    if (here != nullptr) token = here->from * TILE_K;
-  }
+  Ahead(const Shape& shape, const Stretch<T>& from, const Stretch<T>* next)
+      : shape(shape), here(&from), next(next), d(-1), token(std::min(from.from * TILE_K + AHEAD, from.to * TILE_K)) {}
+
   void fetch(int64_t count) {
-    for (int64_t i = 0; i < count && here != nullptr; ++i, step()) {
-      const T* row = d < 0 ? here->keys[token] : here->values[token];
-      if (row == nullptr) continue;
-      d < 0 ? prefetch(row, shape.k_dim) : prefetch(row + d, std::min(V_TILES * LANES, shape.v_dim - d));
+    while (count > 0 && here != nullptr) {
+      const int64_t end = here->to * TILE_K, stop = std::min(token + count, end);
+      const T* const* rows = d < 0 ? here->keys : here->values;
+      const int64_t first = std::max<int64_t>(d, 0);
+      const int64_t elements = d < 0 ? shape.k_dim : std::min(V_TILES * LANES, shape.v_dim - d);
+      count -= stop - token;
+      for (; token < stop; ++token)
+        if (rows[token] != nullptr) prefetch(rows[token] + first, elements);
+      if (token < end) return;
+      d = d < 0 ? 0 : d + V_TILES * LANES;
+      if (d >= shape.v_dim) here = next, next = nullptr, d = -1;
+      if (here != nullptr) token = here->from * TILE_K;
     }
   }
 };
+
+// 32 elements of a row [dim] as bfloat16; zeros behind its end, and without a row.
+template <typename T>
+__m512i words_at(const T* row, int64_t at, int64_t dim) {
+  return at + TILE_K <= dim ? words_of<BFloat16>(row, at, TILE_K) : words_of<BFloat16>(row, at, dim - at);
+}
 
 // 16 rows [k_dim] into tiles [k_steps][16][32]; zeros where a row is null.
 template <typename T>
 void tiles_from(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t r = 0; r < TILE_ROWS; ++r)
     for (int64_t at = 0; at < k_dim; at += TILE_K)
-      _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K,
-                         words_of<BFloat16>(rows[r], at, std::min(TILE_K, k_dim - at)));
+      _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K, words_at(rows[r], at, k_dim));
 }
 
 // A tile of A [16][32] into one of B [16 pairs][16][2].
@@ -124,7 +128,8 @@ void turn_four(const float (*from)[LANES], int64_t r, float* to) {
     fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0xf000, four(12 + i));
   }
   const auto pairs = [&](int i, bool upper) {
-    return _mm512_castps_pd(upper ? _mm512_unpackhi_ps(fours[i], fours[i + 1]) : _mm512_unpacklo_ps(fours[i], fours[i + 1]));
+    const __m512 a = fours[i], b = fours[i + 1];
+    return _mm512_castps_pd(upper ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
   };
   _mm512_store_pd(to, _mm512_unpacklo_pd(pairs(0, false), pairs(2, false)));
   _mm512_store_pd(to + LANES, _mm512_unpackhi_pd(pairs(0, false), pairs(2, false)));
@@ -137,34 +142,25 @@ template <typename T>
 void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t at = 0; at < k_dim; at += TILE_K, to += TILE) {
     __m512i words[LANES];
-    for (int64_t r = 0; r < LANES; ++r) words[r] = words_of<BFloat16>(rows[r], at, std::min(TILE_K, k_dim - at));
+    for (int64_t r = 0; r < LANES; ++r) words[r] = words_at(rows[r], at, k_dim);
     transpose(words);
     for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(to + r * TILE_K, words[r]);
   }
 }
 
-// Elements [from, to) of V of 32 tokens into tiles of B [16 pairs of tokens][16][2], `from` a multiple of 32. Of 32 elements
-// the even fours are in the first of two tiles and the odd fours in the second: so 128 bits at a time interleave. fetch() is
-// called for each pair.
+// Elements [from, to) of V of 32 tokens into tiles of B [16 pairs of tokens][16][2], `from` a multiple of 32. Of 32
+// elements the even fours are in the first of two tiles and the odd fours in the second: so 128 bits at a time
+// interleave. fetch() is called for each pair.
 template <typename T, typename F>
 void values_panel(const T* const* rows, int64_t from, int64_t to, BFloat16* panel, const F& fetch) {
-  const auto put = [](__m512i a, __m512i b, BFloat16* into) {
-    _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
-    _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
-  };
-  const bool whole = rows[0] != nullptr && rows[TILE_K - 1] != nullptr && (to - from) % TILE_K == 0;
   for (int64_t pair = 0; pair < TILE_ROWS; ++pair, panel += TILE_K) {
     fetch();
-    const T *a = rows[2 * pair], *b = rows[2 * pair + 1];
     BFloat16* into = panel;
-    if (!QUANTISED<T> && whole)
-      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE)
-        put(_mm512_loadu_si512(a + at), _mm512_loadu_si512(b + at), into);
-    else
-      for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE) {
-        const int64_t count = std::min(TILE_K, to - at);
-        put(words_of<BFloat16>(a, at, count), words_of<BFloat16>(b, at, count), into);
-      }
+    for (int64_t at = from; at < to; at += TILE_K, into += 2 * TILE) {
+      const __m512i a = words_at(rows[2 * pair], at, to), b = words_at(rows[2 * pair + 1], at, to);
+      _mm512_store_si512(into, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(into + TILE, _mm512_unpackhi_epi16(a, b));
+    }
   }
 }
 
@@ -182,10 +178,6 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
       tiles.template zero<3>();
     }
     for (int64_t k = 0; k < k_steps; ++k, upper += TILE, lower += TILE, left += TILE, right += TILE) {
-      for (int64_t row = 0; row < TILE; row += TILE_K) {  // of the next step, into the first cache
-        __builtin_prefetch(left + 2 * k_steps * TILE + row);
-        __builtin_prefetch(right + 2 * k_steps * TILE + row);
-      }
       tiles.template load<4>(upper, WIDTH_BYTES);
       tiles.template load<6>(left, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
@@ -207,8 +199,9 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
   }
 }
 
-// The same bits for up to 16 rows and one or two steps, with K as it lies in the pages: tokens are the rows of A. fetch() is
-// called for each 16 tokens and 32 elements, and for each 16 tokens.
+// The same bits for up to 16 rows and one or two steps, with K as it lies in the pages: tokens are the rows of A, and
+// `whole` says that neither blocks nor elements end within a tile. fetch() is called for each 16 tokens and 32
+// elements, and for each 16 tokens.
 template <typename M, typename T, typename F>
 void logits_of_few(M& tiles, int64_t rows, const BFloat16* turned_q, const T* const* keys, int64_t steps, int64_t token,
                    bool whole, const Shape& shape, BFloat16* copies, float* logits, const F& fetch) {
@@ -261,13 +254,13 @@ struct alignas(LINE) Kept {
   float lanes[TILE_ROWS][LANES];   // sums of the weights by position modulo 16
 };
 
-// Turns logits of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch, into weights
-// [STEPS][16][32] of the steps [from, to). Returns the rows whose sums so far are to be multiplied by `factors`. Of
-// quantised tokens, `by_key` are the scales of K, which the logits lack yet, and `by_value` those of V, which the weights
-// get and their sum does not.
+// Turns logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch,
+// into weights of the steps [from, to): tiles of A [16][32], each in the place of the first of two. Returns the rows
+// whose sums so far are to be multiplied by `factors`. Of quantised tokens, `by_key` are the scales of K, which the
+// logits lack yet, and `by_value` those of V, which the weights get and their sum does not.
 template <bool SCALED>
-__mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to, const Softmax& softmax,
-                const float* by_key, const float* by_value, float* logits, BFloat16* weights, Kept& kept,
+__mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to,
+                const Softmax& softmax, const float* by_key, const float* by_value, float* logits, Kept& kept,
                 float* factors) {
   alignas(LINE) float highest[TILE_ROWS][LANES];
   int64_t begin[TILE_ROWS], end[TILE_ROWS];  // in steps
@@ -280,7 +273,7 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
       begin[r] = first / TILE_K, end[r] = (last + TILE_K - 1) / TILE_K;
       if constexpr (SCALED)
         for (int64_t t = 2 * begin[r]; t < 2 * end[r]; ++t)
-          _mm512_store_ps(row + t * SUMS, _mm512_mul_ps(_mm512_load_ps(row + t * SUMS), _mm512_load_ps(by_key + t * LANES)));
+          (load(row + t * SUMS) * load(by_key + t * LANES)).store(row + t * SUMS);
       if (softmax.soft.has_value())
         for (int64_t t = 2 * begin[r]; t < 2 * end[r]; ++t)
           (load(row + t * SUMS) * Vec(*softmax.soft)).tanh().store(row + t * SUMS);
@@ -311,13 +304,13 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
   _mm512_store_ps(factors, factor);
 
   for (int64_t r = 0; r < rows; ++r) {
-    const float* row = logits + r * LANES;
-    BFloat16* into = weights + r * TILE_K;
+    float* row = logits + r * LANES;
     const __m512 own = _mm512_set1_ps(kept.top[r]);
     __m512 sums = _mm512_mul_ps(_mm512_load_ps(kept.lanes[r]), _mm512_set1_ps(factors[r]));
-    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(into + step * TILE, _mm512_setzero_si512());
+    const __m512i none = _mm512_setzero_si512();
+    for (int64_t step = from; step < begin[r]; ++step) _mm512_store_si512(row + 2 * step * SUMS, none);
     for (int64_t step = begin[r]; step < end[r]; ++step) {
-      const float* at = row + 2 * step * SUMS;
+      float* at = row + 2 * step * SUMS;
       __m512 first = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(at), by, own));
       __m512 second = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(at + SUMS), by, own));
       sums = _mm512_add_ps(_mm512_add_ps(sums, first), second);
@@ -325,17 +318,17 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
         first = _mm512_mul_ps(first, _mm512_load_ps(by_value + step * TILE_K));
         second = _mm512_mul_ps(second, _mm512_load_ps(by_value + step * TILE_K + LANES));
       }
-      _mm512_store_si512(into + step * TILE, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+      _mm512_store_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
     }
-    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(into + step * TILE, _mm512_setzero_si512());
+    for (int64_t step = end[r]; step < to; ++step) _mm512_store_si512(row + 2 * step * SUMS, none);
     _mm512_store_ps(kept.lanes[r], sums);
   }
   return _mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) & static_cast<__mmask16>((1u << rows) - 1);
 }
 
-// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; the `first` come to nothing before.
+// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; the `first` replace what is there.
 template <int H, typename M>
-void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_t v_tiles, int64_t from, int64_t to,
+void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v_tiles, int64_t from, int64_t to,
                 bool first, float* sums) {
   for (int64_t d = 0; d < v_tiles; d += 2) {
     float *upper = sums + d * SUMS, *lower = upper + v_tiles * SUMS;
@@ -355,13 +348,13 @@ void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_
       }
     }
     for (int64_t step = from; step < to; ++step) {
-      tiles.template load<4>(weights + step * TILE, WIDTH_BYTES);
+      tiles.template load<4>(weights + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel + (step * v_tiles + d) * TILE, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
       tiles.template load<7>(panel + (step * v_tiles + d + 1) * TILE, WIDTH_BYTES);
       tiles.template dot<1, 4, 7>();
       if constexpr (H == 2) {
-        tiles.template load<5>(weights + (STEPS + step) * TILE, WIDTH_BYTES);
+        tiles.template load<5>(weights + (KEY_TILES + 2 * step) * SUMS, WIDTH_BYTES);
         tiles.template dot<2, 5, 6>();
         tiles.template dot<3, 5, 7>();
       }
@@ -375,10 +368,10 @@ void add_values(M& tiles, const BFloat16* weights, const BFloat16* panel, int64_
   }
 }
 
-// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels` is two
-// times four tiles; fetch() is called for each pair of tokens and V_TILES tiles.
+// The same for up to 16 rows, with V as it lies in the pages: what is interleaved stays in the first cache. `panels`
+// has room for two times V_TILES tiles; fetch() is called for each pair of tokens and V_TILES tiles.
 template <typename M, typename T, typename F>
-void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values, const Shape& shape, int64_t from,
+void add_values_of_few(M& tiles, const float* weights, const T* const* values, const Shape& shape, int64_t from,
                        int64_t to, bool first, BFloat16* panels, float* sums, const F& fetch) {
   static_assert(V_TILES == 4);
   for (int64_t d = 0; d < shape.v_tiles; d += V_TILES, sums += V_TILES * SUMS) {
@@ -402,7 +395,7 @@ void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values
     for (int64_t step = from; step < to; ++step) {
       if (step + 1 < to) interleave(step + 1);
       const BFloat16* panel = panels + step % 2 * V_TILES * TILE;
-      tiles.template load<4>(weights + step * TILE, WIDTH_BYTES);
+      tiles.template load<4>(weights + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel, WIDTH_BYTES);
       tiles.template dot<0, 4, 6>();
       tiles.template load<7>(panel + TILE, WIDTH_BYTES);
@@ -420,8 +413,8 @@ void add_values_of_few(M& tiles, const BFloat16* weights, const T* const* values
   }
 }
 
-// Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. Results below the least normal number are zero, for a sum
-// of them depends on how many zeros are added.
+// Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. What is below the least normal number is +0: a tile
+// that zeros are added to flushes it, and how many are added depends on the task.
 void put_mean(const float* sums, int64_t r, float total, int64_t v_dim, BFloat16* to) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -447,20 +440,21 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   const int64_t kv_heads = k_pages.size(2), groups = query.size(1) / kv_heads, size = k_pages.size(1);
   const int64_t k_dim = k_pages.size(3), v_dim = v_pages.size(3);
   const Shape shape{groups, k_dim, v_dim, steps_of(k_dim), 2 * steps_of(v_dim)};
-  const int64_t height = std::max<int64_t>(1, TASK_ROWS / groups);
+  const int64_t threads = at::get_num_threads(), each = query.size(0) * query.size(1) / (threads * TURNS);
+  const int64_t wanted = threads == 1 ? MOST_ROWS : std::clamp(each, LEAST_ROWS, MOST_ROWS);
+  const int64_t height = std::max<int64_t>(1, wanted / groups);
   const std::vector<Task> tasks = tasks_of(starts, lengths, [&](int64_t) { return height; });
   int64_t most = 0;
   for (const Task& task : tasks) most = std::max(most, task.queries * groups);
   const int64_t high = rounded_up(high_of(most), 2);
 
-  const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads, threads = at::get_num_threads();
+  const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads;
   // Several at a time: of the next one the first keys are fetched.
   share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     auto* q = own_memory<16, BFloat16>((high + 1) * shape.k_steps * TILE);  // of few rows, turned behind as they lie
     auto* key_panel = own_memory<17, BFloat16>(KEY_TILES * shape.k_steps * TILE);
     auto* value_panel = own_memory<18, BFloat16>(STEPS * shape.v_tiles * TILE);
     auto* logits = own_memory<19, float>(2 * KEY_TILES * SUMS);
-    auto* weights = own_memory<20, BFloat16>(2 * STEPS * TILE);
     auto* sums = own_memory<21, float>(high * shape.v_tiles * SUMS);
     auto* kept = own_memory<22, Kept>(high);
     auto* bounds = own_memory<23, int64_t>(2 * high * TILE_ROWS);
@@ -559,8 +553,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
           const int64_t* own = bounds + 2 * (row + half * TILE_ROWS);
           for (int64_t r = 0; r < here_rows; ++r) seen[r] = own[r] - start, ends[r] = own[TILE_ROWS + r] - start;
           const __mmask16 changed = weigh<QUANTISED<T>>(here_rows, seen, ends, from, to, softmax, by_key, by_value,
-                                                        logits + half * KEY_TILES * SUMS, weights + half * STEPS * TILE,
-                                                        kept[tile + half], factors);
+                                                        logits + half * KEY_TILES * SUMS, kept[tile + half], factors);
           if (lowest < 0)
             for (int64_t r = 0; r < here_rows; ++r)
               if (changed >> r & 1)
@@ -570,19 +563,20 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
                 }
         }
         if (few) {
-          add_values_of_few(tiles, weights, here.values, shape, from, to, lowest >= 0, value_panel, own_sums,
+          add_values_of_few(tiles, logits, here.values, shape, from, to, lowest >= 0, value_panel, own_sums,
                             [&] { ahead.fetch(2); });
           continue;
         }
         if (both == 2)
-          add_values<2>(tiles, weights, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
+          add_values<2>(tiles, logits, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
         else
-          add_values<1>(tiles, weights, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
+          add_values<1>(tiles, logits, value_panel, shape.v_tiles, from, to, lowest >= 0, own_sums);
       }
       if (start + KEYS < last) return;
       for (int64_t r = 0; r < rows; ++r) {
         const Kept& own = kept[r / TILE_ROWS];
-        float total = sinks == nullptr ? 0.0f : std::exp2(sinks[head * groups + r % groups] * LOG2_E - own.top[r % TILE_ROWS]);
+        float total = 0.0f;
+        if (sinks != nullptr) total = std::exp2(sinks[head * groups + r % groups] * LOG2_E - own.top[r % TILE_ROWS]);
         for (const float lane : own.lanes[r % TILE_ROWS]) total += lane;
         put_mean(sums + r / TILE_ROWS * shape.v_tiles * SUMS, r % TILE_ROWS, total, v_dim,
                  out.data_ptr<BFloat16>() + (task.row + r / groups) * out.stride(0) +

@@ -166,7 +166,7 @@ def test_it_is_attention(kv: str, shape: dict[str, int]) -> None:
 @pytest.mark.parametrize("scaling", [30.0, 1000.0])
 @pytest.mark.parametrize("rising", [1, -1])
 def test_the_largest_logit_may_come_late(scaling: float, rising: int) -> None:
-    """Logits of thousands that rise or fall along the context: what came before is scaled down, and nothing overflows."""
+    """Logits of thousands that rise or fall along the context: what came before is scaled down, nothing overflows."""
     case = Case([700], kv_heads=1)
     direction = torch.ones(64)
     case.query[0] = (direction + torch.randn(700, 3, 64) * 0.01).bfloat16()
