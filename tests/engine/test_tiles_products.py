@@ -248,7 +248,9 @@ def bits(processes: list[subprocess.Popen[str]]) -> tuple[list[list[str]], list[
 
 
 @tiled
-@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE or torch.ops.tandem.orders()[0] != "tile32", reason="no AMX")
+@pytest.mark.skipif(
+    kernels.serving(CPU) == kernels.REFERENCE or torch.ops.tandem.orders()[0] != "tile32", reason="no AMX"
+)
 def test_without_permission_fma_has_the_same_bits() -> None:
     """Where Linux refuses the tile registers nothing ends by SIGILL: FMA computes the tiles, with the bits of AMX."""
     ready, digests = bits([process(False, 1, -1), process(True, 1, -1)])

@@ -399,7 +399,7 @@ def test_the_name_is_of_all_that_packing_depends_on(monkeypatch: pytest.MonkeyPa
         modules._name([one, two], []),
         modules._name([two], [one]),
     }
-    monkeypatch.setattr(modules, "library", lambda: Path("tandem-of-other-sources.so"))
+    monkeypatch.setattr(modules, "panels_of", lambda: "tandem-of-other-sources.so")
     names.add(modules._name([one], [two]))
     assert len(names) == 7
 
