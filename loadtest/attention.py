@@ -5,8 +5,8 @@
 
 bfloat16, queries behind so many tokens of each sequence, in pages of 16. Counted are the products that the answer
 needs: 4 operations for an element of a head and a pair of a query and a token that it sees. The least time of a call,
-all sides in turn: of CPU with one thread, which other processes disturb less. The bytes are those of K and V, each once;
-there are so many copies of these that single queries read them from memory. `sdpa` is torch's
+all sides in turn: of CPU with one thread, which other processes disturb less. The bytes are those of K and V, each
+once; there are so many copies of these that single queries read them from memory. `sdpa` is torch's
 scaled_dot_product_attention with K and V gathered before; quantised KV has no such side.
 """
 

@@ -214,13 +214,13 @@ def test_cuts_of_other_shapes(shape: dict[str, int]) -> None:
 
 
 def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
-    """Zeros that a chunk adds flush what is below the least normal number; alone, it is as zero."""
-    case = Case([300], kv_heads=1, groups=2)
-    case.v[0] = case.put(0, "v", torch.randn(300, 1, 64) * 2.0**-126)
-    whole = case.run([(0, 0, 300)])[0]
-    assert whole.any()
-    assert (whole == 0).any()
-    assert same(case.cut(0, [1], Full()), whole)
+    """A sum that is flushed to -0 becomes +0 when zeros are added, as they are for a row beside longer ones."""
+    case = Case([300], kv_heads=2, groups=1)
+    case.v[0] = case.put(0, "v", torch.randn(300, 2, 64) * 2.0**-124)
+    alone = case.cut(0, [1], Full())
+    assert alone.any()
+    for sizes in ([300], [7, 50, 20]):
+        assert same(case.cut(0, sizes, Full()), alone)
 
 
 def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
