@@ -224,6 +224,7 @@ def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
 
 
 def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
+    """Tokens before it have the bits that they had."""
     case = Case([100], kv_heads=1)
     before = case.run([(0, 0, 100)])[0]
     poisoned = case.k[0].clone()
@@ -237,6 +238,7 @@ def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.skipif(SERVED and torch.ops.tandem.orders()[0] != "tile32", reason="AMX does not serve here")
 def test_amx_and_fma_have_the_same_bits(kv: str) -> None:
+    """For every reach, with heads whose elements fill no whole step."""
     case = Case([570, 40], kv=kv, dims=(80, 96))
     parts = [(0, 100, 570), (1, 39, 40)]
     for reach in REACHES:
@@ -251,6 +253,7 @@ def test_amx_and_fma_have_the_same_bits(kv: str) -> None:
 
 
 def test_threads_do_not_change_bits() -> None:
+    """One thread has the tasks of a chunk in other pieces than two."""
     case = Case([570, 40, 301])
     parts = [(0, 100, 570), (1, 39, 40), (2, 300, 301)]
     before = torch.get_num_threads()

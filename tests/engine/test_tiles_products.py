@@ -31,6 +31,7 @@ tiled = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def by_tiles() -> Iterator[None]:
+    torch.manual_seed(0)
     if kernels.serving(CPU) == kernels.REFERENCE or "tile32" not in torch.ops.tandem.orders():
         yield
         return
