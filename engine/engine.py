@@ -230,7 +230,7 @@ class Engine:
     def _failed(self, plan: list[Chunk], before: list[_Before], error: Exception) -> list[Progress]:
         """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
 
-        What a failed forward may have written lies beyond `done` of its sequences: nobody reads it, the next step
+        What a failed forward may have written lies beyond `done` of its sequences: it is never read, the next step
         writes it again. Raises `error` when anything else may be in doubt.
         """
         self.failures += 1
@@ -244,7 +244,7 @@ class Engine:
         for sequence, _ in plan:
             if self.speculation:
                 self.speculation.forget(sequence.id)
-        if not all(each.restore() for each in before):  # some have tokens that nobody was told
+        if not all(each.restore() for each in before):  # some took tokens that were never reported
             ended = [self._give_up(sequence, error) for sequence, _ in plan]
         elif self.retries.failed([one.sequence.id for one in plan], sum(one.tokens for one in plan), no_memory):
             ended = [self._give_up(plan[0].sequence, error)]
@@ -263,7 +263,7 @@ class Engine:
         return Progress(sequence, sequence.done, None, None, error=why)
 
     def _prove(self, error: Exception) -> None:
-        """Whether the engine can still compute: one token in a block that nobody has. Raises `error` if not."""
+        """Whether the engine can still compute: one token in a free block. Raises `error` if not."""
         if self.pool.take(PROOF, [], 1) is None:  # every block is held: what runs on will show it
             return
         try:
