@@ -31,9 +31,9 @@ demo: setup
 test: setup lint
 	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-# The tests that need no second process: seconds, not minutes.
+# The tests that need no second process, with fewer examples of each property: seconds, not minutes.
 fast: setup
-	@$(BIN)/python -m pytest tests/rules tests/tandem tests/router tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_sampling.py
+	@$(BIN)/python -m pytest -n 2 --hypothesis-profile=fast tests/rules tests/tandem tests/router tests/engine/test_block_pool.py tests/engine/test_scheduler.py tests/engine/test_sampler.py
 
 # Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
 mutate: setup
@@ -46,12 +46,12 @@ lint: setup
 	@$(BIN)/mypy
 
 bench: setup
-	@$(BIN)/python -m loadtest.bench
+	@$(BIN)/python -m loadtest bench
 
-# Tandem beside other engines: docs/performance.md says how to install them. ARGS is serve, interference, engines, ...
+# Tandem beside other engines: docs/measuring.md says how to install them. ARGS is serve, interference, engines, ...
 peers: ARGS ?= --help
 peers: setup
-	@$(BIN)/python -m loadtest.peers $(ARGS)
+	@$(BIN)/python -m loadtest peers $(ARGS)
 
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/tandem/v1/*.proto

@@ -1,103 +1,364 @@
-"""What to start, to stop and to turn into what, given what is wanted, what is seen and the time. Pure: no Ray, no
-clock, no sockets.
+"""The supervisor's loop: starts and stops workers until the live ones are the wanted ones. It does not know Ray: a Host
+starts and ends processes.
 
-A place is a role and a number; its worker's id is `<role>-<number>`. A dead worker's id is used again by the next life
-in the same place. Where one pool has a worker too many and the other one too few, the worker turns: it drains and comes
-back under an id of the other pool, with its weights. Safe to repeat: the same input gives the same plan, and a plan
-carried out leaves nothing to do.
+    registry "wanted" ──▶ plan(wanted, live, backoffs, now) ──▶ Host.create(id) ──▶ one task per worker:
+                                      ▲                         or switch_role(id)  start → ready → wait → ended
+                                      └──────── wake: a worker ended, wanted changed, a backoff is over
+
+Nothing is polled: a worker's death ends its pending wait(), and the registry announces changes of "wanted".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from time import monotonic
+from typing import Protocol
 
-ROLES = ("router", "decode", "prefill")
-FIRST_DELAY_S = 0.2
-LAST_DELAY_S = 30.0
-STABLE_S = 10.0
-"""A life that was ready for so long clears the failures of its place."""
+import structlog
+
+from cluster.reconcile_plan import ROLES, Backoff, LiveWorker, Phase, plan, role_of
+from cluster.state.lease import Lease
+from cluster.state.registry import Registry
+from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+from tandem.tasks import end, forever, once
+
+log = structlog.get_logger(__name__)
+WANTED_REFRESH_S = 5.0
+"""How soon a missed change of "wanted" is noticed."""
+STOP_MARGIN_S = 5.0
+"""A worker that has not stopped this long after its grace is killed."""
+START_PROGRESS_TIMEOUT_S = 900.0
+"""A worker that reports no progress of its start for this long is killed, and started again."""
+ROLE_SWITCH_MARGIN_S = 60.0
+"""A worker that does not serve the other pool this long after its grace is killed."""
+MAX_EVENTS = 1000
 
 
-class Phase(StrEnum):
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a worker reports once it serves."""
+
+    address: str
+    pid: int
+    incarnation: str
+    can_switch_role: bool = False  # to the other pool
+
+
+class WorkerProcess(Protocol):
+    """One worker process, which may serve as one worker after another. Calls raise errors of the tree, WorkerLost once
+    the process is dead."""
+
+    async def start(self, report: Callable[[str], None]) -> Started:
+        """Starts to serve; a repeated call returns the same. `report` receives the stages of the start."""
+
+    async def wait(self) -> None:
+        """Returns when the service has ended by itself."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains."""
+
+    async def switch_role(self, worker_id: str, grace_s: float, report: Callable[[str], None]) -> Started:
+        """Drains, which ends wait(), then serves under another id with the loaded weights; otherwise like start()."""
+
+    def kill(self) -> None:
+        """Ends the process; safe to repeat."""
+
+
+class Host(Protocol):
+    def create(self, worker_id: str) -> WorkerProcess:
+        """A new process, or a spare."""
+
+    def keep_spares(self, count: int) -> None:
+        """Keeps `count` processes that can become a worker of either pool; they start in the background."""
+
+    async def survivors(self) -> dict[str, WorkerProcess]:
+        """Workers that an earlier incarnation of this supervisor started."""
+
+
+class Kind(StrEnum):
     STARTING = "starting"
+    LOADING = "loading"  # still starting; `text` names the stage
     READY = "ready"
-    STOPPING = "stopping"
+    STOPPED = "stopped"  # drained, as it was told to or by itself
+    FAILED = "failed"  # could not start, for a reason that starting again would not change
+    DIED = "died"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One live worker."""
+class Event:
+    """A change of one worker's state."""
 
+    seq: int
+    kind: Kind
     worker_id: str
-    phase: Phase
-    turns: bool = False  # it can serve the other pool as well
+    started: Started | None = None
+    error: TandemError | None = None
+    retry_in_s: float = 0.0
+    text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """A place's recent failures, and when it may be filled again."""
-
-    failures: int = 0
-    retry_at: float = 0.0
-
-    def ended(self, now: float, ready_for: float) -> Backoff:
-        """After one more life has ended, which had been ready for so many seconds (0: never)."""
-        failures = 1 if ready_for >= STABLE_S else self.failures + 1
-        exponent = min(failures - 1, 16)  # keeps 2**n small however long a place keeps failing
-        return Backoff(failures, now + min(LAST_DELAY_S, FIRST_DELAY_S * 2**exponent))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    start: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
-    turn: tuple[tuple[str, str], ...] = ()  # a worker, and the id under which it comes back
-    retry_at: float | None = None
-    """When a place that is held back may be filled; None if none is."""
+@dataclass(slots=True, eq=False)
+class _Worker:
+    worker_id: str
+    process: WorkerProcess
+    phase: Phase = Phase.STARTING
+    started: Started | None = None
+    ready_at: float = 0.0
+    unserved: bool = False  # stopped before it served: how its process ended does not matter
+    before: _Worker | None = None  # the worker that this process is until it has drained
+    switched: bool = False  # the process goes on as another worker
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def role_of(worker_id: str) -> str:
-    return worker_id.rpartition("-")[0]
+class Supervisor:
+    """Active from run() to the end of stop()."""
+
+    def __init__(
+        self,
+        host: Host,
+        registry: Registry,
+        grace_s: float,
+        clock: Callable[[], float] = monotonic,
+        spares: int = 0,
+        lease: Lease | None = None,
+        start_s: float = START_PROGRESS_TIMEOUT_S,
+    ) -> None:
+        """Without `lease` nothing prevents a second supervisor. `start_s`: see START_PROGRESS_TIMEOUT_S."""
+        self._host = host
+        self._lease = lease
+        self._registry = registry
+        self._grace_s = grace_s
+        self._clock = clock
+        self._spares = spares
+        self._start_s = start_s
+        self._wanted: dict[str, int] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._backoffs: dict[str, Backoff] = {}
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._seq = 0
+        self._new_event = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Reconciles until stop(). Raises PreconditionFailed when another supervisor has this cluster's lease."""
+        if self._lease is not None:
+            try:
+                await self._lease.take()
+            except Unavailable as error:  # its workers may be alive; `keep` tries again
+                log.warning("supervisor.registry_lost", error=error.message)
+            self._keeping = asyncio.create_task(self._lease.keep(), name="lease")
+            self._keeping.add_done_callback(lambda _: self._wake.set())
+        for worker_id, process in (await self._host.survivors()).items():
+            self._watch(worker_id, process)
+        follow = forever(self._follow_wanted, name="wanted")
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                retry_at = self._reconcile()
+                await _wait(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
+                if self._keeping is not None and self._keeping.done() and not self._stopping:
+                    self._keeping.result()
+        finally:
+            await end(follow)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains everything, routers first so that no new request arrives, and ends run()."""
+        self._stopping = True
+        self._wake.set()
+        self._host.keep_spares(0)
+        deadline = self._clock() + grace_s
+        for roles in (("router",), ("decode", "prefill")):
+            mine = [worker for worker in list(self._workers.values()) if role_of(worker.worker_id) in roles]
+            left = max(0.0, deadline - self._clock())
+            await asyncio.gather(*(self._drain(worker, left) for worker in mine))
+            await asyncio.gather(*(worker.ended.wait() for worker in mine))
+        await end(self._keeping)
+        if self._lease is not None:
+            await self._lease.release()
+
+    async def events(self, after: int) -> list[Event]:
+        """Events after number `after`; waits for the first. A caller with a number from the future talked to an earlier
+        incarnation of this supervisor, and gets all events."""
+        async with self._new_event:
+            await self._new_event.wait_for(lambda: self._seq != after)
+        known = after if after < self._seq else 0
+        return [event for event in self._events if event.seq > known]
+
+    # ---- wanted against live workers
+
+    def _reconcile(self) -> float | None:
+        live = [
+            LiveWorker(worker.worker_id, worker.phase, worker.started is not None and worker.started.can_switch_role)
+            for worker in self._workers.values()
+        ]
+        steps = plan(self._wanted, live, self._backoffs, self._clock())
+        for worker_id in steps.start:
+            self._watch(worker_id, self._host.create(worker_id))
+        for worker_id in steps.stop:
+            once(self._drain(self._workers[worker_id], self._grace_s), name=f"drain {worker_id}")
+        for worker_id, place in steps.switch:
+            before = self._workers[worker_id]
+            before.phase, before.switched = Phase.STOPPING, True
+            self._watch(place, before.process, before)
+        if self._wanted and all(worker.phase is not Phase.STARTING for worker in self._workers.values()):
+            self._host.keep_spares(self._spares)  # a spare must not delay a worker that is needed now
+        return steps.retry_at
+
+    async def _follow_wanted(self) -> None:
+        """Keeps `wanted` current. A registry that lost the sizes, or does not answer, changes nothing: the last known
+        sizes stay, and are written back."""
+        async for _ in self._registry.changes(WANTED_REFRESH_S):
+            try:
+                sizes = {role: size for role, size in (await self._registry.wanted()).items() if role in ROLES}
+                lost = {role: size for role, size in self._wanted.items() if role not in sizes}
+                if lost:
+                    await self._registry.set_wanted(lost)
+            except Unavailable as error:
+                log.warning("supervisor.registry_lost", error=error.message)
+                continue
+            if {**self._wanted, **sizes} != self._wanted:
+                self._wanted |= sizes
+                self._wake.set()
+
+    # ---- one worker
+
+    def _watch(self, worker_id: str, process: WorkerProcess, before: _Worker | None = None) -> None:
+        worker = self._workers[worker_id] = _Worker(worker_id, process, before=before)
+        once(self._follow(worker), name=f"worker {worker_id}")
+
+    async def _begin(self, worker: _Worker) -> Started:
+        if worker.before is None:
+            return await self._start(worker)
+        report = partial(self._record_stage, worker)
+        report(f"{worker.before.worker_id} drains and becomes it, with the weights that it has")
+        try:
+            async with asyncio.timeout(self._grace_s + ROLE_SWITCH_MARGIN_S):
+                return await worker.process.switch_role(worker.worker_id, self._grace_s, report)
+        except TimeoutError as error:
+            raise WorkerLost(f"{worker.before.worker_id} did not become {worker.worker_id} in time") from error
+
+    async def _start(self, worker: _Worker) -> Started:
+        """Each stage that the worker reports is progress, and restarts its time limit of `start_s`."""
+        try:
+            async with asyncio.timeout(self._start_s) as time_limit:
+
+                def report(text: str) -> None:
+                    with suppress(RuntimeError):  # the start is over
+                        time_limit.reschedule(asyncio.get_running_loop().time() + self._start_s)
+                    self._record_stage(worker, text)
+
+                return await worker.process.start(report)
+        except TimeoutError as error:
+            message = f"{worker.worker_id} did not come up: no stage of its start ended for {self._start_s:g} s"
+            raise WorkerLost(message) from error
+
+    async def _follow(self, worker: _Worker) -> None:
+        """Follows one worker from its start to its end."""
+        await self._record(Kind.STARTING, worker)
+        error: TandemError | None = None
+        try:
+            worker.started = await self._begin(worker)
+            worker.ready_at = self._clock()
+            if worker.phase is Phase.STARTING:
+                worker.phase = Phase.READY
+            self._wake.set()
+            await self._record(Kind.READY, worker)
+            await worker.process.wait()
+        except TandemError as caught:
+            error = caught
+        except Exception as caught:
+            log.exception("supervisor.bug", worker_id=worker.worker_id)
+            error = InternalError(f"the supervisor lost track of {worker.worker_id}: {caught}")
+        finally:
+            if not worker.switched:  # else it belongs to the worker that it has become
+                worker.process.kill()
+        await self._forget(worker, error)
+
+    async def _forget(self, worker: _Worker, error: TandemError | None) -> None:
+        """After a worker has ended: its place may be filled again."""
+        try:
+            if worker.started:  # the record of this incarnation only; one that never reported its own expires
+                await self._registry.withdraw(worker.worker_id, worker.started.incarnation)
+        except Unavailable as caught:
+            log.warning("supervisor.withdraw_failed", worker_id=worker.worker_id, error=caught.message)
+        now = self._clock()
+        if worker.phase is Phase.STOPPING:
+            self._backoffs.pop(worker.worker_id, None)
+            kind, error = Kind.STOPPED, None if worker.unserved else error
+        else:
+            ready_for = now - worker.ready_at if worker.started else 0.0
+            self._backoffs[worker.worker_id] = self._backoffs.get(worker.worker_id, Backoff()).ended(now, ready_for)
+            kind = _kind_of_end(worker, error)
+        del self._workers[worker.worker_id]
+        self._wake.set()
+        await self._record(kind, worker, error)
+        worker.ended.set()
+
+    async def _drain(self, worker: _Worker, grace_s: float) -> None:
+        """Ends one worker: with grace if it serves, at once if it does not yet. `_follow` does the rest.
+
+        A worker that has stopped is not killed here: its wait() has an answer on the way, and the kill could overtake
+        it, so that an orderly end would look like a death.
+        """
+        if worker.switched:  # it drains, and the process ends as another worker
+            return
+        worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
+        if worker.unserved:
+            if worker.before is not None:
+                await _wait(worker.before.ended, grace_s)
+            worker.process.kill()
+            return
+        try:
+            async with asyncio.timeout(grace_s + STOP_MARGIN_S):
+                await worker.process.stop(grace_s)
+                await worker.ended.wait()
+        except (TimeoutError, TandemError) as error:
+            log.warning("supervisor.stop_failed", worker_id=worker.worker_id, error=repr(error))
+            worker.process.kill()
+
+    # ---- events
+
+    async def _record(self, kind: Kind, worker: _Worker, error: TandemError | None = None) -> None:
+        backoff = self._backoffs.get(worker.worker_id, Backoff())
+        again = kind in (Kind.DIED, Kind.FAILED) and not self._stopping
+        retry_in_s = max(0.0, backoff.retry_at - self._clock()) if again else 0.0
+        log.info("supervisor.worker", kind=kind, worker_id=worker.worker_id, error=error and error.message)
+        self._add(kind, worker, error, retry_in_s)
+        await self._announce()
+
+    def _record_stage(self, worker: _Worker, text: str) -> None:
+        self._add(Kind.LOADING, worker, text=text)
+        once(self._announce(), name="announce")
+
+    def _add(
+        self, kind: Kind, worker: _Worker, error: TandemError | None = None, retry_in_s: float = 0.0, text: str = ""
+    ) -> None:
+        self._seq += 1
+        self._events.append(Event(self._seq, kind, worker.worker_id, worker.started, error, retry_in_s, text))
+
+    async def _announce(self) -> None:
+        async with self._new_event:
+            self._new_event.notify_all()
 
 
-def number_of(worker_id: str) -> int:
-    return int(worker_id.rpartition("-")[2])
+def _kind_of_end(worker: _Worker, error: TandemError | None) -> Kind:
+    if error is None:
+        return Kind.STOPPED
+    return Kind.DIED if worker.started or isinstance(error, WorkerLost) else Kind.FAILED
 
 
-def plan(wanted: Mapping[str, int], seen: Iterable[Seen], backoffs: Mapping[str, Backoff], now: float) -> Plan:
-    """The next steps. A stopping worker does not count, but keeps its id until it is gone. A role that `wanted` does
-    not name is unknown, not unwanted: a registry that lost its content must not stop a worker."""
-    workers = list(seen)
-    start: list[str] = []
-    stop: list[str] = []
-    held: list[float] = []
-    for role in (role for role in ROLES if role in wanted):
-        mine = [worker for worker in workers if role_of(worker.worker_id) == role]
-        serving = [worker for worker in mine if worker.phase is not Phase.STOPPING]
-        surplus = max(0, len(serving) - wanted[role])
-        # Those that do not serve yet go first, then the highest numbers: scaling down never takes the last ready one.
-        serving.sort(key=lambda worker: (worker.phase is Phase.READY, -number_of(worker.worker_id)))
-        stop += [worker.worker_id for worker in serving[:surplus]]
-        missing = max(0, wanted[role] - len(serving))
-        for worker_id in _free(role, {worker.worker_id for worker in mine}, missing):
-            retry_at = backoffs.get(worker_id, Backoff()).retry_at
-            if retry_at <= now:
-                start.append(worker_id)
-            else:  # the place waits; filling another in its stead would be a way around the delay
-                held.append(retry_at)
-    able = {worker.worker_id for worker in workers if worker.turns and worker.phase is Phase.READY}
-    leaving = [worker_id for worker_id in stop if worker_id in able and role_of(worker_id) != "router"]
-    places = [worker_id for worker_id in start if role_of(worker_id) != "router"]  # of the other pool, if any leave
-    turn = list(zip(leaving, places, strict=False))
-    for one, place in turn:
-        stop.remove(one)
-        start.remove(place)
-    return Plan(tuple(start), tuple(stop), tuple(turn), min(held, default=None))
-
-
-def _free(role: str, taken: set[str], count: int) -> list[str]:
-    """The `count` lowest ids that nobody has."""
-    candidates = (f"{role}-{number}" for number in range(len(taken) + count))
-    return [worker_id for worker_id in candidates if worker_id not in taken][:count]
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """Waits for the event, at most `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

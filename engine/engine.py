@@ -12,31 +12,31 @@ A prefill worker adds sequences with `handoff` and a limit of one new token: the
 decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
 already at the prompt's length. There is no other difference between the two.
 
-Not thread-safe: everything here runs on the engine's own thread (engine/loop.py).
+Not thread-safe: everything here runs on the engine's own thread (engine/engine_thread.py).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from engine import speedcheck
-from engine.blocks import BlockPool
-from engine.grammar import Filling, Grammars, Masks
-from engine.graphs import Capture, Decode, Uncapturable
-from engine.kernels import REFERENCE
-from engine.model import Model
-from engine.pace import PROMPTS_S, Pace
-from engine.pages import Pages
-from engine.retries import Retries
-from engine.sampling import Logprob, choose, logprobs
-from engine.scheduler import Chunk, Scheduler
-from engine.sequence import Finish, Sequence
-from engine.speculation import Ask, Speculation
-from engine.step import Batch, device_done
+from engine.attention.forward_context import Batch, device_done
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import Chunk, Scheduler
+from engine.core.sequence import Finish, Logprob, Sequence
+from engine.core.step_retries import BeforeStep, Retries
+from engine.core.step_time import PROMPTS_S, StepTime
+from engine.decoding.sampler import choose, score_prompt
+from engine.decoding.speculative import Ask, Speculation
+from engine.decoding.structured_output import Filling, Grammars, Masks
+from engine.kernels import REFERENCE, speed_check
+from engine.kv.kv_cache import KvCache
+from engine.runner.cuda_graphs import Capture, Decode, Uncapturable
+from engine.runner.model_runner import ModelRunner
 from tandem.errors import Busy, InternalError, StepFailed, TandemError, TooLarge
 
 log = logging.getLogger(__name__)
@@ -54,24 +54,6 @@ class Progress(NamedTuple):
     error: TandemError | None = None  # it caught up and no token was possible: it is over
 
 
-class _Before:
-    """A sequence as it was before a step."""
-
-    __slots__ = ("_done", "_scored", "_sequence", "_tokens")
-
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-        self._done, self._tokens, self._scored = sequence.done, len(sequence.tokens), len(sequence.prompt_logprobs)
-
-    def restore(self) -> bool:
-        """False: it has got tokens, on which memos of it depend by now."""
-        if len(self._sequence.tokens) != self._tokens:
-            return False
-        self._sequence.done = self._done
-        del self._sequence.prompt_logprobs[self._scored :]
-        return True
-
-
 class _Run(NamedTuple):
     """A sequence that gets tokens from this step."""
 
@@ -80,45 +62,44 @@ class _Run(NamedTuple):
     row: int  # of the logits after its last token; those after each draft follow
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    num_blocks: int
+    block_size: int
+    token_budget: int
+    max_running: int
+    stretch: float | None = None  # how many times as long as a step of one stream one with prompts may take
+    beside_s: float = 0.0  # seconds that it may take also where that is less
+    spare_block: bool = False  # the pages have one block more, which is never in a table; `capture` needs it
+    generates: bool = True  # has all that the settings say of decoding; without, it serves a prefill worker only
+
+
 class Engine:
     def __init__(
         self,
-        model: Model,
+        model: ModelRunner,
+        config: EngineConfig,
         *,
-        num_blocks: int,
-        block_size: int,
-        token_budget: int,
-        max_running: int,
-        stretch: float | None = None,
-        beside_s: float = 0.0,
-        pace: Pace | None = None,
+        pace: StepTime | None = None,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
-        spare_block: bool = False,
-        generates: bool = True,
     ) -> None:
-        """`stretch`: how many times as long as a step of one stream one with prompts may take; None: no bound.
-        `beside_s`: seconds that it may take also where that is less.
-        `spare_block`: the pages have one block more, which is never in a table; `capture` needs it.
-        `generates`: it has all that the settings say of decoding; without, it serves a prefill worker only."""
         self.model = model
-        self.generates = generates
-        self.products: speedcheck.Report | None = None  # set by build_engine: the compiled ones beside torch's
-        self.pace = pace or Pace()
-        self.stretch = stretch
-        self.beside_s = beside_s
+        self.config = config
+        self.products: speed_check.Report | None = None  # set by build_engine: the compiled ones beside torch's
+        self.pace = pace or StepTime()
         self.alone_s = PROMPTS_S  # of a step without streams; whoever serves with this engine may want it shorter
         self.speculation = speculation
-        self.pool = BlockPool(num_blocks, block_size)
-        self.pages: Pages = model.allocate(num_blocks + spare_block, block_size)
-        self.spare = num_blocks if spare_block else None  # that block's id
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.pages: KvCache = model.allocate(config.num_blocks + config.spare_block, config.block_size)
+        self.spare = config.num_blocks if config.spare_block else None  # that block's id
         self.decode: Decode | None = None  # set by `capture`
-        self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_running=max_running)
+        self.scheduler = Scheduler(self.pool, token_budget=config.token_budget, max_running=config.max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
         self.streams = self.prompt_tokens = 0  # in the last step
         self.plan: list[Chunk] = []  # of the step that runs, or ran last
-        self.retries = Retries(token_budget)
+        self.retries = Retries(config.token_budget)
         self.grammars = grammars
         self.masks = Masks(grammars.left_behind if grammars else None)
 
@@ -194,7 +175,7 @@ class Engine:
         self.streams = sum(chunk.tokens == 1 for chunk in plan)
         self.prompt_tokens = sum(chunk.tokens for chunk in plan) - self.streams
         started = self.speculation.clock() if self.speculation else 0.0
-        before = [_Before(sequence) for sequence, _ in plan]
+        before = [BeforeStep(sequence) for sequence, _ in plan]
         filling: Filling | None = None
         try:
             drafts = self._draft(plan)
@@ -227,7 +208,7 @@ class Engine:
                 return plan
         return self.scheduler.plan(self._beside, alone, self.retries.tokens)
 
-    def _failed(self, plan: list[Chunk], before: list[_Before], error: Exception) -> list[Progress]:
+    def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
 
         What a failed forward may have written lies beyond `done` of its sequences: it is never read, the next step
@@ -279,7 +260,8 @@ class Engine:
 
     def _beside(self, streams: int) -> int | None:
         """Prompt tokens at most in a step with so many streams."""
-        return self.pace.prompt_tokens_beside(streams, self.stretch, self.beside_s) if self.stretch else None
+        stretch = self.config.stretch
+        return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         logits = self.decode.logits(batch) if self.decode else None
@@ -317,19 +299,15 @@ class Engine:
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
         """The chunks behind one another, each with its drafts. For each chunk, in this order, logits are wanted where
         the prompt is to be scored, at its last token if it catches up with its sequence, and at every draft."""
-        batch = Batch(token_ids=[], positions=[], query_lens=[], context_lens=[], block_tables=[], logits_at=[])
+        batch = Batch()
         for (sequence, count), draft in zip(plan, drafts, strict=True):
-            start, end = len(batch.token_ids), sequence.done + count
-            batch.token_ids += sequence.tokens[sequence.done : end] + draft
-            batch.positions += range(sequence.done, end + len(draft))
-            batch.query_lens.append(count + len(draft))
-            batch.context_lens.append(end + len(draft))
-            batch.block_tables.append(self.pool.table(sequence.id))
+            done, end = sequence.done, sequence.done + count
+            wanted = [position - done for position in sequence.to_score(count)]
+            if end == len(sequence.tokens):
+                wanted += range(count - 1, count + len(draft))
+            batch.add(sequence.tokens[done:end] + draft, done, self.pool.table(sequence.id), wanted)
             if self.model.lora is not None:
                 batch.adapters.append(self.model.lora.slot_of(sequence.adapter))
-            batch.logits_at += [start + position - sequence.done for position in sequence.to_score(count)]
-            if end == len(sequence.tokens):
-                batch.logits_at += range(start + count - 1, start + count + len(draft))
         return batch
 
     def _advance(
@@ -342,7 +320,7 @@ class Engine:
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
             if scored := sequence.to_score(count):
-                _score(sequence, scored, logits[row : row + len(scored)])
+                score_prompt(sequence, scored, logits[row : row + len(scored)])
                 row += len(scored)
             caught_up = count == sequence.todo
             sequence.done += count
@@ -413,10 +391,3 @@ def agrees(draft: int, token: int) -> bool:
 def _out_of_memory(error: Exception) -> bool:
     """Of the device, or of the host, whose allocator raises a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _score(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
-    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]."""
-    top = sequence.sampling.prompt_logprobs or 0
-    follow = [sequence.tokens[position + 1] for position in positions]
-    sequence.prompt_logprobs += logprobs(logits, follow, [top] * len(follow))

@@ -1,16 +1,16 @@
-"""Moving blocks from a peer's region into this one: the interface, its factory and the link probe."""
+"""Reading blocks from a peer's region into this one: the interface, the link probe, and what the backends share."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from kvtransfer.blocks import Peer, ReadStats, Region
-from tandem.errors import InvalidRequest, SettingsError, TandemError
+from kvtransfer.types import Peer, ReadStats, Region
+from tandem.errors import InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 Pair = tuple[int, int]
 
 # One posted transfer is at most this long (or one block), so that readers take turns, a cancelled one ends soon, and a
-# slow link still completes one well within STALL.
+# slow link still completes one well within STALL_S.
 BATCH_BYTES = 4 << 20
 
 # Seconds without progress after which connecting to a peer has failed.
-STALL = 4.0
+STALL_S = 4.0
 
-# How often a caller that may not leave yet says in the log that it is still waiting, in seconds.
-STUCK_REPORT_SECONDS = 5.0
+# Seconds between two log lines of a caller that must still wait for the end of a read.
+STUCK_REPORT_S = 5.0
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ T = TypeVar("T")
 class Transport(Protocol):
     """Reads blocks of peers into the local region. All times are in seconds.
 
-    Every method may be called from the event loop; none blocks it, but for `close`. The one promise that everything
-    else rests on: when `read` has returned or raised, by any path, no byte of it can reach the local blocks any more.
+    Every method may be called from the event loop; none but `close` blocks it. The promise on which everything else
+    rests: when `read` has returned or raised, by any path, no byte of it can reach the local blocks any more.
 
-    TransferFailed says that bytes did not arrive: an error of the link, or no progress. The peer may well be alive, and
-    may be connected and read again. WorkerLost says that this very incarnation is not to be read from any more: it was
+    TransferFailed means that bytes did not arrive: an error of the link, or no progress. The peer may be alive, and may
+    be connected and read again. WorkerLost means that this very incarnation is not to be read from any more: it was
     forgotten or replaced, or this transport is closed.
     """
 
@@ -49,20 +49,20 @@ class Transport(Protocol):
     on_broken: Callable[[], object] | None
 
     @property
-    def last_round_at(self) -> float:
-        """time.monotonic() of the last round of the thread that drives progress. Rounds are some 20 ms apart, seconds
-        only while an agent starts: a watchdog knows by it that the thread hangs. Now, where there is no thread."""
+    def under_way(self) -> tuple[Hashable, float] | None:
+        """For a watchdog, on any thread: what the thread that drives progress does now, unlike what it did before, and
+        the seconds that this may take. None where there is no thread."""
         ...
 
     def peer(self) -> Peer:
-        """What to tell other workers. Ask again each time: a transport that had to restart has new metadata."""
+        """The description for other workers. Ask again each time: a transport that had to restart has new metadata."""
         ...
 
     async def connect(self, peer: Peer, timeout: float) -> None:
         """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
 
         Any other incarnation of the same worker is forgotten. Peers connect concurrently. Raises IncompatibleLayout
-        before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL seconds, or the
+        before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL_S seconds, or the
         attempt took longer than `timeout`) and WorkerLost.
         """
         ...
@@ -109,20 +109,7 @@ class Transport(Protocol):
         ...
 
 
-def make_transport(kind: str, region: Region, worker_id: str, incarnation: str, layout_hash: str) -> Transport:
-    """`kind` is "nixl" or "inprocess"; only the backend asked for is imported. Raises SettingsError, Unavailable."""
-    if kind == "nixl":
-        from kvtransfer.nixl_transport import NixlTransport
-
-        return NixlTransport(region, worker_id, incarnation, layout_hash)
-    if kind == "inprocess":
-        from kvtransfer.inprocess import InProcessTransport
-
-        return InProcessTransport(region, worker_id, incarnation, layout_hash)
-    raise SettingsError(f"unknown KV transport {kind!r}", field="transport", bound='"nixl" or "inprocess"')
-
-
-async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], stall: float = STALL) -> float:
+async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], stall: float = STALL_S) -> float:
     """Bytes per second of one read from the peer's first blocks into `blocks`, whose content is lost.
 
     The first round only warms up. Raises what connect and read raise.
@@ -166,7 +153,7 @@ async def settle(future: asyncio.Future[T], what: str) -> None:
     cancelled = False
     while not future.done():
         try:
-            done, _ = await asyncio.wait([future], timeout=STUCK_REPORT_SECONDS)
+            done, _ = await asyncio.wait([future], timeout=STUCK_REPORT_S)
         except asyncio.CancelledError:
             cancelled = True
             continue

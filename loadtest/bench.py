@@ -1,17 +1,12 @@
-"""`make bench`: what Tandem costs, as ratios of two things measured in turn in one run on this machine.
+"""`make bench`: the cost of each part of Tandem, as ratios of two sides measured in turn in one run on this machine.
 
-    python -m loadtest.bench [--quick] [--json FILE] [--only step,link,hop,ttft,spec,telemetry]
-
-Absolute times stand next to the ratios for orientation only. Every value is a median with its middle half. Exits 0 when
-everything was measured; the processes that it starts end with it.
+Absolute times are shown for orientation only. Every value is a median with its middle half. Exits with 0 when all parts
+were measured; the processes that it starts end with it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import signal
 import sys
 import tempfile
@@ -19,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType, ModuleType, TracebackType
+from typing import Annotated, Self
 
-import torch
-import transformers
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from engine.checkpoints import make_checkpoint
-from loadtest import hop, link, machine, speculation, step, telemetry, ttft
-from loadtest.stats import Section, Spread, Tick
-from tandem.errors import TandemError
+from loadtest.harness import machine
+from loadtest.harness.demo_model import DEMO, DEMO_VOCAB
+from loadtest.harness.machine import conditions
+from loadtest.harness.options import Json, Quick, names
+from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.harness.section_table import FILE_WIDTH, show
+from loadtest.harness.stats import Section, Tick
+from loadtest.microbench import hop, link, speculation, step, telemetry
+from loadtest.scenarios import ttft
 
 THREADS = 1  # of the measured engine; the workers have one each, too
-DEMO = Path(__file__).parents[1] / "demo" / "model"
-DEMO_VOCAB = 2048
-FILE_WIDTH = 150  # columns, where the output is no terminal
 PARTS = ("step", "link", "hop", "ttft", "spec", "telemetry")
 
 
@@ -97,55 +92,6 @@ def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> di
     return found
 
 
-def conditions() -> dict[str, Any]:
-    """What the numbers depend on."""
-    about = machine.describe()
-    return {
-        "cpu": about["processor"],
-        "instructions": " ".join(about["instructions"]),
-        "operators": about["operators"],
-        "cores": os.cpu_count(),
-        "usable_cores": about["cores"],
-        "load_before": os.getloadavg()[0],
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def show(section: Section, console: Console) -> None:
-    table = Table(title=section.title, title_justify="left", title_style="bold", caption=section.read)
-    table.caption_justify = "left"
-    table.add_column("what", ratio=2)
-    table.add_column("ratio", justify="right", no_wrap=True)
-    table.add_column("middle half", justify="right", no_wrap=True)
-    table.add_column("n", justify="right", no_wrap=True)
-    table.add_column("for orientation", ratio=3)
-    for row in section.rows:
-        beside = ", ".join(f"{name} {_value(value, unit)}" for name, (value, unit) in row.beside.items())
-        half = f"{_number(row.ratio.low)} to {_number(row.ratio.high)}"
-        table.add_row(row.what, _number(row.ratio.median), half, str(row.ratio.count), beside)
-    console.print(table)
-    for note in section.notes:
-        console.print(f"  {note}", style="dim", highlight=False)
-    console.print()
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _value(spread: Spread, unit: str) -> str:
-    value = spread.median
-    if unit == "s":
-        scale, name = (1.0, "s") if abs(value) >= 1 else (1e3, "ms") if abs(value) >= 1e-3 else (1e6, "µs")
-        return f"{_number(value * scale) if value >= 0 else f'{value * scale:.3g}'} {name}"
-    if unit in ("B/s", "FLOP/s"):
-        return f"{_number(value / 1e9)} G{unit}"
-    return _number(value)
-
-
 class _Stop:
     """A request to end unwinds every `with` block. Python swallows an exception that happens to be raised in a
     callback, such as those around a fork, so the next step asks again."""
@@ -163,6 +109,8 @@ class _Stop:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if error is not None:
+            self.check()  # what fails after a request to end fails because of it
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if somebody asked to end."""
@@ -174,29 +122,19 @@ class _Stop:
         raise KeyboardInterrupt
 
 
-def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description="Tandem's costs as ratios")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few repeats: does it run at all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts to measure, of {','.join(PARTS)}")
-    given = parser.parse_args(arguments)
-    parts = [part for part in PARTS if part in given.only.split(",")]
-    if not parts or set(given.only.split(",")) - set(PARTS):
-        parser.error(f"--only takes some of {','.join(PARTS)}")
-    size = QUICK if given.quick else Size()
+def main(
+    quick: Quick = False,
+    results: Json = None,
+    only: Annotated[str, typer.Option(metavar="PART,...", help="Parts to measure.")] = ",".join(PARTS),
+) -> int:
+    chosen = names(only, PARTS)
+    parts = [part for part in PARTS if part in chosen]
+    size = QUICK if quick else Size()
     before, began = conditions() | {"threads": THREADS, "shape": size.shape}, monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with _Stop() as stop, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            about = machine.measure(machine.usable_threads(), size.machine)
-            sections = measure(size, parts, progress, stop)
-    except TandemError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; nothing was left running", file=sys.stderr)
-        return 130
+    with _Stop() as stop, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        about = machine.measure(machine.usable_threads(), size.machine)
+        sections = measure(size, parts, progress, stop)
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     machine.show(about, console)
     for section in sections.values():
@@ -204,13 +142,25 @@ def main(arguments: list[str]) -> int:
     seconds = monotonic() - began
     console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
     console.print(f"measured in {seconds:.0f} s; ratios of one run, medians", style="dim", highlight=False)
-    if given.json:
+    if results:
         found = {part: section.to_dict() for part, section in sections.items()}
-        report = {"conditions": before, "machine": about.to_dict(), "quick": given.quick, "seconds": seconds}
+        report = {"conditions": before, "machine": about.to_dict(), "quick": quick, "seconds": seconds}
         report["sections"] = found
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        results.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _alone(part: str, what: ModuleType) -> Callable[..., int]:
+    def run(quick: Quick = False, results: Json = None) -> int:
+        return main(quick, results, part)
+
+    run.__doc__ = what.__doc__
+    return run
+
+
+step_alone = _alone("step", step)
+link_alone = _alone("link", link)
+hop_alone = _alone("hop", hop)
+ttft_alone = _alone("ttft", ttft)
+spec_alone = _alone("spec", speculation)
+telemetry_alone = _alone("telemetry", telemetry)

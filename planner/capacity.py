@@ -5,8 +5,8 @@
                        = layers x (kv_lora_rank + qk_rope_head_dim) x bytes  for MLA, whose latent is what is stored
     int8 and fp8 KV: one byte an element, and a scale of two bytes for each head's K and V
 
-The worker measures for itself what the model really stores (engine/probe.py); a test holds this file against it for
-every family.
+The worker measures for itself what the model really stores (engine/loading/attention_probe.py); a test holds this file
+against it for every family.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.formats import BITS, of_head, weight_bytes
-from engine.layout import QUANTISED, SCALE_BYTES, plan_calls
+from engine.core.kv_layout import QUANTISED, SCALE_BYTES, plan_calls
+from engine.core.packing_scheme import METHODS
+from engine.core.weight_formats import BITS, of_head, weight_bytes
 from planner import packed
 from tandem.errors import CheckpointRefused, SettingsError
 
@@ -99,7 +100,7 @@ def read_shape(folder: Path) -> Shape:
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
     shapes, stored = _weights(folder)
     products, coded = _products(shapes), None
-    if asked.get("quant_method") in packed.METHODS:
+    if asked.get("quant_method") in METHODS:
         try:
             shapes, of_codes = packed.unpacked(shapes, asked)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -1,7 +1,8 @@
 """What checkpoints of GPTQ, AWQ, block-wise FP8 and torchao take when served: from their headers and their config.
 
-The engine packs again what a format of ours has (`engine/packed.py`); the rest is as large as the model's dtype. This
-says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the model's dtype.
+The engine packs again what a format of ours has (`engine/loading/gptq_awq_fp8.py`); the rest is as large as the
+model's dtype. This says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -9,35 +10,31 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from engine.formats import of_integers, weight_bytes
+from engine.core.packing_scheme import FP8, PARTS, TORCHAO, scheme_of
+from engine.core.weight_formats import of_integers, weight_bytes
 
-METHODS = ("gptq", "awq", "fp8", "torchao")
-_WORD = 32
 _FUSED = ".experts."  # of a mixture: in one tensor, without codes
 Shapes = dict[str, tuple[int, ...]]
 
 
 def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, int]]:
-    """The shapes of the plain checkpoint, and the bytes of those weights that are served over codes."""
-    method = asked["quant_method"]
+    """The shapes of the plain checkpoint, and the bytes of those weights that are served over codes. Raises
+    CheckpointRefused for a scheme that the engine refuses."""
+    scheme = scheme_of(asked)
     plain, coded = dict(shapes), {}
-    bits = asked.get("bits", asked.get("w_bit", 8))
     format: str | None
     for name, shape in shapes.items():
-        if method == "fp8" and f"{name}_scale_inv" in shapes:
+        if scheme.method == FP8 and f"{name}_scale_inv" in shapes:
             layer, (n, k) = name.removesuffix(".weight"), shape
-            group, format = asked.get("weight_block_size", (128, 128))[1], "fp8"
+            group, format = scheme.block[1], "fp8"
             parts: tuple[str, ...] = ("weight_scale_inv",)
-        elif method == "torchao" and name.endswith("._weight_qdata"):
+        elif scheme.method == TORCHAO and name.endswith("._weight_qdata"):
             layer, (n, k) = name.removesuffix("._weight_qdata"), shape
             group, format = k // shapes[f"{layer}._weight_scale"][1], _of_recipe(str(asked["quant_type"]))
             parts = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
-        elif method in ("gptq", "awq") and name.endswith(".qweight"):
-            layer, many = name.removesuffix(".qweight"), _WORD // bits
-            n, k = (shape[1], shape[0] * many) if method == "gptq" else (shape[1] * many, shape[0])
-            group = asked.get("group_size", asked.get("q_group_size", -1))
-            format = of_integers(bits, asked["sym"] if method == "gptq" else not asked["zero_point"])
-            parts = ("qweight", "qzeros", "scales", "g_idx")
+        elif scheme.method in PARTS and name.endswith(".qweight"):
+            layer, (n, k) = name.removesuffix(".qweight"), scheme.dense_shape(*shape)
+            group, format, parts = scheme.group, of_integers(scheme.bits, scheme.symmetric), PARTS[scheme.method]
         else:
             continue
         for part in parts:
@@ -54,6 +51,3 @@ def _of_recipe(said: str) -> str | None:
     if "float8" in said.lower():
         return "fp8"
     return of_integers(4 if re.search(r"\bint[1-4]\b", said) else 8, symmetric="ASYMMETRIC" not in said)
-
-
-__all__ = ["METHODS", "unpacked"]

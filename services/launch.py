@@ -17,12 +17,13 @@ log = structlog.get_logger(__name__)
 
 # Imported only when asked for: the router must not load torch.
 _MODULES = {
-    "router": "services.router.servicer",
+    "router": "services.router.server",
     "decode": "services.decode.servicer",
     "prefill": "services.prefill.servicer",
 }
 
-FULL_COLLECTION = 1000  # collections of the middle generation before one of all
+MIDDLE_GC_THRESHOLD = 5  # collections of the youngest objects before one of the middle generation
+FULL_GC_THRESHOLD = 2000  # collections of the middle generation before a full one
 
 
 class Stages:
@@ -42,7 +43,7 @@ class Stages:
 class Service(Protocol):
     address: str
     incarnation: str
-    turns: bool
+    can_switch_role: bool
     """Whether it may become a worker of the other pool: services.worker.Worker.release it, and `start` that with the
     engine which this returns."""
 
@@ -79,16 +80,29 @@ async def start(
     module = importlib.import_module(_MODULES[role])
     stages("libraries imported")
     if engine is None:
+        keep_imports()
         service: Service = await module.start(settings, worker_id, stages)
     else:
         service = await module.start(settings, worker_id, stages, engine)
         stages("serves with the engine that was loaded before")
-    # A full collection looks at every object that torch and transformers made, some 200 ms with every stream stopped.
-    # What is alive now stays alive: collect once, then leave it out of all later ones.
-    gc.unfreeze()  # what an earlier life in this process left behind goes now
+        gc.unfreeze()  # what the life before left behind goes now
+    short_collections()
+    return service
+
+
+def keep_imports() -> None:
+    """What has been imported lives as long as the process: no collection looks at it while the model is loaded."""
+    gc.freeze()
+
+
+def short_collections() -> None:
+    """Python's garbage collector stops every stream of the process while it runs.
+
+    A full collection visits every object that torch and transformers made, which takes some 200 ms. The objects that
+    are alive now are collected once and then left out. A full collection would still visit all requests, 80 ms when
+    5,000 wait, so it runs only after millions of new objects. A collection of the middle generation takes time in
+    proportion to the objects since the last one; it runs twice as often as by default, so that each is half as long.
+    """
     gc.collect()
     gc.freeze()
-    # What comes later is collected while it is young. A full collection would still stop every stream for as long as
-    # looking at all requests takes, 80 ms when 5,000 wait; so there is one after millions of new objects only.
-    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
-    return service
+    gc.set_threshold(gc.get_threshold()[0], MIDDLE_GC_THRESHOLD, FULL_GC_THRESHOLD)

@@ -7,9 +7,10 @@
 The watchdog's clock counts only time in which the watchdog itself ran. So a process that was stopped and goes on, or a
 machine that was suspended, finds nothing stuck, and a machine without time to spare finds it later.
 
-Two ends that need nobody's help: `exit_within` ends the process even if its event loop never runs again, and a process
-whose interpreter runs nothing at all for HARD_S (native code that holds the GIL) ends itself with its stacks and status
-1. The latter is faulthandler's timer, which counts wall time: a process stopped for longer may end when it goes on.
+Two ways to end that do not depend on the event loop: `exit_within` ends the process even if the loop never runs again,
+and a process whose interpreter runs nothing at all for INTERPRETER_STALL_S (native code that holds the GIL) ends itself
+with its stacks and status 1. The latter is faulthandler's timer, which counts wall time: a process that was stopped for
+longer may end when it continues.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import NamedTuple
 
 import structlog
 
 log = structlog.get_logger(__name__)
-EVERY_S = 0.25
-LATE_S = 1.0  # an event loop that runs nothing for so long is in the log, with what it does instead
-HARD_S = 60.0
-FRAMES = 8  # of each thread in the log
+CHECK_INTERVAL_S = 0.25
+LOOP_BLOCKED_LOG_S = 1.0  # an event loop that runs nothing for so long is in the log, with what it does instead
+INTERPRETER_STALL_S = 60.0
+MAX_LOGGED_FRAMES = 8  # of each thread in the log
 EXIT_STATUS = 70  # EX_SOFTWARE
 end_process: Callable[[int], object] = os._exit  # tests with several workers in one process take another one
 
@@ -54,7 +56,7 @@ class Watchdog:
         checks: Sequence[Check],
         stuck: Callable[[Check, str], object],
         loop_most_s: float,
-        every_s: float = EVERY_S,
+        every_s: float = CHECK_INTERVAL_S,
     ) -> None:
         """`loop_most_s`: for how long the event loop, the one that runs now, may be blocked."""
         self._loop = asyncio.get_running_loop()
@@ -124,7 +126,7 @@ class Watchdog:
             self._asked += 1
             with suppress(RuntimeError):  # closed: the process is ending
                 self._loop.call_soon_threadsafe(self._answer)
-        elif age > LATE_S and self._told_turn != self._turns:
+        elif age > LOOP_BLOCKED_LOG_S and self._told_turn != self._turns:
             self._told_turn = self._turns
             log.warning("watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
 
@@ -136,7 +138,7 @@ class Watchdog:
         try:
             while not self._stopped.wait(self._every_s):
                 if hard:
-                    faulthandler.dump_traceback_later(HARD_S, exit=True)
+                    faulthandler.dump_traceback_later(INTERPRETER_STALL_S, exit=True)
                 try:
                     self.observe(monotonic())
                 except Exception:  # a check that fails must not leave the process unwatched
@@ -150,10 +152,14 @@ def _stacks(only: int | None = None) -> str:
     """Of each thread, or of one: its innermost frames."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "; ".join(
-        f"{names.get(ident, ident)}: {' < '.join(map(_place, traceback.extract_stack(frame)[: -FRAMES - 1 : -1]))}"
+        f"{names.get(ident, ident)}: {_innermost(frame)}"
         for ident, frame in sys._current_frames().items()
         if only in (None, ident)
     )
+
+
+def _innermost(frame: FrameType) -> str:
+    return " < ".join(map(_place, traceback.extract_stack(frame)[: -MAX_LOGGED_FRAMES - 1 : -1]))
 
 
 def _place(frame: traceback.FrameSummary) -> str:

@@ -15,40 +15,41 @@ import grpc
 import structlog
 import torch
 
-from cluster.registry import Heartbeat, Registry, State, WorkerRecord
-from engine.build import build_engine
+from cluster.state.heartbeat import Heartbeat
+from cluster.state.registry import Registry, State, WorkerRecord
+from engine.builder import build_engine
+from engine.core.step_time import PROMPTS_S
 from engine.engine import Engine
-from engine.loop import EngineLoop
-from engine.pace import PROMPTS_S
-from engine.pages import Pages
-from kvtransfer.blocks import Region
-from kvtransfer.transport import make_transport
-from services.access import guards, of_worker
-from services.adapters import Adapters
-from services.cache_news import CacheNews
-from services.server import GrpcServer
+from engine.engine_thread import EngineThread
+from engine.kv.kv_cache import KvCache
+from kvtransfer.factory import make_transport
+from kvtransfer.types import Region
+from services.adapter_slots import AdapterSlots
+from services.cluster_credentials import guards, of_worker
+from services.grpc_server import GrpcServer
+from services.kv_events import KvEvents
 from services.watchdog import Check, Watchdog
-from tandem import tracing
 from tandem.errors import InternalError, TandemError, Unavailable
-from tandem.metrics import Load, Served, WorkerMetrics
-from tandem.settings import WITHIN, Settings
+from tandem.settings import PROMPT_STEP_SHARE, Settings
 from tandem.tasks import once
+from tandem.telemetry import tracing
+from tandem.telemetry.metrics import Load, WorkerMetrics
+from tandem.telemetry.metrics_server import Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
-LEFT_S = 5.0  # for requests that were cut off to give their blocks back
-LAST_WORDS_S = 1.0  # for the requests of a broken worker to hear of it
-EXIT_S = 2.0  # until the process of a broken worker ends, whatever still runs
-TRANSPORT_S = 4.0  # between two rounds of the transport's thread
-BEAT_S = 15.0  # that a heartbeat takes longer than it waits: a registry that does not answer has bounds of its own
-LOOP_S = 5.0  # that the event loop may be blocked
+CUT_REQUESTS_WAIT_S = 5.0  # until requests that were cut off have freed their blocks
+BROKEN_WAIT_S = 1.0  # until the requests of a broken worker have received its error
+BROKEN_EXIT_S = 2.0  # until the process of a broken worker ends, whatever still runs
+MAX_HEARTBEAT_S = 15.0  # beyond its interval: calls of the registry have time limits of their own
+MAX_LOOP_BLOCKED_S = 5.0  # for which the event loop may be blocked
 
 
 class Worker:
     """One life of one worker process. `start` it, then `wait` for its end or `stop` it, or `release` its engine to a
     next life in the same process."""
 
-    def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineLoop) -> None:
+    def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineThread) -> None:
         self.role = role
         self.settings = settings
         self.worker_id = worker_id
@@ -56,7 +57,7 @@ class Worker:
         self.loop = engine
         self.engine = engine.engine
         self.engine.alone_s = alone_s(role, settings)
-        self.turns = self.engine.generates  # may become a worker of the other pool
+        self.can_switch_role = self.engine.config.generates  # to the other pool
         self.layout = self.engine.pages.layout
         self.weight_bytes = self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
@@ -64,8 +65,8 @@ class Worker:
             settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.adapters = Adapters(engine, settings.queue_timeout_s)
-        self.cache_news = CacheNews(engine)
+        self.adapters = AdapterSlots(engine, settings.queue_timeout_s)
+        self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
             interceptors=guards(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
         )
@@ -82,7 +83,7 @@ class Worker:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
         self._stopped = False
-        self._watchdog = Watchdog(self._checks(), self._stuck, LOOP_S)
+        self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
     # ---- life
 
@@ -122,7 +123,7 @@ class Worker:
         if not self._stopped:
             await self._end(grace_s, keep_engine=False)
 
-    async def release(self, grace_s: float) -> EngineLoop:
+    async def release(self, grace_s: float) -> EngineThread:
         """As `stop`, but the engine stays, weights and prefix cache in it, for another life in this process. Raises
         Unavailable when this one is ending already, and InternalError when something of it is left in the engine."""
         if self._stopped:
@@ -160,7 +161,7 @@ class Worker:
     async def _leave_engine(self) -> None:
         """Nothing of this life may be in it, or the next one would answer for what it never took."""
         try:
-            async with asyncio.timeout(LEFT_S):
+            async with asyncio.timeout(CUT_REQUESTS_WAIT_S):
                 await self._idle.wait()
         except TimeoutError as error:
             raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends") from error
@@ -281,15 +282,12 @@ class Worker:
     def _checks(self) -> list[Check]:
         """What must make progress."""
 
-        def transport() -> tuple[float, float]:
-            return self.transport.last_round_at, TRANSPORT_S
-
         def heartbeat() -> tuple[int, float]:
-            return self._heartbeat.turns, self.settings.heartbeat_s + BEAT_S
+            return self._heartbeat.beats, self.settings.heartbeat_s + MAX_HEARTBEAT_S
 
         return [
             Check("the engine", "ENGINE_STUCK", lambda: self.loop.under_way),
-            Check("the KV transport", "TRANSPORT_STUCK", transport),
+            Check("the KV transport", "TRANSPORT_STUCK", lambda: self.transport.under_way),
             Check("the heartbeat", "HEARTBEAT_STUCK", heartbeat),
         ]
 
@@ -304,7 +302,7 @@ class Worker:
 
     def _broke(self) -> None:
         """On the thread that found it. The event loop may be blocked: the process ends without it, too."""
-        self._watchdog.exit_within(EXIT_S)
+        self._watchdog.exit_within(BROKEN_EXIT_S)
         with suppress(RuntimeError):  # the event loop is closed: the process is ending
             self._here.call_soon_threadsafe(lambda: once(self._leave(), name="leave", failed=self._end_with))
 
@@ -315,7 +313,7 @@ class Worker:
         self._heartbeat.changed()
         await self.grpc.not_serving()
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(BROKEN_WAIT_S):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("worker.left_requests", worker=self.worker_id, requests=len(self._open))
@@ -355,9 +353,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(finished=finished, cut=cut)
 
 
-async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineLoop:
+async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineThread:
     """Load and check the model on the engine's thread, while the event loop stays alive."""
-    loop = EngineLoop(functools.partial(build_engine, settings, say, generates=generates))
+    loop = EngineThread(functools.partial(build_engine, settings, say, generates=generates))
     await loop.built()
     return loop
 
@@ -366,7 +364,7 @@ def alone_s(role: str, settings: Settings) -> float:
     """Seconds of an engine's step without streams. KV may reach a decode worker in the middle of it, and then its
     stream waits for the rest, and for a step of its own: each may take half of the objective of the next token."""
     if role == "decode" and settings.disaggregated and settings.slo_tpot_s is not None:
-        return min(PROMPTS_S, WITHIN * settings.slo_tpot_s)
+        return min(PROMPTS_S, PROMPT_STEP_SHARE * settings.slo_tpot_s)
     return PROMPTS_S
 
 
@@ -384,7 +382,7 @@ def region_of(engine: Engine) -> Region:
     )
 
 
-def block_reader(pages: Pages) -> Callable[[int], memoryview]:
+def block_reader(pages: KvCache) -> Callable[[int], memoryview]:
     """Reads one block's bytes for its digest. From a GPU it is copied to the host first (not yet run on a GPU)."""
     if pages.buffer.device.type == "cpu":
         return pages.block_view

@@ -11,18 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.answers import Completion, Piece, Receipt
-    from tandem.client import AsyncClient, Client
+    from tandem.async_client import AsyncClient
+    from tandem.client import Client
     from tandem.errors import TandemError
+    from tandem.results import Completion, Piece, Receipt
 
 __all__ = ["AsyncClient", "Client", "Completion", "Piece", "Receipt", "TandemError"]
 
 _HOME = {
-    "AsyncClient": "tandem.client",
+    "AsyncClient": "tandem.async_client",
     "Client": "tandem.client",
-    "Completion": "tandem.answers",
-    "Piece": "tandem.answers",
-    "Receipt": "tandem.answers",
+    "Completion": "tandem.results",
+    "Piece": "tandem.results",
+    "Receipt": "tandem.results",
     "TandemError": "tandem.errors",
 }
 

@@ -1,5 +1,5 @@
 """`python -m tandem` is the `tandem` command."""
 
-from tandem.cli import main
+from cli.main import main
 
 main()

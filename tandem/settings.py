@@ -14,8 +14,11 @@ from pydantic_settings import SettingsError as Unreadable
 from tandem.errors import SettingsError
 
 Role = Literal["router", "decode", "prefill"]
-STRETCH_BESIDE_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
-WITHIN = 0.5  # of `slo_tpot_s`, for a step with prompts: a stream may come in its middle, and waits for its own, too
+STRETCH_WITH_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
+# Output tokens for which a decode worker reserves blocks with a prompt, so that a new stream is not preempted at once.
+RESERVED_OUTPUT_TOKENS = 64
+# Of `slo_tpot_s`, for a step with prompts: a stream that arrives during one waits for the rest of it, then for its own.
+PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
 
@@ -86,8 +89,8 @@ class Settings(BaseSettings):
     trace_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Of the requests that come without a trace, the share that gets one. Who comes with one has decided already."""
     api_keys: Path | None = None
-    """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/keys.py. It is read again
-    when it changes. Absent: nobody is asked."""
+    """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/tenancy/api_keys.py. It is
+    read again when it changes. Absent: nobody is asked."""
     redis: Annotated[str | None, Field(repr=False)] = None
     """URL of the registry: redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../SERVICE or
     redis+cluster://HOST:PORT,... Absent: an embedded Valkey that lives as long as `tandem up`."""
@@ -203,12 +206,12 @@ class Settings(BaseSettings):
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
         alone = not self.disaggregated and self.slo_tpot_s is None
-        return self.stream_stretch or (STRETCH_ALONE if alone else STRETCH_BESIDE_PREFILL)
+        return self.stream_stretch or (STRETCH_ALONE if alone else STRETCH_WITH_PREFILL)
 
     @property
     def beside_s(self) -> float:
         """Seconds that a step of streams and prompts may take, also where `stretch` would allow less; 0: none may."""
-        return 0.0 if self.stream_stretch or self.slo_tpot_s is None else WITHIN * self.slo_tpot_s
+        return 0.0 if self.stream_stretch or self.slo_tpot_s is None else PROMPT_STEP_SHARE * self.slo_tpot_s
 
     @property
     def disaggregated(self) -> bool:

@@ -21,9 +21,9 @@ import structlog
 from tandem.errors import TandemError
 
 log = structlog.get_logger(__name__)
-PATIENCE_S = 0.5
-FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0  # before a loop that ended starts again: doubled with each failure in a row
-STEADY_S = 30.0  # a loop that ran for so long has recovered: its next failure counts as the first
+RECANCEL_S = 0.5
+MIN_RESTART_DELAY_S, MAX_RESTART_DELAY_S = 0.1, 5.0  # of a loop that ended: doubled with each failure in a row
+RECOVERED_S = 30.0  # a loop that ran for longer has recovered: its next failure counts as the first
 Item = TypeVar("Item")
 _once: set[asyncio.Task[None]] = set()  # the event loop itself keeps only weak references
 
@@ -34,7 +34,7 @@ def forever(work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[No
 
 
 async def _forever(work: Callable[[], Awaitable[object]], name: str) -> None:
-    delay = FIRST_DELAY_S
+    delay = MIN_RESTART_DELAY_S
     while True:
         began, why = monotonic(), "it returned"
         try:
@@ -48,11 +48,11 @@ async def _forever(work: Callable[[], Awaitable[object]], name: str) -> None:
             log.exception("task.failed", task=name)
         if _cancelled():  # a library swallowed the cancellation
             raise asyncio.CancelledError
-        if monotonic() - began > STEADY_S:
-            delay = FIRST_DELAY_S
+        if monotonic() - began > RECOVERED_S:
+            delay = MIN_RESTART_DELAY_S
         log.error("task.restarts", task=name, why=why, delay_s=delay)
         await asyncio.sleep(delay)
-        delay = min(2 * delay, LAST_DELAY_S)
+        delay = min(2 * delay, MAX_RESTART_DELAY_S)
 
 
 def once(
@@ -93,7 +93,7 @@ async def end(task: asyncio.Task[Any] | None) -> None:
     """
     while task is not None and not task.done():
         task.cancel()
-        await asyncio.wait({task}, timeout=PATIENCE_S)
+        await asyncio.wait({task}, timeout=RECANCEL_S)
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("suite"), max_examples=20)  # make fast
+settings.load_profile("suite")
 
 # Files that start Ray, which minds a second one that starts at the same moment, or that measure: one after another.
 ALONE = {
     "tests/cluster/test_external_ray.py",
-    "tests/cluster/test_scaling.py",
-    "tests/cluster/test_up.py",
+    "tests/cluster/test_autoscaler.py",
+    "tests/cluster/test_local_cluster.py",
     "tests/deploy/test_ray.py",
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
@@ -29,6 +36,11 @@ class Files(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
     return Files(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import stays; no collection looks at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

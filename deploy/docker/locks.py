@@ -19,7 +19,7 @@ HEADER = "# A part of requirements.lock, written by `python -m deploy.docker.loc
 ROUTER = (
     *("grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "protobuf", "redis", "hiredis"),
     *("pydantic", "pydantic-settings", "jinja2", "httptools", "starlette", "uvicorn", "typer", "rich", "structlog"),
-    *("psutil", "xxhash", "tokenizers", "huggingface_hub", "prometheus-client"),
+    *("psutil", "xxhash", "tokenizers", "huggingface_hub", "prometheus-client", "safetensors"),
     *("opentelemetry-sdk", "opentelemetry-semantic-conventions", "opentelemetry-exporter-otlp-proto-grpc"),
 )
 

@@ -11,9 +11,12 @@ RUN pip install --no-deps -r /tmp/requirements.lock
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY tandem tandem
+COPY cli cli
 COPY services services
 COPY cluster cluster
 COPY planner planner
+COPY engine/__init__.py engine/
+COPY engine/core engine/core
 COPY demo demo
 RUN pip install --no-deps --no-build-isolation -e . \
     && python -m compileall -q /app

@@ -16,6 +16,7 @@ RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' /t
 WORKDIR /app
 COPY pyproject.toml README.md ./
 COPY tandem tandem
+COPY cli cli
 COPY services services
 COPY cluster cluster
 COPY engine engine

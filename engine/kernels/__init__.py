@@ -132,8 +132,10 @@ def _load(level: str | None = None) -> tuple[str, str]:
     """The library of this level, or the best one, unless this process has one already."""
     global _loaded
     if _loaded is None:
-        from engine.kernels.build import library  # not above: `python -m engine.kernels.build` imports this package
+        from engine.kernels import build  # not above: `python -m engine.kernels.build` imports this package
 
+        if build.INSTALLED and not _built():
+            build.at_first_use()
         built = _built()
         if not built:
             log.warning(
@@ -144,7 +146,7 @@ def _load(level: str | None = None) -> tuple[str, str]:
         if level is None:
             level = built[0]
             _warn_of_better(level)
-        path = library(level)
+        path = build.library(level)
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         _loaded = torch.ops.tandem.isa(), path.name
     return _loaded

@@ -541,7 +541,7 @@ void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const T
                   source + (t * from.stride(0) + h * from.stride(1)) * item, bytes);
 }
 
-// ---- quantising, to the bits of engine/quantised.py
+// ---- quantising, to the bits of engine/kv/kv_quantization.py
 
 template <typename E>
 constexpr float LARGEST = std::is_same_v<E, int8_t> ? 127.0f : 448.0f;

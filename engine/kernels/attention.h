@@ -52,7 +52,7 @@ constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
 
 inline __m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 
-// An fp8 of ours is never subnormal (engine/quantised.py). Its exponent counts from 7, those of float and bfloat16 count
+// An fp8 of ours is never subnormal (engine/kv/kv_quantization.py). Its exponent counts from 7, those of float and bfloat16 count
 // from 127: all but zero differ by 120 steps of it.
 inline __m512i widened_to(float, __m128i bytes, Fp8) {
   const __m512i bits =

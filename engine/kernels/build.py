@@ -4,15 +4,17 @@
     python -m engine.kernels.build --level avx2   that one
     python -m engine.kernels.build --all          every level that the compiler knows, for an image
 
-There is one library for each level of instruction sets; whoever loads one compares the processor with what the level
-needs. A library lies in `_build/` beside this file, under a name made of what it depends on: the sources, torch and the
-level's options, never the machine that built it. Where no library has that name, none is loaded.
+There is one library for each level of instruction sets; the loader compares the processor with what the level needs. In
+a checkout and in an image a library lies in `_build/` next to this file; where Tandem is installed from a wheel it lies
+in the user's cache, and the first worker that needs it compiles it. Its name is made of what it depends on: the
+sources, torch and the level's options, never the machine that built it. Where no library has that name, none is loaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import shlex
 import subprocess
@@ -24,8 +26,13 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+log = logging.getLogger(__name__)
+
 HERE = Path(__file__).parent
-FOLDER = HERE / "_build"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "tandem" / "operators"
+INSTALLED = not (HERE.parents[1] / "pyproject.toml").is_file()
+FOLDER = CACHE if INSTALLED else HERE / "_build"
+BUILT_S = 900.0  # for another process that compiles the same
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 SOURCES = tuple(sorted(path.name for path in HERE.glob("*.cpp")))
 OPTIONS = (
@@ -102,7 +109,7 @@ def build(level: str) -> Path:
     target = library(level)
     if target.exists():
         return target
-    target.parent.mkdir(exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
@@ -127,6 +134,21 @@ def build(level: str) -> Path:
         for each in (*objects, partial):
             each.unlink(missing_ok=True)
     return target
+
+
+def at_first_use() -> None:
+    """Compiles the best level of this machine, one process at a time. After a failure plain PyTorch serves."""
+    from filelock import FileLock, Timeout  # only an installation from a wheel needs it
+
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with FileLock(FOLDER / ".lock", timeout=BUILT_S):
+            level = next((level for level in runnable() if known(level)), NATIVE)
+            if not library(level).exists():
+                log.warning("compiling the operators of level %s into %s: half a minute, once", level, FOLDER)
+                build(level)
+    except (OSError, subprocess.CalledProcessError, Timeout) as error:
+        log.warning("the compiled operators cannot be built: %s", error)
 
 
 def _try(path: Path, level: str) -> None:

@@ -3,7 +3,7 @@
 //
 // An adapter lies in a slot of a pool [slots, words]; at a layer's place in it are A, as panels of NARROW columns
 // [rank / NARROW][in][NARROW] filled up with zeros, and B, as panels of WIDE columns [out / WIDE][rank][WIDE]
-// (engine/lora.py packs them). Every sum goes along its length in one order, in a lane of its own, so a row's bits do not
+// (engine/runner/lora.py packs them). Every sum goes along its length in one order, in a lane of its own, so a row's bits do not
 // depend on the rows and the adapters beside it.
 #include "ops.h"
 

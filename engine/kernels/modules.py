@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kernels import DTYPES, huge_pages, panels_of
-from engine.weight_cache import WeightCache, digest_of, file_backed, placed
+from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
 ROWS_TRIED = 13  # whole tiles and a rest

@@ -1,4 +1,4 @@
-// The next token of each row of logits, by the rules of engine/sampling.py, without a copy of the vocabulary.
+// The next token of each row of logits, by the rules of engine/decoding/sampler.py, without a copy of the vocabulary.
 //
 // A row is read in pieces, shared out among the threads: once for each piece's largest logit, and once for the sum of
 // its weights. After that only the piece in which the token lies is read again; with top-k or top-p the pieces that have

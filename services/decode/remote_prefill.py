@@ -1,31 +1,40 @@
-"""One handoff as the decode worker sees it: a prefill worker computes the prompt, and its KV is read meanwhile.
+"""The handoff: a prefill worker computes the prompt, and its KV is read meanwhile.
 
-    first_token()   Opened ▶ Ready ... ▶ FirstToken         announced blocks are read from here on
-    finish()        Ready ... ▶ last ▶ all landed ▶ Release  the source held every block, unchanged, until now
-    close()         the stream ends; reads that were given up are ended, and only then the blocks freed
+    RemotePrefill.run   first_token() ▶ emit ▶ finish() ▶ join the engine ▶ PrefillResult
 
-A read that fails ends the wait for further announcements at once. It may take its transport much longer to make sure
-that such a read writes nothing any more: the caller hears of the failure first, and the blocks stay held and accounted
-for until then (`AbandonedTransfers`).
+    PrefillStream
+      first_token()     Opened ▶ Ready ... ▶ FirstToken         announced blocks are read from here on
+      finish()          Ready ... ▶ last ▶ all landed ▶ Release  the source held every block, unchanged, until now
+      close()           the stream ends, and with it the lease on the source's blocks
+
+The first token goes to the router as soon as the prefill worker has sampled it, while blocks are still on their way.
+Blocks that were read are used only after the source has confirmed that it held them until the last read was over.
+
+A read that fails ends the wait for further announcements at once. Unless the transfer commits, RequestCleanup ends the
+reads and then frees what the request holds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 import grpc
-import structlog
 
-from engine import hashing
-from engine.sequence import Sequence
-from kvtransfer.blocks import DigestBlock, Ticket
-from kvtransfer.pull import Pull, PullStats
-from services.convert import ready_from
-from services.decode.sources import Source
+from engine.core import block_hash
+from engine.core.sequence import Finish, Sequence
+from engine.engine_thread import SequenceStream
+from kvtransfer.receiver import Receiver, TransferStats
+from kvtransfer.types import DigestBlock, Peer, Ticket
+from services.decode.begin_gate import BeginGate
+from services.decode.decode_call import DecodeCall
+from services.decode.prefill_peers import PrefillPeer, PrefillPeers
+from services.decode.request_cleanup import RequestCleanup
+from services.proto_convert import adapter_to, ready_from
 from services.worker import Worker
 from tandem.errors import (
     Busy,
@@ -40,104 +49,184 @@ from tandem.errors import (
     Unavailable,
     WorkerLost,
 )
-from tandem.status import calling
+from tandem.grpc_errors import calling
 from tandem.tasks import once
-from tandem.v1 import prefill_pb2
+from tandem.telemetry.metrics import Transfer
+from tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 
-log = structlog.get_logger(__name__)
-SOON_S = 0.25  # most reads that are given up end within this time, and the caller waits for it
-LATE_S = 0.02  # an error within this time of the caller's deadline is taken for its passing
+DEADLINE_SLACK_S = 0.02  # an error within this time of the caller's deadline is taken for its passing
+TRANSFER_SPAN = "kv.transfer"  # the span
 
 
-class AbandonedTransfers:
-    """Ends the reads of transfers that failed or are not needed, then gives back what was held for them."""
+@dataclass(frozen=True)
+class PrefillResult:
+    """What a prefill left behind once the first token is out. `finish`: the first token is the last one. `watch`: the
+    engine has the sequence, since `joined_at` (monotonic seconds); None where a prefill worker ended the request."""
 
-    def __init__(self) -> None:
-        self._stuck: list[AsyncExitStack] = []  # what is never given back: collected, a stack would close itself
-
-    async def end(self, name: str, pull: Pull, held: AsyncExitStack) -> None:
-        """Closes `held` when nothing can write into the blocks any more. Returns then, or after SOON_S while it goes on
-        in the background."""
-        task = once(self._end(name, pull, held), name=f"abandon {name}")
-        await asyncio.wait({task}, timeout=SOON_S)
-
-    async def _end(self, name: str, pull: Pull, held: AsyncExitStack) -> None:
-        began = monotonic()
-        try:
-            await pull.abort()
-        except Exception as error:  # noqa: BLE001, it is logged
-            # Fail closed: whatever may still be written must not reach another request's KV.
-            log.error("transfer.not_ended", request=name, error=str(error), note="its blocks stay held")
-            self._stuck.append(held)
-            return
-        if (seconds := monotonic() - began) > SOON_S:
-            log.warning("transfer.ended_late", request=name, seconds=round(seconds, 2))
-        try:
-            await held.aclose()
-        except TandemError as error:
-            log.warning("transfer.not_freed", request=name, error=error.message)  # the engine has stopped
+    finish: Finish | None = None
+    watch: SequenceStream | None = None
+    joined_at: float = 0.0
+    transfer: common_pb2.TransferReport | None = None
+    begun: Callable[[], None] = lambda: None  # to be called when the engine has sampled a token of it
 
 
 class RemotePrefill:
-    """`remaining_s` is until the caller's deadline. All methods raise errors for the router: see `from_below`."""
+    """Has the prompts of a decode worker computed on prefill workers."""
 
     def __init__(
         self,
         worker: Worker,
-        source: Source,
+        peers: PrefillPeers,
+        gate: BeginGate,
+        cleanup: RequestCleanup,
+        digest_block: DigestBlock,
+    ) -> None:
+        self._worker = worker
+        self._peers = peers
+        self._gate = gate
+        self._cleanup = cleanup
+        self._digest_block = digest_block
+
+    async def run(self, call: DecodeCall, sequence: Sequence, held: AsyncExitStack) -> PrefillResult:
+        """Gets the KV of a sequence with reserved blocks from the prefill worker that the call names, emits the first
+        token meanwhile, and lets the engine run the sequence. Raises errors for the router: see `from_below`.
+
+        `held` frees what the request holds on this worker. If reads must still be ended it is emptied here, and its
+        content closed when they have ended.
+        """
+        reserved_at = monotonic()
+        async with AsyncExitStack() as using:
+            prefill = await self._connected(using, call.request.prefill)
+            asked = self._request(call.request, sequence, prefill.peer)
+            stream = PrefillStream(self._worker, prefill, asked, sequence, self._digest_block, call)
+            result: PrefillResult | None = None
+            with self._worker.metrics.transfer() as transfer:
+                try:
+                    first = await stream.first_token()
+                    await call.emit(_first_token(first, sequence, call.started, reserved_at, stream.first_at))
+                    finish = _ends_at_once(sequence, first.token_id)
+                    if finish is not None:
+                        return PrefillResult(finish)  # the KV is not needed; leaving ends the stream and the lease
+                    result = await self._commit(call, sequence, stream, transfer, first.token_id)
+                    return result
+                except TandemError as error:
+                    if stream.receiver is not None:
+                        call.span.part(TRANSFER_SPAN, stream.opened_at, monotonic() - stream.opened_at, error=error)
+                    if isinstance(error, TransferFailed):
+                        self._peers.failed(prefill, error)
+                    raise
+                finally:
+                    transfer.opened = stream.receiver is not None
+                    stream.close()
+                    if stream.receiver is not None and result is None:
+                        await self._cleanup.after_abort(sequence.id, stream.receiver, held.pop_all())
+
+    async def _commit(
+        self, call: DecodeCall, sequence: Sequence, stream: PrefillStream, transfer: Transfer, first_token: int
+    ) -> PrefillResult:
+        """Waits for the KV, then hands the sequence to the engine."""
+        metrics = self._worker.metrics
+        stats = await stream.finish()
+        transfer.committed = True
+        call.span.part(TRANSFER_SPAN, stream.opened_at, monotonic() - stream.opened_at, _attributes(stats))
+        metrics.moved(stats.transport, stats.bytes, stats.seconds)
+        metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
+        # Not earlier: the source held these blocks, unchanged, until every byte had been read and verified.
+        beginning = await self._gate.enter()
+        try:
+            watch = await self._worker.loop.join(sequence, first_token)
+        except BaseException:
+            beginning.over()
+            raise
+        now = monotonic()
+        return PrefillResult(None, watch, now, _report(stats, exposed=now - stream.first_at), beginning.over)
+
+    async def _connected(self, using: AsyncExitStack, where: common_pb2.WorkerRef) -> PrefillPeer:
+        try:
+            return await using.enter_async_context(self._peers.using(where.worker_id, where.incarnation, where.address))
+        except TandemError as error:
+            raise from_below(error, where.worker_id) from error
+
+    def _request(self, request: decode_pb2.DecodeRequest, sequence: Sequence, peer: Peer) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=f"{request.request_id}/{request.attempt}",
+            token_ids=request.token_ids,
+            prompt_tokens=request.prompt_tokens,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            skip_blocks=sequence.cached // self._worker.engine.pool.block_size,
+            layout_hash=self._worker.layout_hash,
+            incarnation=request.prefill.incarnation,
+            source_progress=not self._worker.transport.one_sided(peer),
+            stop_token_ids=request.stop_token_ids,
+            adapter=adapter_to(request.adapter.name, sequence.adapter),
+        )
+
+
+class PrefillStream:
+    """The Prefill call of one request, and the reads of the blocks that it announces. All methods raise errors for the
+    router: see `from_below`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        prefill: PrefillPeer,
         request: prefill_pb2.PrefillRequest,
         sequence: Sequence,
         digest_block: DigestBlock,
-        remaining_s: float | None,
-        headers: Any,
+        call: DecodeCall,
     ) -> None:
-        self.pull: Pull | None = None
+        self.receiver: Receiver | None = None  # None until the prefill worker has opened the transfer
         self.opened_at = self.first_at = 0.0  # monotonic seconds
-        self._worker, self._source, self._sequence = worker, source, sequence
+        self._worker, self._prefill, self._sequence = worker, prefill, sequence
+        self._request, self._remaining_s, self._headers = request, call.remaining_s, call.span.headers
         self._digest_block = digest_block
-        self._deadline = None if remaining_s is None else monotonic() + remaining_s
+        self._deadline = None if call.remaining_s is None else monotonic() + call.remaining_s
+        self._call: Any = None
         self._first: prefill_pb2.FirstToken | None = None
         self._last = False  # all blocks are announced
         self._watching: asyncio.Task[None] | None = None
-        with self._errors():
-            self._call = source.stub.Prefill(request, timeout=remaining_s, metadata=headers)
 
     async def first_token(self) -> prefill_pb2.FirstToken:
+        """Opens the stream, and reads it up to the first token."""
         with self._errors():
+            prefill = self._prefill.stub.Prefill
+            self._call = prefill(self._request, timeout=self._remaining_s, metadata=self._headers)
             while self._first is None:
-                await self._step()
+                await self._read()
             return self._first
 
-    async def finish(self) -> PullStats:
+    async def finish(self) -> TransferStats:
         """Until every block has arrived and the source has confirmed that it held all of them. After `first_token`."""
         with self._errors():
             while not self._last:
-                await self._step()
-            assert self.pull is not None
-            stats = await self.pull.finish()
-            await self._release(self.pull.ticket)
+                await self._read()
+            assert self.receiver is not None
+            stats = await self.receiver.finish()
+            await self._release(self.receiver.ticket)
             return stats
 
     def close(self) -> None:
-        """Ends the stream, and with it the lease on the source's blocks. The pull is left to the caller."""
-        self._call.cancel()
-        if self._watching:
+        """Ends the stream, and with it the lease on the source's blocks. The receiver is left to the caller."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._watching is not None:
             self._watching.cancel()
 
-    async def _step(self) -> None:
-        """Takes the next message of the stream."""
-        name = self._source.life[0]
+    async def _read(self) -> None:
+        """Handles the next message of the stream."""
+        name = self._prefill.incarnation[0]
         event: Any = await self._call.read()
         if event is grpc.aio.EOF:
             raise WorkerLost("it ended the prefill stream early")
         if event.HasField("opened"):
             self._open(event.opened)
-        elif self.pull is None:
+        elif self.receiver is None:
             raise InternalError(f"{name} sent something before it opened a transfer")
         elif event.HasField("first_token"):
             self._first, self.first_at = event.first_token, monotonic()
         else:
-            await self.pull.add(ready_from(event.ready))
+            await self.receiver.add(ready_from(event.ready))
             self._last = event.ready.last
             if self._last and self._first is None:
                 raise WorkerLost("it sent no token")
@@ -146,14 +235,14 @@ class RemotePrefill:
         """Expects exactly the blocks of the prompt that are not cached here, each for its own place."""
         sequence, pool = self._sequence, self._worker.engine.pool
         _check_adapter(opened, sequence)
-        contexts = hashing.chain(
+        contexts = block_hash.chain(
             sequence.tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True
         )
         missing = range(sequence.cached // pool.block_size, len(contexts))
         table = pool.table(sequence.id)
-        self.pull = Pull(
+        self.receiver = Receiver(
             self._worker.transport,
-            self._source.peer,
+            self._prefill.peer,
             Ticket(opened.transfer_id, opened.generation, opened.incarnation),
             {index: contexts[index] for index in missing},
             {index: table[index] for index in missing},
@@ -161,17 +250,17 @@ class RemotePrefill:
             self._worker.settings.transfer_timeout_s,
         )
         self.opened_at = monotonic()
-        self._watching = once(self._cancel_when_failed(self.pull), name=f"watch {sequence.id}")
+        self._watching = once(self._cancel_when_failed(self.receiver), name=f"watch {sequence.id}")
 
-    async def _cancel_when_failed(self, pull: Pull) -> None:
-        await pull.failed.wait()
+    async def _cancel_when_failed(self, receiver: Receiver) -> None:
+        await receiver.failed.wait()
         self._call.cancel()
 
     async def _release(self, ticket: Ticket) -> None:
         timeout_s = self._worker.settings.transfer_timeout_s
         try:
-            with calling(self._source.life[0]):
-                await self._source.stub.ReleaseTransfer(
+            with calling(self._prefill.incarnation[0]):
+                await self._prefill.stub.ReleaseTransfer(
                     prefill_pb2.ReleaseTransferRequest(
                         transfer_id=ticket.transfer_id, generation=ticket.generation, incarnation=ticket.incarnation
                     ),
@@ -182,18 +271,18 @@ class RemotePrefill:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        name = self._source.life[0]
+        name = self._prefill.incarnation[0]
         try:
             with calling(name):
                 yield
         except TandemError as error:
-            cause = (self.pull and self.pull.error) or error  # a failed read made us cancel the stream
-            expired = self._deadline is not None and monotonic() >= self._deadline - LATE_S
-            raise from_below(cause, name, began=self.pull is not None, expired=expired) from error
+            cause = (self.receiver and self.receiver.error) or error  # a failed read made us cancel the stream
+            expired = self._deadline is not None and monotonic() >= self._deadline - DEADLINE_SLACK_S
+            raise from_below(cause, name, began=self.receiver is not None, expired=expired) from error
 
 
 def _check_adapter(opened: prefill_pb2.Opened, sequence: Sequence) -> None:
-    """Before its first token goes up: the prefill worker computes with the adapter that is here."""
+    """Before its first token is sent on: the prefill worker must compute with the adapter of this worker."""
     if opened.adapter_fingerprint != sequence.fingerprint:
         raise IncompatibleLayout("it computes with another adapter of the same name, or with none")
 
@@ -215,3 +304,49 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
     if isinstance(error, Unavailable | PreconditionFailed | Busy):
         return Unavailable(message, reason="PREFILL_REFUSED")
     return error
+
+
+def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
+    """Whether the first token is also the last. The sequence itself takes the token when it joins."""
+    if token in sequence.stop_ids:
+        return Finish.STOP
+    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
+
+
+def _first_token(
+    first: prefill_pb2.FirstToken, sequence: Sequence, started: float, reserved: float, now: float
+) -> decode_pb2.DecodeResponse:
+    timing = decode_pb2.FirstTokenTiming(
+        total_seconds=now - started,
+        admit_seconds=reserved - started,
+        prefill=first.timing,
+        path=common_pb2.PATH_DISAGGREGATED,
+    )
+    tokens = decode_pb2.Tokens(
+        position=len(sequence.tokens),
+        token_ids=[first.token_id],
+        first=timing,
+        logprobs=first.logprobs if first.HasField("logprobs") else None,
+        prompt_logprobs=first.prompt_logprobs if first.HasField("prompt_logprobs") else None,
+    )
+    return decode_pb2.DecodeResponse(tokens=tokens)
+
+
+def _report(stats: TransferStats, exposed: float) -> common_pb2.TransferReport:
+    return common_pb2.TransferReport(
+        transport=stats.transport,
+        bytes=stats.bytes,
+        blocks=stats.blocks,
+        seconds=stats.seconds,
+        exposed_seconds=max(0.0, exposed),
+    )
+
+
+def _attributes(stats: TransferStats) -> dict[str, Any]:
+    """Of the transfer's span."""
+    return {
+        "tandem.kv.transport": stats.transport,
+        "tandem.kv.bytes": stats.bytes,
+        "tandem.kv.blocks": stats.blocks,
+        "tandem.kv.read_seconds": stats.seconds,
+    }

@@ -18,23 +18,24 @@ from typing import Any
 
 import grpc
 
-from engine import hashing
-from engine.loop import EngineLoop, Timed
-from engine.sequence import InSlot, Sampling, Sequence
-from kvtransfer.blocks import DigestBlock, Offer, Ticket, digest
-from kvtransfer.source import PART_BYTES, Source
-from services.convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
+from engine.core import block_hash
+from engine.core.sequence import LoraSlot, Sequence
+from engine.engine_thread import EngineThread, StepOutput
+from kvtransfer.sender import PART_BYTES, Sender
+from kvtransfer.types import DigestBlock, Offer, Ticket, digest
+from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, StaleTransfer
+from tandem.sampling import Sampling
 from tandem.settings import Settings
-from tandem.tracing import Span
+from tandem.telemetry.tracing import Span
 from tandem.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, worker: Worker, digest_block: DigestBlock) -> None:
         self._worker = worker
-        self._source = Source(worker.incarnation, digest_block)
+        self._sender = Sender(worker.incarnation, digest_block)
         self._released: dict[Ticket, asyncio.Event] = {}
 
     async def Prefill(
@@ -55,12 +56,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         request: prefill_pb2.PrefillRequest,
         sampling: Sampling,
         grammar: Any,
-        adapter: InSlot | None,
+        adapter: LoraSlot | None,
         span: Span,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Compute, announce, and hold the blocks until they are released."""
         worker = self._worker
-        ticket = self._source.open(request.request_id)
+        ticket = self._sender.open(request.request_id)
         owner = f"transfer:{ticket.transfer_id}#{ticket.generation}"
         released = self._released[ticket] = asyncio.Event()
         try:
@@ -84,10 +85,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         await released.wait()  # bounded by the call's deadline; a dead peer cancels it
                         span.part("held until released", computed, monotonic() - computed)
                 finally:
-                    self._source.revoke_ticket(ticket, "its stream has ended")
+                    self._sender.revoke_ticket(ticket, "its stream has ended")
                     await worker.loop.drop(owner)
         finally:
-            self._source.revoke_ticket(ticket, "its stream was refused")
+            self._sender.revoke_ticket(ticket, "its stream was refused")
             del self._released[ticket]
 
     async def _compute(
@@ -95,7 +96,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         request: prefill_pb2.PrefillRequest,
         sampling: Sampling,
         grammar: Any,
-        adapter: InSlot | None,
+        adapter: LoraSlot | None,
         ticket: Ticket,
         owner: str,
         span: Span,
@@ -115,7 +116,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             adapter=adapter,
             handoff=True,
         )
-        contexts = hashing.chain(tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True)
+        contexts = block_hash.chain(tokens, pool.block_size, sequence.salt, adapter=sequence.fingerprint, partial=True)
         arrived = monotonic()
         watch = await self._worker.loop.add(sequence)
         announced, first_step = request.skip_blocks, None
@@ -140,7 +141,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 for start in range(announced, max(final, announced + 1), part):
                     end = min(start + part, final)
                     offers = [Offer(index, pool.table(owner)[index], contexts[index]) for index in range(start, end)]
-                    ready = await asyncio.to_thread(self._source.announce, ticket, offers)
+                    ready = await asyncio.to_thread(self._sender.announce, ticket, offers)
                     yield prefill_pb2.PrefillResponse(ready=ready_to(ready, last=finished and end == final))
                 announced = max(announced, final)
             if finished:
@@ -150,7 +151,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.ReleaseTransferRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.ReleaseTransferResponse:
         ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
-        self._source.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until this line
+        self._sender.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until this line
         self._released[ticket].set()
         return prefill_pb2.ReleaseTransferResponse()
 
@@ -184,7 +185,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 def _first_token(
     sequence: Sequence,
-    timed: Timed,
+    timed: StepOutput,
     arrived: float,
     first_step: float,
     prompt: int,
@@ -205,7 +206,7 @@ def _first_token(
 
 
 async def start(
-    settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineLoop | None = None
+    settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineThread | None = None
 ) -> Worker:
     """A ready prefill worker, with an engine that another life has released or a new one. Raises CheckpointRefused and
     SettingsError before anything listens."""

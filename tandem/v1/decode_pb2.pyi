@@ -1,4 +1,5 @@
 from tandem.v1 import common_pb2 as _common_pb2
+from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -8,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill", "feed_id", "lane", "adapter")
+    __slots__ = ("request_id", "attempt", "token_ids", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "cache_salt", "prefill", "feed_id", "lane", "alone", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,20 +21,22 @@ class DecodeRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     FEED_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     max_tokens: int
-    sampling: _common_pb2.Sampling
+    sampling: _sampling_pb2.Sampling
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     prefill: _common_pb2.WorkerRef
     feed_id: str
     lane: int
+    alone: bool
     adapter: _common_pb2.Adapter
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., feed_id: _Optional[str] = ..., lane: _Optional[int] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., feed_id: _Optional[str] = ..., lane: _Optional[int] = ..., alone: _Optional[bool] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class FeedRequest(_message.Message):
     __slots__ = ("feed_id", "interval_seconds")

@@ -57,16 +57,16 @@ class DecodeServiceServicer:
     def Decode(self, request, context):
         """Reserves room, gets the prompt's KV (from the named prefill worker, or by computing it here), and streams tokens.
         RESOURCE_EXHAUSTED before any event means "no room now". The open stream is the lease on everything it holds.
-        With a feed, only what happens up to the first token comes here, and what ends the request early.
+        Only Admitted and the first token come on this call, or Ended where there is no token; all later events come in the
+        feed that the request names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Feed(self, request, context):
-        """What the streams of one router say after their first tokens: one message for a step of the engine, or for several
-        that follow one another fast, not one for each stream. Opened before the requests that name it, and open as long as
-        the router lives.
+        """The events of all streams of one router after their first tokens: one message for a step of the engine, or for
+        several steps that follow one another fast, not one for each stream. Opened before the requests that name it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,51 +23,46 @@ _sym_db = _symbol_database.Default()
 
 
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
+from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\xa1\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x46 \x01(\t\x12\x10\n\x08priority\x18G \x01(\x03\x12\x1d\n\x10ttft_slo_seconds\x18H \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05inputB\x13\n\x11_ttft_slo_seconds\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"k\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\r\n\x05tools\x18< \x01(\x0c\x12*\n\x0btool_choice\x18P \x01(\x0b\x32\x15.tandem.v1.ToolChoice\"9\n\nToolChoice\x12\x11\n\x04name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07several\x18\x02 \x01(\x08\x42\x07\n\x05_name\"d\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x12\n\ntool_calls\x18< \x01(\x0c\x12\x14\n\x0ctool_call_id\x18= \x01(\t\x12\x0c\n\x04name\x18> \x01(\t\"\xf3\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12<\n\nlogit_bias\x18\x0c \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x03H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18( \x01(\x03H\x0b\x88\x01\x01\x12#\n\x07grammar\x18< \x01(\x0b\x32\x12.tandem.v1.Grammar\x12\x0c\n\x04stop\x18= \x03(\x0c\x12\x14\n\x0cinclude_stop\x18> \x01(\x08\x12\x0e\n\x01n\x18? \x01(\x03H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18< \x01(\r\"\xcd\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12\x32\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0c\n\x04last\x18\x32 \x01(\x08\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x33 \x01(\x0c\"J\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Logprobs\"\x84\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0c\n\x04stop\x18= \x01(\t\"\xb9\x04\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04path\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Path\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0cttft_seconds\x18\n \x01(\x01\x12 \n\x06phases\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Phase\x12\x14\n\x0ctpot_seconds\x18\x0c \x01(\x01\x12\x15\n\rtotal_seconds\x18\r \x01(\x01\x12+\n\x08transfer\x18\x0e \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05notes\x18\x10 \x03(\t\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\x12\x0f\n\x07\x64rafted\x18( \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18) \x01(\r\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0f\n\x07\x63hoices\x18= \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x46 \x01(\t\x12%\n\x08\x65stimate\x18G \x01(\x0b\x32\x13.tandem.v1.Estimate\x12\x10\n\x08\x65nded_at\x18Z \x01(\x01\x12\x10\n\x08trace_id\x18[ \x01(\t\"f\n\x08\x45stimate\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x14\n\x0chere_seconds\x18\x03 \x01(\x01\x12\x15\n\rthere_seconds\x18\x04 \x01(\x01\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\xb0\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x46 \x03(\t2\xab\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x18tandem/v1/sampling.proto\"\xa1\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x46 \x01(\t\x12\x10\n\x08priority\x18G \x01(\x03\x12\x1d\n\x10ttft_slo_seconds\x18H \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05inputB\x13\n\x11_ttft_slo_seconds\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"k\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\r\n\x05tools\x18< \x01(\x0c\x12*\n\x0btool_choice\x18P \x01(\x0b\x32\x15.tandem.v1.ToolChoice\"9\n\nToolChoice\x12\x11\n\x04name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07several\x18\x02 \x01(\x08\x42\x07\n\x05_name\"d\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x12\n\ntool_calls\x18< \x01(\x0c\x12\x14\n\x0ctool_call_id\x18= \x01(\t\x12\x0c\n\x04name\x18> \x01(\t\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0f\n\x07\x63hoices\x18< \x01(\r\"\xcd\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12\x32\n\x0fprompt_logprobs\x18( \x01(\x0b\x32\x19.tandem.v1.PromptLogprobs\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0c\n\x04last\x18\x32 \x01(\x08\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x33 \x01(\x0c\"J\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Logprobs\"\x84\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0c\n\x04stop\x18= \x01(\t\"\xb9\x04\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1d\n\x04path\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Path\x12\x16\n\x0eprefill_worker\x18\x04 \x01(\t\x12\x15\n\rdecode_worker\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0cttft_seconds\x18\n \x01(\x01\x12 \n\x06phases\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Phase\x12\x14\n\x0ctpot_seconds\x18\x0c \x01(\x01\x12\x15\n\rtotal_seconds\x18\r \x01(\x01\x12+\n\x08transfer\x18\x0e \x01(\x0b\x32\x19.tandem.v1.TransferReport\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05notes\x18\x10 \x03(\t\x12\x13\n\x0bpreemptions\x18\x11 \x01(\r\x12\x0f\n\x07\x64rafted\x18( \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18) \x01(\r\x12\x0e\n\x06\x63hoice\x18< \x01(\r\x12\x0f\n\x07\x63hoices\x18= \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x46 \x01(\t\x12%\n\x08\x65stimate\x18G \x01(\x0b\x32\x13.tandem.v1.Estimate\x12\x10\n\x08\x65nded_at\x18Z \x01(\x01\x12\x10\n\x08trace_id\x18[ \x01(\t\"f\n\x08\x45stimate\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x14\n\x0chere_seconds\x18\x03 \x01(\x01\x12\x15\n\rthere_seconds\x18\x04 \x01(\x01\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x15\n\x13GetModelInfoRequest\"\xb0\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x10\n\x08\x61\x64\x61pters\x18\x46 \x03(\t2\xab\x01\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GENERATEREQUEST']._serialized_start=66
-  _globals['_GENERATEREQUEST']._serialized_end=355
-  _globals['_TOKENIDS']._serialized_start=357
-  _globals['_TOKENIDS']._serialized_end=380
-  _globals['_CHAT']._serialized_start=382
-  _globals['_CHAT']._serialized_end=489
-  _globals['_TOOLCHOICE']._serialized_start=491
-  _globals['_TOOLCHOICE']._serialized_end=548
-  _globals['_CHATMESSAGE']._serialized_start=550
-  _globals['_CHATMESSAGE']._serialized_end=650
-  _globals['_SAMPLINGPARAMS']._serialized_start=653
-  _globals['_SAMPLINGPARAMS']._serialized_end=1408
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1170
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1218
-  _globals['_GENERATERESPONSE']._serialized_start=1411
-  _globals['_GENERATERESPONSE']._serialized_end=1553
-  _globals['_STARTED']._serialized_start=1555
-  _globals['_STARTED']._serialized_end=1639
-  _globals['_DELTA']._serialized_start=1642
-  _globals['_DELTA']._serialized_end=1847
-  _globals['_PROMPTLOGPROBS']._serialized_start=1849
-  _globals['_PROMPTLOGPROBS']._serialized_end=1923
-  _globals['_FINISHED']._serialized_start=1926
-  _globals['_FINISHED']._serialized_end=2058
-  _globals['_RECEIPT']._serialized_start=2061
-  _globals['_RECEIPT']._serialized_end=2630
-  _globals['_ESTIMATE']._serialized_start=2632
-  _globals['_ESTIMATE']._serialized_end=2734
-  _globals['_PHASE']._serialized_start=2736
-  _globals['_PHASE']._serialized_end=2774
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2776
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2797
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2800
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2976
-  _globals['_GENERATIONSERVICE']._serialized_start=2979
-  _globals['_GENERATIONSERVICE']._serialized_end=3150
+  _globals['_GENERATEREQUEST']._serialized_start=92
+  _globals['_GENERATEREQUEST']._serialized_end=381
+  _globals['_TOKENIDS']._serialized_start=383
+  _globals['_TOKENIDS']._serialized_end=406
+  _globals['_CHAT']._serialized_start=408
+  _globals['_CHAT']._serialized_end=515
+  _globals['_TOOLCHOICE']._serialized_start=517
+  _globals['_TOOLCHOICE']._serialized_end=574
+  _globals['_CHATMESSAGE']._serialized_start=576
+  _globals['_CHATMESSAGE']._serialized_end=676
+  _globals['_GENERATERESPONSE']._serialized_start=679
+  _globals['_GENERATERESPONSE']._serialized_end=821
+  _globals['_STARTED']._serialized_start=823
+  _globals['_STARTED']._serialized_end=907
+  _globals['_DELTA']._serialized_start=910
+  _globals['_DELTA']._serialized_end=1115
+  _globals['_PROMPTLOGPROBS']._serialized_start=1117
+  _globals['_PROMPTLOGPROBS']._serialized_end=1191
+  _globals['_FINISHED']._serialized_start=1194
+  _globals['_FINISHED']._serialized_end=1326
+  _globals['_RECEIPT']._serialized_start=1329
+  _globals['_RECEIPT']._serialized_end=1898
+  _globals['_ESTIMATE']._serialized_start=1900
+  _globals['_ESTIMATE']._serialized_end=2002
+  _globals['_PHASE']._serialized_start=2004
+  _globals['_PHASE']._serialized_end=2042
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2044
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2065
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2068
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2244
+  _globals['_GENERATIONSERVICE']._serialized_start=2247
+  _globals['_GENERATIONSERVICE']._serialized_end=2418
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from tandem.v1 import common_pb2 as _common_pb2
+from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -23,7 +24,7 @@ class PrefillRequest(_message.Message):
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
-    sampling: _common_pb2.Sampling
+    sampling: _sampling_pb2.Sampling
     cache_salt: bytes
     skip_blocks: int
     layout_hash: str
@@ -31,7 +32,7 @@ class PrefillRequest(_message.Message):
     source_progress: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter: _common_pb2.Adapter
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., skip_blocks: _Optional[int] = ..., layout_hash: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_progress: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("opened", "ready", "first_token")

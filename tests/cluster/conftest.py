@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.registry import Registry
-from cluster.valkey import EmbeddedValkey
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.registry import Registry
 
 
 @pytest.fixture

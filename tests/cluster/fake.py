@@ -14,7 +14,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.registry import Heartbeat, Registry, State, WorkerRecord
+from cluster.state.heartbeat import Heartbeat
+from cluster.state.registry import Registry, State, WorkerRecord
 from tandem.errors import CheckpointRefused
 from tandem.settings import Settings
 
@@ -42,7 +43,7 @@ class FakeService:
         self.address = f"{host}:{port}"
         await self._heartbeat.start()
 
-    turns = True
+    can_switch_role = True
 
     async def release(self, grace_s: float) -> str:
         """Its engine: the number of the process that loaded it."""

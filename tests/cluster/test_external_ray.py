@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.up import Cluster
+from cluster.local_cluster import LocalCluster
 from tandem.errors import SettingsError, Unavailable
 from tandem.settings import Settings
 from tests.cluster.fake import LAUNCHER
@@ -25,7 +25,7 @@ START_S = 60.0
 SOON_S = 20.0
 UP = f"""
 import sys
-from cluster.up import run_forever
+from cluster.local_cluster import run_forever
 from tandem.errors import TandemError
 from tandem.settings import Settings
 try:
@@ -122,10 +122,10 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Unavailable, match=f"no Ray at 127.0.0.1:{port}"):
-        Cluster(Settings(model="fake", port=0, ray_address=f"127.0.0.1:{port}")).start()
+        LocalCluster(Settings(model="fake", port=0, ray_address=f"127.0.0.1:{port}")).start()
 
 
 def test_a_ray_client_address_is_refused() -> None:
     """The supervisor's answers are futures of a driver, which a Ray client is not."""
     with pytest.raises(SettingsError, match="ray_address"):
-        Cluster(Settings(model="fake", port=0, ray_address="ray://127.0.0.1:10001")).start()
+        LocalCluster(Settings(model="fake", port=0, ray_address="ray://127.0.0.1:10001")).start()

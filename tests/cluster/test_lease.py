@@ -7,16 +7,16 @@ from time import monotonic
 
 import pytest
 
-from cluster import lease
-from cluster.lease import Lease
-from cluster.reconcile import Kind, Supervisor
-from cluster.registry import Registry
-from cluster.up import Cluster
-from cluster.valkey import EmbeddedValkey
+from cluster.local_cluster import LocalCluster
+from cluster.state import lease
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.lease import Lease
+from cluster.state.registry import Registry
+from cluster.supervisor import Kind, Supervisor
 from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
 from tandem.tasks import end
-from tests.cluster.test_reconcile import FakeHost, Watch
+from tests.cluster.test_supervisor import FakeHost, Watch
 
 SHORT_S = 0.8
 
@@ -52,7 +52,7 @@ async def test_the_next_life_of_a_supervisor_takes_over_at_once(registry: Regist
     with pytest.raises(PreconditionFailed):
         await first.keep()
     await first.release()
-    assert (await registry.lead("three/x/y", "three"))[0] == second._token
+    assert (await registry.acquire_lease("three/x/y", "three"))[0] == second._token
 
 
 async def test_a_lease_outlives_a_registry_that_forgets(valkey: EmbeddedValkey, registry: Registry) -> None:
@@ -75,7 +75,7 @@ async def test_a_lease_outlives_a_registry_that_forgets(valkey: EmbeddedValkey, 
 
 async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: Registry) -> None:
     """The second one starts none, and leaves the first one's workers and their records alone."""
-    await registry.want({"decode": 1})
+    await registry.set_wanted({"decode": 1})
     hosts = [FakeHost(), FakeHost()]
     first, second = (
         Supervisor(host, registry, grace_s=1.0, lease=Lease(registry, run, SHORT_S))
@@ -85,18 +85,18 @@ async def test_two_supervisors_of_one_name_do_not_both_start_workers(registry: R
     await Watch(first).until(Kind.READY, "decode-0")
     with pytest.raises(PreconditionFailed):
         await second.run()
-    assert not hosts[1].lives
+    assert not hosts[1].processes
     await second.stop(0.0)
     assert not running.done()
     await first.stop(1.0)
     await running
-    async with asyncio.timeout(0.2):  # its lease is given back
-        await Lease(registry, "two").take()
+    assert not await registry._store.client.exists(f"{registry._prefix}:supervisor")  # its lease is given back
+    await Lease(registry, "two").take()
 
 
 async def test_control_without_a_lease_both_start_the_same_worker(registry: Registry) -> None:
     """So that the refusal above is the lease's doing."""
-    await registry.want({"decode": 1})
+    await registry.set_wanted({"decode": 1})
     hosts = [FakeHost(), FakeHost()]
     both = [Supervisor(host, registry, grace_s=1.0) for host in hosts]
     running = [asyncio.create_task(one.run()) for one in both]
@@ -114,9 +114,9 @@ async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
     first = Lease(registry, "one", SHORT_S)
     await first.take()
     keeping = asyncio.create_task(first.keep())
-    await registry.want({"decode": 3})
+    await registry.set_wanted({"decode": 3})
     with pytest.raises(PreconditionFailed) as refused:
-        await Cluster(Settings(model="m", redis=valkey.url, cluster="test", decode=1))._want("two")
+        await LocalCluster(Settings(model="m", redis=valkey.url, cluster="test", decode=1))._want("two")
     assert refused.value.field == "cluster"
     assert await registry.wanted() == {"decode": 3}
     await end(keeping)

@@ -10,9 +10,10 @@ import pytest
 import redis.asyncio as redis
 from structlog.testing import capture_logs
 
-from cluster.registry import Heartbeat, Registry, State, WorkerRecord
-from cluster.valkey import EmbeddedValkey
-from services.view import ClusterView
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.heartbeat import Heartbeat
+from cluster.state.registry import RecordReader, Registry, State, WorkerRecord
+from services.worker_liveness import WorkerLiveness
 from tandem.errors import PreconditionFailed, Unavailable
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
@@ -56,7 +57,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other_worker(
 ) -> None:
     """While workers are upgraded one after another, some write what the older ones do not understand. A view goes on,
     and follows what changes after it."""
-    view = ClusterView(registry, refresh_s=5.0)
+    view = WorkerLiveness(registry, refresh_s=5.0)
     async with redis.Redis.from_url(valkey.url) as others, asyncio.timeout(SOON_S):
         await registry.beat(RECORD)
         await view.start()
@@ -100,8 +101,8 @@ async def test_a_heartbeat_outlives_the_ttl_and_withdraws_at_the_end(valkey: Emb
 
 async def test_wanted_sizes_come_back(registry: Registry) -> None:
     """A role that is set again is replaced, others stay."""
-    await registry.want({"decode": 2, "prefill": 1})
-    await registry.want({"decode": 3})
+    await registry.set_wanted({"decode": 2, "prefill": 1})
+    await registry.set_wanted({"decode": 3})
     assert await registry.wanted() == {"decode": 3, "prefill": 1}
 
 
@@ -112,7 +113,7 @@ async def test_a_change_wakes_those_who_wait(registry: Registry) -> None:
         await anext(changes)  # at once
         await anext(changes)  # subscribed
         waiting = asyncio.create_task(anext(changes))
-        await registry.want({"decode": 2})
+        await registry.set_wanted({"decode": 2})
         await waiting
     await changes.aclose()
 
@@ -121,7 +122,7 @@ async def test_clusters_on_one_server_do_not_see_each_other(valkey: EmbeddedValk
     """The cluster's name is part of every key."""
     other = Registry(valkey.url, "other", ttl_s=5.0)
     await registry.beat(RECORD)
-    await registry.want({"decode": 1})
+    await registry.set_wanted({"decode": 1})
     assert await other.workers() == []
     assert await other.wanted() == {}
     await other.close()
@@ -171,7 +172,7 @@ async def test_changes_survive_a_restart_of_the_server(valkey: EmbeddedValkey, r
         valkey.stop()
         await anext(changes)
         valkey.start()
-        await registry.want({"decode": 4})
+        await registry.set_wanted({"decode": 4})
         while await registry.wanted() != {"decode": 4}:
             await anext(changes)
     await changes.aclose()
@@ -226,29 +227,29 @@ async def test_a_reader_is_told_what_has_changed_and_no_more(registry: Registry)
     other = replace(RECORD, worker_id="decode-1", incarnation="c3")
     await registry.beat(RECORD)
     await registry.beat(other)
-    first = await registry.news()
+    first = await registry.changes_since()
     assert first.full
     assert set(first.records) == {"decode-0", "decode-1"}
     await registry.beat(RECORD)
-    assert (await registry.news(first.mark)).records == {}
+    assert (await registry.changes_since(first.mark)).records == {}
     await registry.beat(replace(RECORD, running=1))
-    second = await registry.news(first.mark)
+    second = await registry.changes_since(first.mark)
     assert not second.full
     assert {name: one and one.running for name, one in second.records.items()} == {"decode-0": 1}
     await registry.withdraw("decode-1", "c3")
-    third = await registry.news(second.mark)
+    third = await registry.changes_since(second.mark)
     assert third.records == {"decode-1": None}
-    assert (await registry.news(third.mark)).records == {}
-    assert set((await registry.news(first.mark)).records) == {"decode-0", "decode-1"}
+    assert (await registry.changes_since(third.mark)).records == {}
+    assert set((await registry.changes_since(first.mark)).records) == {"decode-0", "decode-1"}
 
 
 async def test_a_reader_hears_of_an_expired_record(valkey: EmbeddedValkey) -> None:
     """A worker that stops beating is told as gone, to readers who know it."""
     registry = Registry(valkey.url, "test", ttl_s=0.1)
     await registry.beat(RECORD)
-    mark = (await registry.news()).mark
+    mark = (await registry.changes_since()).mark
     await workers_once(registry, 0)
-    assert (await registry.news(mark)).records == {"decode-0": None}
+    assert (await registry.changes_since(mark)).records == {"decode-0": None}
     await registry.close()
 
 
@@ -256,10 +257,10 @@ async def test_a_registry_that_lost_everything_tells_everything(registry: Regist
     """Numbers of an earlier content mean nothing: a reader with an old mark gets all records."""
     await registry.beat(RECORD)
     await registry.beat(replace(RECORD, running=1))
-    mark = (await registry.news()).mark
+    mark = (await registry.changes_since()).mark
     await registry._store.client.flushall()
     await registry.beat(replace(RECORD, worker_id="decode-7"))
-    found = await registry.news(mark)
+    found = await registry.changes_since(mark)
     assert found.full
     assert set(found.records) == {"decode-7"}
 
@@ -268,13 +269,13 @@ async def test_ids_that_never_come_back_are_forgotten(registry: Registry) -> Non
     """Pods have a new id each: what remains of those that are gone is bounded, and no reader misses a removal."""
     await registry.beat(RECORD)
     await registry.beat(replace(RECORD, worker_id="pod-x"))
-    mark = (await registry.news()).mark
+    mark = (await registry.changes_since()).mark
     await registry.withdraw("pod-x", "a1")
     for number in range(1100):
         await registry.beat(replace(RECORD, worker_id=f"pod-{number}"))
         await registry.withdraw(f"pod-{number}", "a1")
     assert await registry._store.client.zcard(registry._keys[2]) <= 1002
-    found = await registry.news(mark)
+    found = await registry.changes_since(mark)
     assert found.full
     assert set(found.records) == {"decode-0"}
 
@@ -286,6 +287,55 @@ async def test_a_record_of_a_newer_version_keeps_nobody_from_the_others(registry
     await registry._store.client.hset(registry._keys[0], "broken", "x 0.0 {")
     found = {one.worker_id: one.state for one in await registry.workers()}
     assert found == {"decode-0": State.READY, "new": State.DRAINING}
+
+
+RUNNING = replace(RECORD, sum_order="tile32", running=3, blocks_held=7, step_s=0.25, begun=9)
+AS_STORED = b"a1 0.0 " + RECORD.text().encode()
+LATER = {
+    "other load": RUNNING.text(),
+    "another state": replace(RUNNING, state=State.DRAINING).text(),
+    "another life": replace(RUNNING, incarnation="b2", address="127.0.0.1:6").text(),
+    "nothing new": RECORD.text(),
+    "an older version's order of fields": json.dumps(dict(reversed(json.loads(RUNNING.text()).items()))),
+    "a field of a newer version": RUNNING.text()[:-1] + ', "hurried": {"running": 1}}',
+    "a field that is missing": RECORD.text().replace(', "begun": 0', ""),
+    "a name that looks like the load": replace(RUNNING, model='x, "running": 5, "waiting": ').text(),
+}
+
+
+@pytest.mark.parametrize("text", LATER.values(), ids=LATER)
+def test_a_known_workers_record_is_read_as_one_of_an_unknown_worker(text: str) -> None:
+    """Reading only what has changed gives the same record, whatever has changed, and the next one too."""
+    reader, value = RecordReader(), b"a1 0.0 " + text.encode()
+    assert reader.read(b"decode-0", AS_STORED, 1.0) == replace(RECORD, beat=1.0)
+    for beat in (2.0, 3.0):
+        assert reader.read(b"decode-0", value, beat) == replace(WorkerRecord.parse(text), beat=beat)
+    assert reader.read(b"decode-0", AS_STORED, 4.0) == replace(RECORD, beat=4.0)
+
+
+def test_a_known_workers_record_that_cannot_be_read_is_left_out() -> None:
+    """Load of another type is an error as in any record, and the next good record is read."""
+    reader = RecordReader()
+    reader.read(b"decode-0", AS_STORED, 1.0)
+    assert reader.read(b"decode-0", AS_STORED.replace(b'"running": 0', b'"running": null'), 2.0) is None
+    assert reader.read(b"decode-0", AS_STORED[:-1], 2.0) is None
+    assert reader.read(b"decode-0", AS_STORED, 3.0) == replace(RECORD, beat=3.0)
+
+
+def test_of_a_known_worker_only_the_load_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router reads a record of each worker in each second. Workers that are gone are not kept."""
+    parsed: list[bytes] = []
+    parse = WorkerRecord.parse
+    monkeypatch.setattr(WorkerRecord, "parse", lambda text: parsed.append(text) or parse(text))
+    reader = RecordReader()
+    for running in range(5):
+        reader.read(b"decode-0", b"a1 0.0 " + replace(RECORD, running=running).text().encode(), 1.0)
+    assert len(parsed) == 1
+    reader.keep_only({b"decode-1"})
+    reader.read(b"decode-0", AS_STORED, 1.0)
+    reader.read(b"decode-0", None, 1.0)
+    reader.read(b"decode-0", AS_STORED, 1.0)
+    assert len(parsed) == 3
 
 
 async def test_announcements_that_come_together_wake_a_reader_once(registry: Registry) -> None:

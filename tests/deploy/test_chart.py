@@ -22,9 +22,9 @@ from helm_python.errors import HelmError
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tandem import metrics
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError
+from tandem.telemetry import metrics
 from tests.deploy import chart, crds
 from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
 
@@ -468,8 +468,8 @@ def test_pools_scale_on_their_own_signals() -> None:
 def test_objectives_can_only_be_edges_of_the_code_s_buckets() -> None:
     """Else a share of requests within the objective would be interpolated."""
     slo = json.loads(chart.SCHEMA.read_text())["properties"]["slo"]["properties"]
-    assert slo["ttft_s"]["enum"] == list(metrics.FIRST)
-    assert slo["tpot_s"]["enum"] == list(metrics.TOKEN)
+    assert slo["ttft_s"]["enum"] == list(metrics.TTFT_BUCKETS)
+    assert slo["tpot_s"]["enum"] == list(metrics.TOKEN_BUCKETS)
 
 
 def test_the_notes_say_what_comes_next() -> None:

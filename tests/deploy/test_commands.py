@@ -20,7 +20,7 @@ from tandem.errors import PreconditionFailed
 from tests.deploy.chart import NAME, ROOT, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
-from tests.harness import Process
+from tests.support.harness import Process
 
 PROMPT = list(range(100, 140))
 Start = Callable[[str, str], Pod]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from prometheus_client.core import Metric
 
-from tandem.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
 from tandem.settings import Settings
+from tandem.telemetry.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
 from tests.deploy.chart import CHART, ROOT, Document, example, render
 
 RUNBOOKS = ROOT / "docs/runbooks"
@@ -127,7 +127,7 @@ def test_what_stands_in_the_alerts_are_values_that_the_code_has() -> None:
     said = {(label, value) for query in queries() for label, value in re.findall(r'(\w+)="([\w]+)"', query)}
     values = {value for label, value in said if label in ("result", "state", "outcome", "pool")}
     assert values == {"failed", "ready", "router", "prefill", "decode"}
-    source = (ROOT / "tandem/metrics.py").read_text()
+    source = (ROOT / "tandem/telemetry/metrics.py").read_text()
     assert all(f'"{value}"' in source for value in ("failed", "ready", "ok", "router"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoints import make_checkpoint
+from loadtest.harness.random_checkpoints import make_checkpoint
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.engine
-from engine.model import Model
-from engine.pages import Pages
-from engine.step import Batch
+from engine.attention.forward_context import Batch
+from engine.kv.kv_cache import KvCache
+from engine.runner.model_runner import ModelRunner
 
 
 def checked(
@@ -97,9 +97,9 @@ class Late:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.behind = 0
-        forward, choose = Model.forward, engine.engine.choose
+        forward, choose = ModelRunner.forward, engine.engine.choose
 
-        def queued(model: Model, pages: Pages, batch: Batch) -> torch.Tensor:
+        def queued(model: ModelRunner, pages: KvCache, batch: Batch) -> torch.Tensor:
             self.behind += 1
             return forward(model, pages, batch)
 
@@ -107,7 +107,7 @@ class Late:
             self.wait()
             return choose(*args, **kwargs)
 
-        patch.setattr(Model, "forward", queued)
+        patch.setattr(ModelRunner, "forward", queued)
         patch.setattr(engine.engine, "choose", read_back)
         patch.setattr(engine.engine, "device_done", self.wait)
 

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import TINY, make_adapter
 from engine.kernels import modules
-from engine.model import Model
-from engine.selfcheck import pack
+from engine.loading import lora_loader
+from engine.loading.model_loader import load_model
+from engine.loading.self_check import pack
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import TINY, make_adapter
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,9 @@ def ragged(rng: random.Random, left: int) -> int:
     return min(left, rng.choice([1, 1, 1, 2, 3, 7, 16, 40]))
 
 
-def all_logits(model: Model, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int) -> list[torch.Tensor]:
+def all_logits(
+    model: ModelRunner, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int
+) -> list[torch.Tensor]:
     """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks. Where the
     model has adapters, sequences have them and the base in turn."""
     rng = random.Random(seed)
@@ -69,12 +73,12 @@ def all_logits(model: Model, sequences: list[list[int]], cut: Cut, *, together: 
     return [torch.cat(parts) for parts in rows]
 
 
-def prompts(model: Model) -> list[list[int]]:
+def prompts(model: ModelRunner) -> list[list[int]]:
     rng = random.Random(4)
     return [[rng.randrange(model.vocab_size) for _ in range(length)] for length in LENGTHS]
 
 
-def differing(model: Model) -> list[str]:
+def differing(model: ModelRunner) -> list[str]:
     """Which ways of running the same tokens give other bits than each token alone in its step."""
     sequences = prompts(model)
     alone = all_logits(model, sequences, one, together=False, seed=0)
@@ -100,7 +104,7 @@ def test_logits_do_not_depend_on_the_step(
 ) -> None:
     """Alone or together, prefilled, decoded or cut anyhow, over any blocks: the same bits, in every family."""
     folder = ROOT / "demo/model" if name == "demo" else checkpoint(f"tiny-{name}")
-    model = Model.load(str(folder), dtype=dtype, device=CPU)
+    model = load_model(str(folder), dtype=dtype, device=CPU)
     assert differing(model) == []
 
 
@@ -113,12 +117,12 @@ def test_logits_do_not_depend_on_the_adapters_beside_them(
     """With adapters of several ranks and the base in one step, too; and the base has the bits of a model without."""
     folder = checkpoint(f"tiny-{name}")
     made = {str(rank): make_adapter(tmp_path / str(rank), folder, seed=rank, rank=rank) for rank in (3, 16, 37)}
-    model = Model.load(str(folder), dtype=dtype, device=CPU, adapters=made)
+    model = load_model(str(folder), dtype=dtype, device=CPU, adapters=made)
     assert model.lora is not None
     for slot, key in enumerate(made):
-        model.lora.put(slot, model.lora.load(key))
+        model.lora.put(slot, lora_loader.read_again(model.lora.known[key]))
     assert differing(model) == []
-    plain = Model.load(str(folder), dtype=dtype, device=CPU)
+    plain = load_model(str(folder), dtype=dtype, device=CPU)
     ours, theirs = (all_logits(one, prompts(model), ragged, together=True, seed=1) for one in (model, plain))
     assert [torch.equal(*pair) for pair in zip(ours, theirs, strict=True)] == [True, False, False, False, True]
 
@@ -126,7 +130,7 @@ def test_logits_do_not_depend_on_the_adapters_beside_them(
 @built
 def test_logits_do_not_depend_on_the_threads(checkpoint: Callable[[str], Path]) -> None:
     """One thread and three give the same bits."""
-    model = Model.load(str(checkpoint("tiny-qwen2")), dtype=torch.bfloat16, device=CPU)
+    model = load_model(str(checkpoint("tiny-qwen2")), dtype=torch.bfloat16, device=CPU)
     sequences, before = prompts(model), torch.get_num_threads()
     alone = all_logits(model, sequences, whole, together=True, seed=1)
     torch.set_num_threads(3)
@@ -146,7 +150,7 @@ def torchs_own(_device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt-oss"])
 def test_the_reference_depends_on_the_step(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Plain PyTorch, which does not promise it, is caught by the same comparison."""
-    model = Model.load(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU, kernels="reference")
+    model = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU, kernels="reference")
     assert differing(model)
 
 
@@ -154,17 +158,17 @@ def test_the_reference_depends_on_the_step(name: str, checkpoint: Callable[[str]
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_torchs_own_operators_do(name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's operators back in their places, what is left of them in a model is caught."""
-    model = Model.load(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU)
+    model = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU)
     assert differing(model) == []
-    monkeypatch.setattr("engine.model.exact", torchs_own)
+    monkeypatch.setattr("engine.runner.model_runner.exact", torchs_own)
     assert differing(model)
 
 
 @built
 def test_torchs_linear_layer_does(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's product in the linear layers the bits depend on the step again."""
-    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU)
-    monkeypatch.setattr("engine.model.exact", torchs_own)
+    model = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU)
+    monkeypatch.setattr("engine.runner.model_runner.exact", torchs_own)
     monkeypatch.setattr(modules.Linear, "forward", torch.nn.Linear.forward)
     model.recorded = None
     assert differing(model)

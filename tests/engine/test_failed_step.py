@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import engine.engine
-from engine.engine import Engine
-from engine.model import Model
-from engine.retries import GOOD_STEPS, Retries
-from engine.sequence import Sampling, Sequence
-from engine.speculation import Ngram, Speculation
-from engine.step import Batch
+from engine.attention.forward_context import Batch
+from engine.core.sequence import Sequence
+from engine.core.step_retries import GOOD_STEPS, Retries
+from engine.decoding.speculative import Ngram, Speculation
+from engine.engine import Engine, EngineConfig
+from engine.loading.model_loader import load_model
+from engine.runner.model_runner import ModelRunner
 from tandem.errors import StepFailed, TandemError, TooLarge
+from tandem.sampling import Sampling
 
 SIZE, NEW, COUNT = 4, 12, 6
 POISON = 383  # a token that only one prompt has
@@ -25,12 +27,12 @@ HOW = [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(repetition_penalt
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Model:
-    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+def model(checkpoint: Callable[[str], Path]) -> ModelRunner:
+    return load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def build(model: Model, **how: Any) -> Engine:
-    return Engine(model, num_blocks=128, block_size=SIZE, token_budget=64, max_running=8, **how)
+def build(model: ModelRunner, **how: Any) -> Engine:
+    return Engine(model, EngineConfig(num_blocks=128, block_size=SIZE, token_budget=64, max_running=8), **how)
 
 
 def crowd() -> list[Sequence]:
@@ -58,7 +60,7 @@ def run(engine: Engine, sequences: list[Sequence]) -> dict[str, TandemError]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Model) -> list[list[int]]:
+def expected(model: ModelRunner) -> list[list[int]]:
     sequences = crowd()
     assert run(build(model), sequences) == {}
     return [one.tokens for one in sequences]
@@ -66,23 +68,23 @@ def expected(model: Model) -> list[list[int]]:
 
 def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[int, Batch], Exception | None]) -> list[Batch]:
     """Forwards raise what `when` says of their number and batch, after they have written their KV. Those that did."""
-    forward, batches, failed = Model.forward, iter(range(10**9)), []
+    forward, batches, failed = ModelRunner.forward, iter(range(10**9)), []
 
-    def broken(self: Model, pages: Any, batch: Batch) -> torch.Tensor:
+    def broken(self: ModelRunner, pages: Any, batch: Batch) -> torch.Tensor:
         logits = forward(self, pages, batch)
         if error := when(next(batches), batch):
             failed.append(batch)
             raise error
         return logits
 
-    monkeypatch.setattr(Model, "forward", broken)
+    monkeypatch.setattr(ModelRunner, "forward", broken)
     return failed
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 7])
 @pytest.mark.parametrize("speculation", [False, True], ids=["plain", "drafts"])
 def test_one_failed_step_changes_no_token(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, number: int, speculation: bool
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, number: int, speculation: bool
 ) -> None:
     """Prompts, chunks, streams and drafts are computed again; nobody hears of it."""
     failed = failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == number else None)
@@ -95,7 +97,7 @@ def test_one_failed_step_changes_no_token(
 
 @pytest.mark.parametrize("place", range(COUNT))
 def test_the_prompt_that_fails_every_step_ends_alone(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: int
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """Wherever it stands in the batch; the engine serves on."""
     failing(monkeypatch, lambda _, batch: RuntimeError("bad luck") if POISON in batch.token_ids else None)
@@ -111,7 +113,7 @@ def test_the_prompt_that_fails_every_step_ends_alone(
 
 
 def test_a_step_that_runs_out_of_memory_is_made_smaller(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as it takes; later, larger ones are tried again."""
     most = 10
@@ -129,7 +131,7 @@ def test_a_step_that_runs_out_of_memory_is_made_smaller(
 
 
 def test_only_the_request_that_never_fits_is_refused_for_memory(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even alone and one token at a time its context is too long."""
     failing(monkeypatch, lambda _, batch: torch.OutOfMemoryError() if max(batch.context_lens) > 70 else None)
@@ -142,16 +144,18 @@ def test_only_the_request_that_never_fits_is_refused_for_memory(
     assert [one.tokens for one in sequences] == expected
 
 
-def test_an_engine_that_can_compute_nothing_any_more_breaks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_can_compute_nothing_any_more_breaks(
+    model: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of its own fails as well, so no request is at fault; the failure comes out of `step`."""
     failing(monkeypatch, lambda at, _: RuntimeError("the device is gone") if at > 3 else None)
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(build(model), crowd())
 
 
-def test_books_that_do_not_balance_break_the_engine(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_books_that_do_not_balance_break_the_engine(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed step left behind must be known."""
-    monkeypatch.setattr("engine.blocks.BlockPool.check", lambda pool, live=None: ["block 3 is in two states"])
+    monkeypatch.setattr("engine.core.block_pool.BlockPool.check", lambda pool, live=None: ["block 3 is in two states"])
     failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == 2 else None)
     built = build(model)
     for one in crowd():
@@ -162,7 +166,7 @@ def test_books_that_do_not_balance_break_the_engine(model: Model, monkeypatch: p
 
 
 def test_a_failure_while_tokens_are_chosen_changes_no_token(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward is over by then; scores that were taken from it are taken again."""
     choose, calls = engine.engine.choose, iter(range(10**9))
@@ -180,7 +184,7 @@ def test_a_failure_while_tokens_are_chosen_changes_no_token(
 
 
 def test_sequences_that_took_tokens_from_a_failed_step_end(
-    model: Model, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody was told of these tokens: the requests are to be placed again, with the tokens that were told."""
     publish = Engine._publish
@@ -199,7 +203,7 @@ def test_sequences_that_took_tokens_from_a_failed_step_end(
     assert [one.tokens for one in again] == expected
 
 
-def test_the_blocks_of_a_handoff_stay_until_it_is_dropped(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_handoff_stay_until_it_is_dropped(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ticket is revoked first: blocks that were announced belong to nobody else before."""
     built = build(model)
     handoff = Sequence("handoff", list(range(40)), 40, 41, handoff=True)
@@ -214,7 +218,7 @@ def test_the_blocks_of_a_handoff_stay_until_it_is_dropped(model: Model, monkeypa
     assert built.pool.held == 0
 
 
-def test_a_failed_step_waits_for_its_masks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_waits_for_its_masks(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar's thread may still be filling when the forward fails."""
     waited: list[bool] = []
 

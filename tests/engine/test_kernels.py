@@ -23,16 +23,23 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engine import kernels
-from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
+from engine.decoding.sampler import sample
 from engine.kernels import build, modules
-from engine.model import Model
-from engine.pages import Pages, layout_of
-from engine.sampling import sample
-from engine.sequence import Sampling
+from engine.kv.kv_cache import KvCache, layout_of
+from engine.kv.kv_cache_spec import (
+    CallFacts,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    Reach,
+    SlidingWindowSpec,
+    first_visible,
+)
+from engine.loading.model_loader import load_model
 from tandem.errors import CheckpointRefused
+from tandem.sampling import Sampling
 
 CPU = torch.device("cpu")
-FULL = Full()
+FULL = FullAttentionSpec()
 DTYPES = [torch.float32, torch.bfloat16]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # rounding of float32 sums; half a unit of the result
 
@@ -154,9 +161,9 @@ class Case:
         lengths: list[int],
         queries: list[int] | None = None,
     ) -> None:
-        facts = CallFacts(kv_heads, kv_heads * groups, k_dim, v_dim, Full(), None, False, 1.0)
+        facts = CallFacts(kv_heads, kv_heads * groups, k_dim, v_dim, FullAttentionSpec(), None, False, 1.0)
         counts = [-(-length // size) for length in lengths]
-        pages = Pages(layout_of([facts] * 2, size, dtype, ""), sum(counts) + 2, CPU)
+        pages = KvCache(layout_of([facts] * 2, size, dtype, ""), sum(counts) + 2, CPU)
         pages.buffer.fill_(255)
         self.k, self.v = pages.k(1), pages.v(1)
         ids = random.sample(range(sum(counts) + 2), sum(counts))
@@ -178,8 +185,8 @@ class Case:
         query = torch.cat([self.query[index] for index in which])
         out = query.new_full((len(query), query.shape[1], self.v.shape[3]), float("nan"))
         arguments = {"scaling": 0.3, "softcap": None, "sinks": None, **options}
-        window = reach.window if isinstance(reach, Sliding) else 0
-        chunk = reach.size if isinstance(reach, Chunked) else 0
+        window = reach.window if isinstance(reach, SlidingWindowSpec) else 0
+        chunk = reach.size if isinstance(reach, ChunkedLocalAttentionSpec) else 0
         tensors = (torch.tensor(list(each), dtype=torch.int32) for each in columns)
         ops().attend(out, query, self.k, self.v, *tensors, window=window, chunk=chunk, **arguments)
         return list(out.split(counts))
@@ -218,7 +225,7 @@ QUERIES = [1, 2, 1, 3, 15, 1, 5, 33, 1, 41]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize("reach", [FULL, Sliding(19), Chunked(12)], ids=str)
+@pytest.mark.parametrize("reach", [FULL, SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None, sink: bool, reach: Reach) -> None:
     """Any heads, dims, block size, start and length; what lies outside of a context is NaN here and never seen."""
     case = Case(dtype, **shape, lengths=LENGTHS, queries=QUERIES)  # type: ignore[arg-type]
@@ -230,7 +237,7 @@ def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None
 
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reach", [FULL, Sliding(19), Chunked(12)], ids=str)
+@pytest.mark.parametrize("reach", [FULL, SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype, reach: Reach) -> None:
     """A token has the same bits alone and in any company, over other block ids, and as the last of any chunk."""
     lengths = [9, 30, 1, 157, 16]
@@ -261,8 +268,8 @@ def test_extreme_logits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write(dtype: torch.dtype) -> None:
     """New tokens land in their slots and nowhere else, from any strides."""
-    facts = CallFacts(3, 3, 10, 6, Full(), None, False, 1.0)
-    pages = Pages(layout_of([facts] * 2, 4, dtype, ""), 7, CPU)
+    facts = CallFacts(3, 3, 10, 6, FullAttentionSpec(), None, False, 1.0)
+    pages = KvCache(layout_of([facts] * 2, 4, dtype, ""), 7, CPU)
     expected = pages.k(1).clone()
     for fresh in (torch.randn(5, 3, 10), torch.randn(3, 5, 10).transpose(0, 1), torch.randn(5, 10, 3).transpose(1, 2)):
         fresh = fresh.to(dtype)
@@ -445,15 +452,15 @@ def test_a_wrong_product_is_refused(
 
     monkeypatch.setattr(torch.ops.tandem, "linear", Broken)
     with pytest.raises(CheckpointRefused, match="compiled product"):
-        Model.load(folder, dtype=dtype, device=CPU)
-    assert Model.load(folder, dtype=dtype, device=CPU, kernels="reference").kernels == kernels.REFERENCE
+        load_model(folder, dtype=dtype, device=CPU)
+    assert load_model(folder, dtype=dtype, device=CPU, kernels="reference").kernels == kernels.REFERENCE
 
 
 @built
 def test_the_oracle_is_free_of_our_operators(checkpoint: Callable[[str], Path]) -> None:
     """What the self-check compares with is transformers' forward, bit for bit."""
     folder = checkpoint("tiny-llama")
-    model = Model.load(str(folder), dtype=torch.float32, device=CPU)
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([[5, 9, 2, 77, 31]])
     model.use_eager_attention()
@@ -472,7 +479,7 @@ def test_without_a_library_the_reference_serves_and_says_so(
     monkeypatch.setattr(kernels, "_loaded", None)
     with caplog.at_level(logging.WARNING):
         models = [
-            Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, kernels=which)
+            load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, kernels=which)
             for which in ("auto", "auto", "reference")
         ]
     assert [(model.kernels, model.sum_order) for model in models] == [(kernels.REFERENCE, kernels.PLAIN)] * 3

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.build import build_engine
+from engine.builder import build_engine
 from engine.kernels import build
-from engine.model import Model
+from engine.loading.model_loader import load_model
 from tandem.errors import SettingsError
 from tandem.settings import Settings
 
@@ -304,7 +304,7 @@ def test_the_log_says_what_serves(checkpoint: Callable[[str], Path]) -> None:
     for which, start in (("auto", f"operators: {torch.ops.tandem.isa()}, order "), ("reference", "operators: plain")):
         lines: list[str] = []
         folder = str(checkpoint("tiny-llama"))
-        model = Model.load(folder, dtype=torch.bfloat16, device=CPU, kernels=which, progress=lines.append)  # type: ignore[arg-type]
+        model = load_model(folder, dtype=torch.bfloat16, device=CPU, kernels=which, progress=lines.append)  # type: ignore[arg-type]
         (line,) = [line for line in lines if line.startswith("operators: ")]
         assert line.startswith(start)
         assert model.sum_order in line or which == "reference"
@@ -314,15 +314,15 @@ def test_the_log_says_what_serves(checkpoint: Callable[[str], Path]) -> None:
 BITS = """
 import hashlib, json, sys, torch
 from engine import kernels
-from engine.model import Model
-from engine.selfcheck import pack
+from engine.loading.model_loader import load_model
+from engine.loading.self_check import pack
 
 CPU, TABLE = torch.device("cpu"), list(range(16))
 found = {}
 for dtype in (torch.bfloat16, torch.float32):
     for order in kernels.ORDERS[kernels.serving(CPU)]:
         kernels.use(order, CPU, dtype)
-        model = Model.load(sys.argv[1], dtype=dtype, device=CPU)
+        model = load_model(sys.argv[1], dtype=dtype, device=CPU)
         pages, digest = model.allocate(16, 16), hashlib.sha256()
         tokens = torch.randint(0, model.vocab_size, (200,), generator=torch.Generator().manual_seed(0)).tolist()
         for done, length in ((0, 190), (190, 191), (191, 200)):

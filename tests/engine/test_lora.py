@@ -15,14 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import adapters, hashing, lora
-from engine.checkpoints import make_adapter
-from engine.engine import Engine
-from engine.model import Model
-from engine.sequence import InSlot, Sequence
-from engine.step import Batch
+from engine.attention.forward_context import Batch, Rows
+from engine.core import block_hash
+from engine.core.sequence import LoraSlot, Sequence
+from engine.engine import Engine, EngineConfig
+from engine.loading import lora_loader
+from engine.loading.model_loader import load_model
+from engine.runner import lora
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import make_adapter
 from tandem.errors import CheckpointRefused
-from tests import oracle
+from tests.support import oracle
 
 CPU = torch.device("cpu")
 NEW = 12
@@ -30,24 +33,24 @@ LENGTHS = [4, 21, 1, 40]
 FAMILIES = ["llama", "qwen2", "qwen3-moe", "gemma2", "gpt2", "opt", "phi3", "gpt-oss", "llama4-text"]
 
 
-def load(base: Path, folders: dict[str, Path], slots: int = 8, **options: Any) -> Model:
-    return Model.load(str(base), dtype=torch.float32, device=CPU, adapters=folders, adapter_slots=slots, **options)
+def load(base: Path, folders: dict[str, Path], slots: int = 8, **options: Any) -> ModelRunner:
+    return load_model(str(base), dtype=torch.float32, device=CPU, adapters=folders, adapter_slots=slots, **options)
 
 
-def placed(model: Model, names: dict[str, int]) -> dict[str, InSlot | None]:
+def placed(model: ModelRunner, names: dict[str, int]) -> dict[str, LoraSlot | None]:
     """Puts each adapter into its slot; "" is the base."""
-    found: dict[str, InSlot | None] = {"": None}
+    found: dict[str, LoraSlot | None] = {"": None}
     for name, slot in names.items():
         assert model.lora is not None
-        adapter = model.lora.load(name)
+        adapter = lora_loader.read_again(model.lora.known[name])
         model.lora.put(slot, adapter)
-        found[name] = InSlot(slot, adapter.fingerprint)
+        found[name] = LoraSlot(slot, adapter.fingerprint)
     return found
 
 
-def run(model: Model, asked: list[tuple[InSlot | None, list[int]]]) -> list[list[int]]:
+def run(model: ModelRunner, asked: list[tuple[LoraSlot | None, list[int]]]) -> list[list[int]]:
     """Greedy tokens of all of them in one engine, 24 tokens a step."""
-    engine = Engine(model, num_blocks=200, block_size=4, token_budget=24, max_running=24)
+    engine = Engine(model, EngineConfig(num_blocks=200, block_size=4, token_budget=24, max_running=24))
     sequences = [
         Sequence(id=str(number), tokens=list(prompt), prompt_len=len(prompt), limit=len(prompt) + NEW, adapter=adapter)
         for number, (adapter, prompt) in enumerate(asked)
@@ -107,12 +110,10 @@ def test_only_layers_that_some_adapter_touches_change(checkpoint: Callable[[str]
 def shifted(rows: Any) -> Any:
     """Each row gets the adapter of the row after it."""
 
-    def of(self: lora.Lora, batch: Batch) -> lora.Rows:
-        right: lora.Rows = rows(self, batch)
+    def of(self: lora.Lora, batch: Batch) -> Rows:
+        right: Rows = rows(self, batch)
         order = (right.tensors[0] + 1) % len(right.tensors[0])
-        return lora.Rows(
-            (order, *right.tensors[1:]), tuple((slot, (own + 1) % len(order)) for slot, own in right.groups)
-        )
+        return Rows((order, *right.tensors[1:]), tuple((slot, (own + 1) % len(order)) for slot, own in right.groups))
 
     return of
 
@@ -144,12 +145,12 @@ def test_a_slot_with_another_adapter_is_never_used(checkpoint: Callable[[str], P
 def test_hashes_differ_by_adapter() -> None:
     """Also from every salt that a client may send, and not at all without an adapter."""
     tokens, one = list(range(8)), b"f" * 16
-    assert hashing.chain(tokens, 4, b"salt", adapter=one) != hashing.chain(tokens, 4, b"salt")
-    assert hashing.chain(tokens, 4, b"salt", adapter=one) != hashing.chain(tokens, 4, b"salt", adapter=b"g" * 16)
-    assert hashing.chain(tokens, 4, b"", adapter=one) not in [
-        hashing.chain(tokens, 4, salt) for salt in (one, one + b"salt", one.ljust(128, b"\0"))
+    assert block_hash.chain(tokens, 4, b"salt", adapter=one) != block_hash.chain(tokens, 4, b"salt")
+    assert block_hash.chain(tokens, 4, b"salt", adapter=one) != block_hash.chain(tokens, 4, b"salt", adapter=b"g" * 16)
+    assert block_hash.chain(tokens, 4, b"", adapter=one) not in [
+        block_hash.chain(tokens, 4, salt) for salt in (one, one + b"salt", one.ljust(128, b"\0"))
     ]
-    assert hashing.chain(tokens, 4, b"salt", adapter=b"") == hashing.chain(tokens, 4, b"salt")
+    assert block_hash.chain(tokens, 4, b"salt", adapter=b"") == block_hash.chain(tokens, 4, b"salt")
 
 
 # ---- folders
@@ -160,7 +161,7 @@ def test_a_fingerprint_is_of_what_an_adapter_does(checkpoint: Callable[[str], Pa
     base = checkpoint("tiny-llama")
 
     def fingerprint(**changes: Any) -> bytes:
-        return adapters.read("x", make_adapter(tmp_path / "x", base, **changes)).fingerprint
+        return lora_loader.read("x", make_adapter(tmp_path / "x", base, **changes)).fingerprint
 
     plain = fingerprint()
     assert fingerprint(base_model_name_or_path="elsewhere", lora_dropout=0.5, peft_version="99") == plain
@@ -171,7 +172,7 @@ def test_patterns_name_layers_by_their_end(checkpoint: Callable[[str], Path], tm
     """rank_pattern and alpha_pattern are regular expressions as PEFT has them; the first that matches counts."""
     base = checkpoint("tiny-llama")
     patterns = {"alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 8, "q_proj": 2, "v_proj": 5, "_proj": 3}}
-    layers = adapters.read("x", make_adapter(tmp_path / "x", base, rank=4, lora_alpha=4, **patterns)).layers
+    layers = lora_loader.read("x", make_adapter(tmp_path / "x", base, rank=4, lora_alpha=4, **patterns)).layers
     scales = {name.removeprefix("model.layers."): one.scale for name, one in layers.items()}
     assert scales["1.self_attn.q_proj"] == 2.0
     assert scales["0.self_attn.q_proj"] == 0.5
@@ -209,7 +210,7 @@ def test_what_is_not_plain_lora_is_refused(
     """Each field that would change the answer is named, with its file; so is one that nobody knows."""
     folder = make_adapter(tmp_path / "x", checkpoint("tiny-llama"), **{"r": 4, **changes})
     with pytest.raises(CheckpointRefused, match=what) as caught:
-        adapters.read("x", folder)
+        lora_loader.read("x", folder)
     assert str(folder) in str(caught.value)
 
 
@@ -247,7 +248,7 @@ def test_tensors_that_do_not_fit_are_refused(
     """One that is missing, unused, of another shape or on another layer: nothing is left out silently."""
     base = checkpoint("tiny-llama")
     folder = make_adapter(tmp_path / "x", base)
-    file = folder / adapters.WEIGHTS
+    file = folder / lora_loader.WEIGHTS
     tensors = dict(load_file(file))
     change(tensors)
     save_file(tensors, file)
@@ -260,19 +261,19 @@ def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     """A folder without its files, a file that is cut off, a config that is none."""
     base = checkpoint("tiny-llama")
     with pytest.raises(CheckpointRefused, match=r"has no adapter_config\.json"):
-        adapters.read("x", tmp_path / "nowhere")
+        lora_loader.read("x", tmp_path / "nowhere")
     folder = make_adapter(tmp_path / "x", base)
-    whole = (folder / adapters.WEIGHTS).read_bytes()
-    (folder / adapters.WEIGHTS).write_bytes(whole[:-1])
+    whole = (folder / lora_loader.WEIGHTS).read_bytes()
+    (folder / lora_loader.WEIGHTS).write_bytes(whole[:-1])
     with pytest.raises(CheckpointRefused, match="download it again"):
-        adapters.read("x", folder)
-    (folder / adapters.WEIGHTS).unlink()
+        lora_loader.read("x", folder)
+    (folder / lora_loader.WEIGHTS).unlink()
     with pytest.raises(CheckpointRefused, match=r"has no adapter_model\.safetensors"):
-        adapters.read("x", folder)
-    (folder / adapters.WEIGHTS).write_bytes(whole)
-    (folder / adapters.CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 4}))
+        lora_loader.read("x", folder)
+    (folder / lora_loader.WEIGHTS).write_bytes(whole)
+    (folder / lora_loader.CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 4}))
     with pytest.raises(CheckpointRefused, match="names no peft_type"):
-        adapters.read("x", folder)
+        lora_loader.read("x", folder)
 
 
 def test_layers_that_see_no_packed_rows_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

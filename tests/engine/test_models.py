@@ -18,13 +18,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import attention, mla, probe
-from engine.checkpoints import TINY, WINDOW
-from engine.facts import Full, Reach, Sliding, smallest_reach
+from engine.attention import mla, paged
+from engine.attention.forward_context import Step
 from engine.kernels import REFERENCE
-from engine.model import Model
-from engine.selfcheck import pack
-from engine.step import Step
+from engine.kv.kv_cache_spec import FullAttentionSpec, Reach, SlidingWindowSpec, smallest_reach
+from engine.loading import attention_probe, self_check
+from engine.loading.model_loader import load_model
+from engine.loading.self_check import pack
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import TINY, WINDOW
 from tandem.errors import CheckpointRefused
 
 BLOCK_SIZE, BUDGET, NEW = 4, 13, 24
@@ -37,7 +39,7 @@ CPU = torch.device("cpu")
 @dataclass
 class Family:
     name: str
-    model: Model
+    model: ModelRunner
     prompts: list[list[int]]
     tokens: list[list[int]]  # what generate appends to each prompt
     logits: list[torch.Tensor]  # [NEW, vocab] for each prompt
@@ -46,7 +48,7 @@ class Family:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Family:
     folder = checkpoint(f"tiny-{request.param}")
-    model = Model.load(str(folder), dtype=torch.float32, device=CPU)
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
     rng = random.Random(7)
     prompts = [[rng.randrange(model.vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -68,7 +70,7 @@ def generate(reference: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
-def drive(model: Model, prompts: list[list[int]]) -> tuple[list[list[int]], list[torch.Tensor]]:
+def drive(model: ModelRunner, prompts: list[list[int]]) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy tokens and their logits through pages: decoding sequences first, then prompts, up to the budget."""
     tokens = [list(prompt) for prompt in prompts]
     done = [0] * len(prompts)
@@ -160,8 +162,8 @@ def see(step: Step, reach: Reach) -> None:
 CONTROLS: dict[str, Callable[[Step], None]] = {
     "wrong block order": lambda step: read_through(step, lambda table: table[::-1]),
     "a skipped block": lambda step: read_through(step, lambda table: table[1:] + table[-1:]),
-    "a forgotten past": lambda step: see(step, Sliding(1)),
-    "an ignored window": lambda step: see(step, Full()),
+    "a forgotten past": lambda step: see(step, SlidingWindowSpec(1)),
+    "an ignored window": lambda step: see(step, FullAttentionSpec()),
 }
 
 
@@ -179,11 +181,11 @@ def test_broken_paths_are_noticed(family: Family, control: str, monkeypatch: pyt
     """Each way of breaking the paged path changes the tokens, and the self-check refuses the model for it."""
     if control == "an ignored window" and smallest_reach(family.model.facts) is None:
         pytest.skip("the family has no window")
-    monkeypatch.setattr("engine.model.Step", broken(control))
+    monkeypatch.setattr("engine.runner.model_runner.Step", broken(control))
     tokens, _ = drive(family.model, family.prompts)
     assert tokens != family.tokens
     with pytest.raises(CheckpointRefused, match=r"self-check .* failed"):
-        family.model.self_check()
+        self_check.check(family.model)
 
 
 def test_windows_are_learnt(family: Family) -> None:
@@ -192,7 +194,7 @@ def test_windows_are_learnt(family: Family) -> None:
     expected = WINDOW if WINDOW in (values.get("sliding_window"), values.get("attention_chunk_size")) else None
     assert smallest_reach(family.model.facts) == expected
     if "layer_types" in values:
-        kinds = ["full" if isinstance(fact.reach, Full) else "local" for fact in family.model.facts]
+        kinds = ["full" if isinstance(fact.reach, FullAttentionSpec) else "local" for fact in family.model.facts]
         assert kinds == ["local", "full"] * (len(kinds) // 2)
 
 
@@ -217,20 +219,20 @@ def test_logits_may_be_empty(family: Family) -> None:
 
 def test_latent_pages_know_our_names() -> None:
     """The pass-through of the latent is on under exactly the names that Tandem registers."""
-    assert {attention.NAME, probe.PROBE, probe.ISOLATION} == mla.OURS
+    assert {paged.NAME, attention_probe.PROBE, attention_probe.ISOLATION} == mla.OURS
 
 
 @pytest.mark.parametrize("shape", ["tiny-deepseek-v2", "tiny-deepseek-v3"])
 def test_latent_pages(shape: str, checkpoint: Callable[[str], Path]) -> None:
     """MLA families keep the latent and the rotated key in pages, not the expanded heads."""
-    model = Model.load(str(checkpoint(shape)), dtype=torch.float32, device=CPU)
+    model = load_model(str(checkpoint(shape)), dtype=torch.float32, device=CPU)
     for fact in model.facts:
         assert (fact.latent, fact.kv_heads, fact.k_dim, fact.v_dim) == (True, 1, 24, 8)
 
 
 def test_garbage_in_free_slots_is_harmless(checkpoint: Callable[[str], Path]) -> None:
     """NaN in slots outside of a sequence's context, as a recycled block may hold, never reaches its logits."""
-    model = Model.load(str(checkpoint("tiny-qwen3-sliding")), dtype=torch.float32, device=CPU)
+    model = load_model(str(checkpoint("tiny-qwen3-sliding")), dtype=torch.float32, device=CPU)
     sequences = [(list(range(1, 22)), 20, [5, 3, 8, 1, 9, 7]), ([4, 5], 1, [2])]
     results = []
     for garbage in (0.0, float("nan")):
@@ -248,22 +250,21 @@ def test_16_bit_models_pass_without_a_float32_copy(
     shape: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model too large for a float32 copy is held against its own rounding noise: right passes, wrong does not."""
-    monkeypatch.setattr("engine.selfcheck.COPY_LIMIT", 0)
-    model = Model.load(str(checkpoint(shape)), dtype=torch.bfloat16, device=CPU)
-    assert model.check is not None
-    assert model.check.dtype == "bfloat16"
-    monkeypatch.setattr("engine.model.Step", broken("a forgotten past"))
+    monkeypatch.setattr("engine.loading.self_check.COPY_LIMIT", 0)
+    model = load_model(str(checkpoint(shape)), dtype=torch.bfloat16, device=CPU)
+    assert self_check.check(model).dtype == "bfloat16"
+    monkeypatch.setattr("engine.runner.model_runner.Step", broken("a forgotten past"))
     with pytest.raises(CheckpointRefused, match="self-check"):
-        model.self_check()
+        self_check.check(model)
 
 
 def test_float32_copy_leaves_weights_untouched(checkpoint: Callable[[str], Path]) -> None:
     """The self-check on a float32 copy gives a bfloat16 model its own weights and buffers back, bit for bit."""
-    model = Model.load(str(checkpoint("tiny-llama")), dtype=torch.bfloat16, device=CPU)
+    model = load_model(str(checkpoint("tiny-llama")), dtype=torch.bfloat16, device=CPU)
     before = {
         name: tensor.clone() for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]
     }
-    report = model.self_check()
+    report = self_check.check(model)
     assert report.dtype == "float32"
     assert model.dtype == torch.bfloat16
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:

@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.blocks import BlockPool
-from engine.engine import Engine
-from engine.model import Model
-from engine.sequence import Sampling, Sequence
+from engine.core.block_pool import BlockPool
+from engine.core.sequence import Sequence
+from engine.engine import Engine, EngineConfig
+from engine.loading.model_loader import load_model
+from engine.runner.model_runner import ModelRunner
 from tandem.errors import InternalError, TandemError
+from tandem.sampling import Sampling
 
 SIZE, NEW = 4, 12
 FULL = 5  # blocks of a prompt
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Model:
-    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+def model(checkpoint: Callable[[str], Path]) -> ModelRunner:
+    return load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def build(model: Model) -> Engine:
-    return Engine(model, num_blocks=64, block_size=SIZE, token_budget=64, max_running=8)
+def build(model: ModelRunner) -> Engine:
+    return Engine(model, EngineConfig(num_blocks=64, block_size=SIZE, token_budget=64, max_running=8))
 
 
 def sequence(name: str, seed: int, how: Sampling) -> Sequence:
@@ -43,7 +45,7 @@ def finish(engine: Engine) -> dict[str, TandemError]:
     return failed
 
 
-def check_one_that_falls_ill(model: Model, how: Sampling, steps: int) -> None:
+def check_one_that_falls_ill(model: ModelRunner, how: Sampling, steps: int) -> None:
     engine = build(model)
     alone = [sequence(name, seed, how) for seed, name in enumerate(("ill", "well"))]
     for one in alone:
@@ -77,12 +79,14 @@ def check_one_that_falls_ill(model: Model, how: Sampling, steps: int) -> None:
 
 @pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=4, logprobs=2)])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(model: Model, how: Sampling, steps: int) -> None:
+def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(
+    model: ModelRunner, how: Sampling, steps: int
+) -> None:
     """With its status; who shares its steps has the tokens of one that is alone, and so has that prompt after it."""
     check_one_that_falls_ill(model, how, steps)
 
 
-def test_control_ill_blocks_that_are_kept_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_ill_blocks_that_are_kept_are_found(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the protection the check above fails."""
     monkeypatch.setattr(BlockPool, "distrust", lambda pool, owner: None)
     with pytest.raises(AssertionError):

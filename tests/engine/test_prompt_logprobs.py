@@ -11,23 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.model import Model
-from engine.scheduler import EXTRA_LOGITS
-from engine.selfcheck import pack
-from engine.sequence import Sampling, Sequence
+from engine.core.scheduler import EXTRA_LOGITS
+from engine.core.sequence import Sequence
+from engine.engine import Engine, EngineConfig
+from engine.loading.model_loader import load_model
+from engine.loading.self_check import pack
+from engine.runner.model_runner import ModelRunner
+from tandem.sampling import Sampling
 
 SIZE, TOP = 4, 2
 ASKS = Sampling(prompt_logprobs=TOP)
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Model:
-    return Model.load(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
+def model(checkpoint: Callable[[str], Path]) -> ModelRunner:
+    return load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def build(model: Model, budget: int = 512) -> Engine:
-    return Engine(model, num_blocks=400, block_size=SIZE, token_budget=budget, max_running=8)
+def build(model: ModelRunner, budget: int = 512) -> Engine:
+    return Engine(model, EngineConfig(num_blocks=400, block_size=SIZE, token_budget=budget, max_running=8))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -40,7 +42,7 @@ def finish(engine: Engine) -> None:
     assert engine.pool.check(live=[]) == []
 
 
-def check(model: Model, one: Sequence) -> None:
+def check(model: ModelRunner, one: Sequence) -> None:
     """Against one forward over the whole prompt."""
     tokens = one.tokens[: one.prompt_len]
     batch = pack([(tokens, 0, list(range(-(-len(tokens) // SIZE))))])
@@ -53,7 +55,7 @@ def check(model: Model, one: Sequence) -> None:
         assert found.top == pytest.approx(expected[place, found.top_ids].tolist(), abs=1e-4)
 
 
-def test_long_prompts_are_scored_in_bounded_steps(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_scored_in_bounded_steps(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several at once, in chunks, with streams that go on meanwhile: a step never wants more rows of logits than one
     for each sequence and those that are set aside."""
     rows: list[int] = []
@@ -82,7 +84,7 @@ def test_long_prompts_are_scored_in_bounded_steps(model: Model, monkeypatch: pyt
         check(model, one)
 
 
-def test_a_cached_prompt_is_computed_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_prompt_is_computed_again(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block from the prefix cache has no logits, so none is used; a request that asks for nothing still uses it. With
     this protection off, tokens go unscored."""
     engine = build(model)
@@ -103,7 +105,7 @@ def test_a_cached_prompt_is_computed_again(model: Model, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 8])
-def test_a_prompt_that_is_preempted_half_way_is_scored_once(model: Model, steps: int) -> None:
+def test_a_prompt_that_is_preempted_half_way_is_scored_once(model: ModelRunner, steps: int) -> None:
     """What was scored before is not scored again, and may come from the cache; the rest is."""
     engine = build(model, budget=11)
     engine.add(one := Sequence("s", prompt(70), 70, 78, sampling=ASKS))

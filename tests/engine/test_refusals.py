@@ -14,18 +14,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from engine.checkpoints import make_checkpoint
-from engine.facts import Chunked, Full, Sliding, name_reach
-from engine.model import Model
-from engine.weights import fingerprint
+from engine.kv.kv_cache_spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, name_reach
+from engine.loading.checkpoint import fingerprint
+from engine.loading.model_loader import load_model
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import make_checkpoint
 from tandem.errors import CheckpointRefused, SettingsError
 
 Checkpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
 
 
-def load(folder: Path | str, **options: Any) -> Model:
-    return Model.load(str(folder), dtype=torch.float32, device=CPU, **options)
+def load(folder: Path | str, **options: Any) -> ModelRunner:
+    return load_model(str(folder), dtype=torch.float32, device=CPU, **options)
 
 
 @pytest.fixture
@@ -177,10 +178,10 @@ def test_families_that_keep_state_beside_kv(family: str, tmp_path: Path) -> None
         load(folder)
 
 
-def unseen(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[], Model]:
+def unseen(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[], ModelRunner]:
     """Loads as a model of more than a billion parameters is checked: in its own 16 bits, whose rounding hides much."""
-    monkeypatch.setattr("engine.selfcheck.COPY_LIMIT", 0)
-    return lambda: Model.load(str(folder), dtype=torch.bfloat16, device=CPU, kernels="reference")
+    monkeypatch.setattr("engine.loading.self_check.COPY_LIMIT", 0)
+    return lambda: load_model(str(folder), dtype=torch.bfloat16, device=CPU, kernels="reference")
 
 
 def test_state_that_weighs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +195,9 @@ def test_control_without_the_check_of_the_structure_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrongly: neither the probe nor the self-check sees it."""
-    monkeypatch.setattr("engine.probe._check_state", lambda *_: None)
+    monkeypatch.setattr("engine.loading.attention_probe._check_state", lambda *_: None)
     load_it = unseen(monkeypatch, save(tmp_path, "falcon_h1", **{**SMALL, **FALCON_H1}))
-    assert load_it().check.passed  # type: ignore[union-attr]
+    assert isinstance(load_it(), ModelRunner)
 
 
 @pytest.mark.parametrize("call", ["update_conv_state", "update_recurrent_state", "get_recurrent_state"])
@@ -310,7 +311,7 @@ def test_fingerprint_follows_weights_and_config(llama: Path, checkpoint: Checkpo
 
 def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the header and evenly spaced samples count, up to the last byte."""
-    monkeypatch.setattr("engine.weights.WHOLE_FILE_LIMIT", 1000)
+    monkeypatch.setattr("engine.loading.checkpoint.WHOLE_FILE_LIMIT", 1000)
     files = [llama / "model.safetensors"]
     original = fingerprint(llama, files)
     data = bytearray(files[0].read_bytes())
@@ -321,9 +322,9 @@ def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_reach_is_found_by_asking() -> None:
     """A mask function is named by what it answers; one that is none of the three has no name."""
-    assert name_reach(lambda b, h, q, kv: kv <= q, None, CPU) == Full()
-    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 5), 5, CPU) == Sliding(5)
-    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv // 5 == q // 5), 5, CPU) == Chunked(5)
+    assert name_reach(lambda b, h, q, kv: kv <= q, None, CPU) == FullAttentionSpec()
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 5), 5, CPU) == SlidingWindowSpec(5)
+    assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv // 5 == q // 5), 5, CPU) == ChunkedLocalAttentionSpec(5)
     assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv >= q - 5), 5, CPU) is None
     assert name_reach(lambda b, h, q, kv: kv >= 0 * q, None, CPU) is None
     assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 4096), None, CPU) is None

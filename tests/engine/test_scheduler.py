@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool
-from engine.scheduler import EXTRA_LOGITS, Scheduler
-from engine.sequence import Sampling, Sequence
+from engine.core.block_pool import BlockPool
+from engine.core.scheduler import EXTRA_LOGITS, Scheduler
+from engine.core.sequence import Sequence
+from tandem.sampling import Sampling
 
 SIZE = 4
 
@@ -90,6 +91,47 @@ def test_a_long_prompt_is_overtaken_by_no_more_than_its_own_length() -> None:
     assert 20 < before <= 40 + 8  # the control: they did come before it
 
 
+def test_only_those_that_came_later_overtake() -> None:
+    """What an earlier prompt computes is no reason for a later one to come before a shorter one."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=10, max_running=4)
+    for index, prompt in enumerate((20, 24)):
+        scheduler.add(sequence(f"p{index}", prompt, new=1, first=100 * index))
+    assert run_step(scheduler) == [("p0", 10)]
+    scheduler.add(sequence("p2", 20, new=1, first=200))
+    assert [run_step(scheduler) for _ in range(3)] == [[("p0", 10)], [("p2", 10)], [("p2", 10)]]
+
+
+def test_the_backlog_is_every_prompt_token_that_is_left() -> None:
+    """Of waiting and of running prompts, the shortest included; a stream's next token is none."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=6, max_running=4)
+    scheduler.add(sequence("a", 1))
+    assert scheduler.backlog == 0
+    scheduler.add(sequence("b", 2, first=10))
+    scheduler.add(sequence("c", 20, first=20))
+    assert scheduler.backlog == 22
+    run_step(scheduler)
+    assert scheduler.backlog == 20 - 3
+
+
+def test_one_that_waits_can_be_removed() -> None:
+    """And is never planned."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
+    scheduler.add(one := sequence("a", 4))
+    scheduler.remove(one)
+    assert not scheduler.has_work
+    assert scheduler.plan() == []
+
+
+def test_a_preempted_one_comes_before_shorter_ones_that_wait() -> None:
+    """It had its turn before they came, and has lost what was computed."""
+    scheduler = Scheduler(BlockPool(64, SIZE), token_budget=12, max_running=4)
+    scheduler.add(long := sequence("long", 12, new=4))
+    run_step(scheduler)
+    scheduler.preempt(long)
+    scheduler.add(sequence("short", 4, first=100))
+    assert run_step(scheduler) == [("long", 12)]
+
+
 def test_prompts_alone_have_a_budget_of_their_own() -> None:
     """So that a step of prompts is short; it does not hold beside streams."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
@@ -147,6 +189,19 @@ def test_blocks_that_were_promised_to_another_worker_are_never_preempted() -> No
     assert len(handoff.tokens) == 16
 
 
+def test_who_comes_behind_a_preempted_stream_goes_on_in_the_same_step() -> None:
+    """A preempted stream loses its turn; a hand-off that came later keeps its blocks, and its turn."""
+    pool = BlockPool(5, SIZE)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4)
+    for name, owned, done in (("old", 1, 4), ("young", 2, 5), ("handoff", 2, 7)):
+        one = sequence(name, done + 1, first=100 * owned + done, handoff=name == "handoff")
+        pool.take(name, [], owned)
+        one.done = done
+        scheduler.add(one)
+    assert run_step(scheduler) == [("old", 1), ("handoff", 1)]
+    assert [one.id for one in scheduler.waiting] == ["young"]
+
+
 def test_drafts_take_only_what_is_left_over() -> None:
     """Budget, rows of logits, the limit of a sequence, and blocks that nobody holds; never somebody's block."""
     pool = BlockPool(6, SIZE)
@@ -167,6 +222,18 @@ def test_drafts_take_only_what_is_left_over() -> None:
     assert scheduler.preemptions == 0
     plan[0].sequence.limit = len(plan[0].sequence.tokens) + 2
     assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"
+
+
+def test_drafts_and_tokens_together_keep_to_the_budget() -> None:
+    """With blocks for all of them."""
+    pool = BlockPool(64, SIZE)
+    scheduler = Scheduler(pool, token_budget=10, max_running=4)
+    for index in range(2):
+        scheduler.add(one := sequence(f"s{index}", 5, new=40, first=10 * index))
+        scheduler.plan()
+        one.done = 5
+        one.append(7)
+    assert scheduler.lend(scheduler.plan(), [6, 6]) == [6, 2]
 
 
 def test_a_sequence_that_owns_blocks_goes_on_at_once() -> None:

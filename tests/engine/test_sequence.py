@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine import hashing
-from engine.sequence import Finish, GrammarSpec, InSlot, Sampling, Sequence
+from engine.core import block_hash
+from engine.core.sequence import Finish, LoraSlot, Sequence
+from engine.decoding.structured_output import matcher_of
+from tandem.sampling import GrammarSpec, Sampling
 
 SIZE = 4
 
@@ -35,7 +37,8 @@ def test_the_shortest_sequence_and_one_that_was_resumed_are_fine() -> None:
 def test_a_new_sequence_has_no_past() -> None:
     """Nothing is computed, cached, preempted, overtaken, drafted or scored."""
     one = sequence()
-    assert [one.done, one.cached, one.preemptions, one.overtaken, one.drafted, one.accepted, one.matched] == [0] * 7
+    assert [one.done, one.cached, one.preemptions, one.overtaken, one.drafted, one.accepted] == [0] * 6
+    assert one.matcher is None
     assert one.prompt_logprobs == []
     assert not one.handoff
 
@@ -61,13 +64,13 @@ def test_it_ends_with_a_stop_token_or_at_its_limit() -> None:
 
 def test_hashes_are_those_of_full_blocks_and_grow_with_it() -> None:
     """Chained from the salt and the adapter, so that neither meets another's."""
-    one = sequence(7, salt=b"s", adapter=InSlot(1, b"red"))
-    root = hashing.root(b"s", b"red")
-    first = hashing.extend(root, [0, 1, 2, 3])
+    one = sequence(7, salt=b"s", adapter=LoraSlot(1, b"red"))
+    root = block_hash.root(b"s", b"red")
+    first = block_hash.extend(root, [0, 1, 2, 3])
     assert one.hashes(SIZE) == [first]
     one.append(7)
-    assert one.hashes(SIZE) == [first, hashing.extend(first, [4, 5, 6, 7])]
-    assert sequence(4, salt=b"s").hashes(SIZE) == [hashing.extend(hashing.root(b"s", b""), [0, 1, 2, 3])]
+    assert one.hashes(SIZE) == [first, block_hash.extend(first, [4, 5, 6, 7])]
+    assert sequence(4, salt=b"s").hashes(SIZE) == [block_hash.extend(block_hash.root(b"s", b""), [0, 1, 2, 3])]
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(4, 0), (5, 1), (8, 1), (9, 2)])
@@ -130,6 +133,14 @@ def test_only_what_changes_logits_is_said_to(given: Any, penalises: bool, adjust
     assert (sampling.penalises, sampling.adjusts) == (penalises, adjusts)
 
 
+def test_who_asks_for_nothing_gets_the_models_own_choice() -> None:
+    """Greedy, of all tokens, and nothing is told but the token."""
+    assert Sampling() == Sampling(
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0, frequency_penalty=0.0,
+        presence_penalty=0.0, logit_bias=(), min_tokens=0, logprobs=None, prompt_logprobs=None, grammar=None,
+    )  # fmt: skip
+
+
 def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a state: a second one would have matched nothing."""
     made: list[Any] = []
@@ -140,11 +151,10 @@ def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *given: Any) -> None:
             made.append(given)
 
-    monkeypatch.setattr("engine.grammar.Matcher", Matcher)
+    monkeypatch.setattr("engine.decoding.structured_output.Matcher", Matcher)
     compiled: Any = object()
     spec = Sampling(grammar=GrammarSpec("json", ""))
     one = sequence(grammar=compiled, sampling=spec, stop_ids=frozenset({2}))
-    assert one.matched == 0
-    assert one.matcher() is one.matcher()
+    assert matcher_of(one) is matcher_of(one)
     assert made == [(compiled, frozenset({2}))]
-    assert one.matched == 3
+    assert one.matcher.matched == 3

@@ -9,16 +9,30 @@ from itertools import accumulate
 import pytest
 import torch
 
-from engine import kernels, quantised
-from engine.facts import CallFacts, Chunked, Full, Reach, Sliding, first_visible
-from engine.pages import Pages, layout_of
+from engine import kernels
+from engine.kv import kv_quantization
+from engine.kv.kv_cache import KvCache, layout_of
+from engine.kv.kv_cache_spec import (
+    CallFacts,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    Reach,
+    SlidingWindowSpec,
+    first_visible,
+)
 
 CPU = torch.device("cpu")
 SERVED = kernels.serving(CPU) != kernels.REFERENCE and "tile32" in torch.ops.tandem.orders()
 pytestmark = pytest.mark.skipif(not SERVED, reason="the order tile32 is not served here")
 
 KINDS = ["auto", "int8", "fp8"]
-REACHES: list[Reach] = [Full(), Sliding(19), Sliding(300), Chunked(12), Chunked(200)]
+REACHES: list[Reach] = [
+    FullAttentionSpec(),
+    SlidingWindowSpec(19),
+    SlidingWindowSpec(300),
+    ChunkedLocalAttentionSpec(12),
+    ChunkedLocalAttentionSpec(200),
+]
 MORE = [(None, False), (2.0, False), (None, True), (2.0, True)]  # softcap, sinks
 SCALING = 0.3
 
@@ -48,10 +62,10 @@ class Case:
         sinks: bool = False,
     ) -> None:
         heads = kv_heads * groups
-        fact = CallFacts(kv_heads, heads, *dims, Full(), None, False, SCALING)
+        fact = CallFacts(kv_heads, heads, *dims, FullAttentionSpec(), None, False, SCALING)
         counts = [-(-length // size) for length in lengths]
-        self.kept = quantised.element_dtype(kv)  # type: ignore[arg-type]
-        self.pages = Pages(layout_of([fact] * 2, size, torch.bfloat16, "", self.kept), sum(counts) + 2, CPU)
+        self.kept = kv_quantization.element_dtype(kv)  # type: ignore[arg-type]
+        self.pages = KvCache(layout_of([fact] * 2, size, torch.bfloat16, "", self.kept), sum(counts) + 2, CPU)
         self.pages.buffer.fill_(255)
         ids = random.sample(range(sum(counts) + 2), sum(counts))
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
@@ -70,8 +84,8 @@ class Case:
             elements = new.bfloat16()
             exact = elements.double()
         else:
-            elements, own = quantised.quantise(new, self.kept)
-            exact = quantised.dequantise(elements, own, torch.float64)
+            elements, own = kv_quantization.quantise(new, self.kept)
+            exact = kv_quantization.dequantise(elements, own, torch.float64)
         raw = torch.uint8 if self.kept is not None else torch.bfloat16
         for at, slot in enumerate(slots):
             pages.view(raw)[slot] = elements[at].view(raw)
@@ -97,8 +111,8 @@ class Case:
         )
         query = torch.cat([self.query[index][start:end] for index, start, end in parts])
         out = query.new_full((len(query), query.shape[1], self.pages.v(1).shape[3]), float("nan"))
-        window = reach.window if isinstance(reach, Sliding) else 0
-        chunk = reach.size if isinstance(reach, Chunked) else 0
+        window = reach.window if isinstance(reach, SlidingWindowSpec) else 0
+        chunk = reach.size if isinstance(reach, ChunkedLocalAttentionSpec) else 0
         torch.ops.tandem.attend(
             *(out, query, self.pages.k(1), self.pages.v(1)),
             *(torch.tensor(each, dtype=torch.int32) for each in columns),
@@ -172,7 +186,7 @@ def test_the_largest_logit_may_come_late(scaling: float, rising: int) -> None:
     case.query[0] = (direction + torch.randn(700, 3, 64) * 0.01).bfloat16()
     slope = torch.linspace(-1, 1, 700).view(-1, 1, 1) * rising
     case.k[0] = case.put(0, "k", direction * slope)
-    exact = case.exact(0, Full(), None, scaling)
+    exact = case.exact(0, FullAttentionSpec(), None, scaling)
     got = case.run([(0, 0, 700)], scaling=scaling)[0]
     # the product of a logit and the scaling is a float: of logits so high, that is the error of their weights
     assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() + (2**-8 + scaling * 64 * 2**-23) * 5).all()
@@ -210,17 +224,17 @@ def test_cuts_of_other_shapes(shape: dict[str, int]) -> None:
     case = Case([331], **shape)  # type: ignore[arg-type]
     whole = case.run([(0, 0, 331)])[0]
     for sizes in ([1], [6, 45, 100]):
-        assert same(case.cut(0, sizes, Full()), whole)
+        assert same(case.cut(0, sizes, FullAttentionSpec()), whole)
 
 
 def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
     """A sum that is flushed to -0 becomes +0 when zeros are added, as they are for a row beside longer ones."""
     case = Case([300], kv_heads=2, groups=1)
     case.v[0] = case.put(0, "v", torch.randn(300, 2, 64) * 2.0**-124)
-    alone = case.cut(0, [1], Full())
+    alone = case.cut(0, [1], FullAttentionSpec())
     assert alone.any()
     for sizes in ([300], [7, 50, 20]):
-        assert same(case.cut(0, sizes, Full()), alone)
+        assert same(case.cut(0, sizes, FullAttentionSpec()), alone)
 
 
 def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
@@ -230,7 +244,7 @@ def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
     poisoned = case.k[0].clone()
     poisoned[50] = float("nan")
     case.put(0, "k", poisoned)
-    for got in (case.run([(0, 0, 100)])[0], case.cut(0, [1], Full())):
+    for got in (case.run([(0, 0, 100)])[0], case.cut(0, [1], FullAttentionSpec())):
         assert same(got[:50], before[:50])
         assert got[50:].isnan().all()
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.formats import BITS
-from engine.kernels import lowbit
+from engine.core.weight_formats import BITS
+from engine.kernels import weight_quantization
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def coded(codes: torch.Tensor, format: str, group: int | None = None) -> Callabl
 def test_one_scale_has_the_bits_of_a_bfloat16_weight(format: str, shape: tuple[int, int]) -> None:
     """Codes are worth the same as the bfloat16 weight with their values, bit by bit, with any number of rows."""
     codes = random_codes(*shape, format)
-    weight, multiply = lowbit.values_of(codes, format).bfloat16(), coded(codes, format)
+    weight, multiply = weight_quantization.values_of(codes, format).bfloat16(), coded(codes, format)
     for rows in ROWS:
         x = wide(rows, shape[1])
         assert torch.equal(multiply(x), linear(x, weight))
@@ -114,7 +114,7 @@ def test_groups(format: str, group: int) -> None:
     """Groups that fill steps of tiles or do not: right, each row with the same bits alone and by FMA."""
     for n, k in ((65, 33), (70, 577), (7, 1000)):
         codes = random_codes(n, k, format)
-        multiply, ones = coded(codes, format, group), lowbit.values_of(codes, format)
+        multiply, ones = coded(codes, format, group), weight_quantization.values_of(codes, format)
         weight = torch.stack([multiply(row) for row in torch.eye(k).bfloat16().unsqueeze(1)]).squeeze(1).T  # rounded
         assert ((weight / ones)[ones != 0] >= 0.49).all()
         for rows in (1, 2, 16, 17, 33, 100):
@@ -139,7 +139,7 @@ def test_a_group_is_summed_and_scaled_once(groups: int) -> None:
     total = torch.zeros(40, n, dtype=torch.float64)
     for group in range(groups):
         part = slice(128 * group, 128 * (group + 1))
-        sums = x[:, part].double() @ lowbit.values_of(codes[:, part], "int4").double().T
+        sums = x[:, part].double() @ weight_quantization.values_of(codes[:, part], "int4").double().T
         total = (sums * scales[:, group].double() + total).float().double()  # one rounding: an FMA
     assert torch.equal(got, total.bfloat16())
 

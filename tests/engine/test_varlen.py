@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch.nn.attention import varlen as torch_varlen
 
-from engine import attention, varlen
-from engine.facts import CallFacts, Chunked, Full, Reach, Sliding
-from engine.model import Model
-from engine.step import Batch
-from engine.varlen import FA2, FA3, Kernel, refusal
+from engine.attention import paged, varlen
+from engine.attention.forward_context import Batch, Kernel
+from engine.attention.varlen import FA2, FA3, refusal
+from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
+from engine.loading.model_loader import load_model
 from tests.engine.stand_ins import checked
 
 CPU = torch.device("cpu")
-PLAIN = CallFacts(kv_heads=2, heads=4, k_dim=16, v_dim=16, reach=Full(), softcap=None, sinks=False, scaling=0.25)
+PLAIN = CallFacts(
+    kv_heads=2, heads=4, k_dim=16, v_dim=16, reach=FullAttentionSpec(), softcap=None, sinks=False, scaling=0.25
+)
 
 
 @pytest.fixture
@@ -38,9 +40,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ("change", "reason"),
     [
         ({}, None),
-        ({"reach": Sliding(8)}, None),
+        ({"reach": SlidingWindowSpec(8)}, None),
         ({"heads": 2}, None),
-        ({"reach": Chunked(8)}, "chunked"),
+        ({"reach": ChunkedLocalAttentionSpec(8)}, "chunked"),
         ({"softcap": 30.0}, "softcap"),
         ({"sinks": True}, "sinks"),
         ({"latent": True}, "latent"),
@@ -64,7 +66,9 @@ def test_types_and_block_sizes_decide() -> None:
     assert refusal(FA2, PLAIN, torch.bfloat16, 512) is None
 
 
-@pytest.mark.parametrize("reach", [Full(), Sliding(1), Sliding(8), Sliding(257)], ids=str)
+@pytest.mark.parametrize(
+    "reach", [FullAttentionSpec(), SlidingWindowSpec(1), SlidingWindowSpec(8), SlidingWindowSpec(257)], ids=str
+)
 @pytest.mark.parametrize(("kernel", "block_size"), [(FA3, 16), (FA3, 5), (FA2, 256)])
 def test_the_arguments_mean_what_the_reference_computes(
     reach: Reach, kernel: Kernel, block_size: int, on_cpu: Callable[..., None]
@@ -72,7 +76,10 @@ def test_the_arguments_mean_what_the_reference_computes(
     """Chunks, fresh prompts and single tokens over scattered blocks, windows and shared heads."""
     on_cpu(kernel)
     for fact in (replace(PLAIN, reach=reach), replace(PLAIN, reach=reach, heads=2, scaling=1.0)):
-        assert varlen.choose((fact,), torch.bfloat16, block_size, CPU) == (kernel, f"cuda-varlen ({kernel.name})")
+        assert varlen.choose((fact,), torch.bfloat16, block_size, CPU, paged.attend) == (
+            kernel,
+            f"cuda-varlen ({kernel.name})",
+        )
 
 
 def twisted(**twist: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
@@ -102,7 +109,9 @@ def twisted(**twist: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
 def test_a_kernel_that_is_wrong_serves_nothing(wrong: Any, window: int, on_cpu: Callable[..., None]) -> None:
     """One key too many or too few, another scale, another's blocks, a NaN: found at load, and said."""
     on_cpu(FA3, wrong)
-    kernel, line = varlen.choose((replace(PLAIN, reach=Sliding(window)),), torch.bfloat16, 16, CPU)
+    kernel, line = varlen.choose(
+        (replace(PLAIN, reach=SlidingWindowSpec(window)),), torch.bfloat16, 16, CPU, paged.attend
+    )
     assert kernel is None
     assert line.startswith("reference, because FA3 differs from it by")
 
@@ -114,7 +123,7 @@ def test_a_kernel_that_fails_serves_nothing(on_cpu: Callable[..., None]) -> None
         raise TypeError("varlen_attn() got an unexpected keyword argument 'block_table'")
 
     on_cpu(FA3, old)
-    kernel, line = varlen.choose((PLAIN,), torch.bfloat16, 16, CPU)
+    kernel, line = varlen.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend)
     assert kernel is None
     assert line == "reference, because FA3 fails: varlen_attn() got an unexpected keyword argument 'block_table'"
 
@@ -124,13 +133,16 @@ def test_the_line_says_who_serves_which_calls(on_cpu: Callable[..., None]) -> No
     on_cpu(FA3)
     mixed = (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, softcap=5.0))
     line = "cuda-varlen (FA3), reference for 2 of 3 calls because of sinks; softcap"
-    assert varlen.choose(mixed, torch.bfloat16, 16, CPU) == (FA3, line)
-    assert varlen.choose(mixed[1:2], torch.bfloat16, 16, CPU) == (None, "reference, because of sinks")
+    assert varlen.choose(mixed, torch.bfloat16, 16, CPU, paged.attend) == (FA3, line)
+    assert varlen.choose(mixed[1:2], torch.bfloat16, 16, CPU, paged.attend) == (None, "reference, because of sinks")
 
 
 def test_without_cuda_the_reference_serves() -> None:
     """Nothing is tried, and the line says why."""
-    assert varlen.choose((PLAIN,), torch.bfloat16, 16, CPU) == (None, "reference, because the device is cpu")
+    assert varlen.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend) == (
+        None,
+        "reference, because the device is cpu",
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma2", "gpt-oss"])
@@ -145,7 +157,7 @@ def test_a_model_attends_by_it_where_it_can(
         calls += 1
         return checked(*given, **named)
 
-    model = Model.load(str(checkpoint(f"tiny-{family}")), dtype=torch.bfloat16, device=CPU, kernels="reference")
+    model = load_model(str(checkpoint(f"tiny-{family}")), dtype=torch.bfloat16, device=CPU, kernels="reference")
     tokens = [index * 7 % 384 for index in range(40)]
     batch = Batch(tokens, [*range(30), *range(10)], [30, 10], [30, 10], [[4, 1], [0]], [29, 39])
     expected = model.forward(model.allocate(6), batch)
@@ -162,5 +174,5 @@ def test_a_model_attends_by_it_where_it_can(
         pytest.fail("the reference was asked")
 
     if served:
-        monkeypatch.setattr(attention, "attend_plan", never)
+        monkeypatch.setattr(paged, "attend_plan", never)
         model.forward(model.allocate(6), batch)

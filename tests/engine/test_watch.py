@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.loop import Timed, Watch
+from engine.engine_thread import SequenceStream, StepOutput
 from tandem.errors import InternalError, Unavailable
 
 
-def step(number: int) -> Timed:
+def step(number: int) -> StepOutput:
     progress: Any = number
-    return Timed(progress, 0.0, 0.0)
+    return StepOutput(progress, 0.0, 0.0)
 
 
 class Follower:
@@ -23,12 +23,12 @@ class Follower:
         self.taken: list[Any] = []
         self._stop = stop
 
-    def __call__(self, news: list[Timed]) -> bool:
+    def __call__(self, news: list[StepOutput]) -> bool:
         self.taken.append([one.progress for one in news])
         return news[-1].progress == self._stop
 
 
-async def following(watch: Watch, follower: Any) -> asyncio.Task[None]:
+async def following(watch: SequenceStream, follower: Any) -> asyncio.Task[None]:
     task = asyncio.create_task(watch.follow(follower))
     await asyncio.sleep(0)
     return task
@@ -36,7 +36,7 @@ async def following(watch: Watch, follower: Any) -> asyncio.Task[None]:
 
 async def test_what_happened_before_comes_first_and_nothing_after_the_end() -> None:
     """At once: whoever pushes has it taken, without waking the follower's task."""
-    watch, follower = Watch(), Follower()
+    watch, follower = SequenceStream(), Follower()
     watch._push([step(0)])
     watch._push([step(1)])
     task = await following(watch, follower)
@@ -51,7 +51,7 @@ async def test_what_happened_before_comes_first_and_nothing_after_the_end() -> N
 
 async def test_an_end_that_had_come_before_is_seen() -> None:
     """Nobody would push again."""
-    watch, follower = Watch(), Follower()
+    watch, follower = SequenceStream(), Follower()
     watch._push([step(3)])
     await watch.follow(follower)
     assert follower.taken == [[3]]
@@ -59,13 +59,13 @@ async def test_an_end_that_had_come_before_is_seen() -> None:
 
 async def test_an_engine_that_broke_is_told_after_what_it_had_done() -> None:
     """Before somebody follows, and while."""
-    watch, follower = Watch(), Follower()
+    watch, follower = SequenceStream(), Follower()
     watch._push([step(0)])
     watch._fail(InternalError("the engine broke"))
     with pytest.raises(InternalError, match="the engine broke"):
         await watch.follow(follower)
     assert follower.taken == [[0]]
-    watch, follower = Watch(), Follower()
+    watch, follower = SequenceStream(), Follower()
     task = await following(watch, follower)
     watch._fail(InternalError("the engine broke"))
     with pytest.raises(InternalError, match="the engine broke"):
@@ -75,10 +75,10 @@ async def test_an_engine_that_broke_is_told_after_what_it_had_done() -> None:
 async def test_what_the_follower_raises_ends_its_own_watch_alone() -> None:
     """The step that is being told goes on to the others."""
 
-    def nobody_listens(news: list[Timed]) -> bool:
+    def nobody_listens(news: list[StepOutput]) -> bool:
         raise Unavailable("the feed is closed")
 
-    watch = Watch()
+    watch = SequenceStream()
     task = await following(watch, nobody_listens)
     watch._push([step(0)])
     watch._push([step(1)])
@@ -88,7 +88,7 @@ async def test_what_the_follower_raises_ends_its_own_watch_alone() -> None:
 
 async def test_who_left_is_not_called_again() -> None:
     """A cancelled follower: its sequence goes on until it is dropped."""
-    watch, follower = Watch(), Follower()
+    watch, follower = SequenceStream(), Follower()
     task = await following(watch, follower)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -17,11 +17,13 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-from engine import build, kernels, weight_cache
-from engine.kernels import modules
-from engine.model import Model
-from engine.selfcheck import pack
-from engine.weight_cache import BODY, KEPT, PARTIAL, WeightCache, file_backed
+from engine import builder, kernels
+from engine.kernels import modules, weight_cache
+from engine.kernels.weight_cache import BODY, KEPT, PARTIAL, WeightCache, file_backed
+from engine.loading import self_check
+from engine.loading.model_loader import load_model
+from engine.loading.self_check import pack
+from engine.runner.model_runner import ModelRunner
 from tandem.errors import CheckpointRefused
 from tandem.settings import Settings
 
@@ -304,7 +306,7 @@ def test_a_writer_that_is_killed_harms_nobody(cache: WeightCache) -> None:
     code = f"""
 import os, signal, torch
 from pathlib import Path
-from engine.weight_cache import WeightCache
+from engine.kernels.weight_cache import WeightCache
 def parts():
     yield torch.zeros({40 << 20}, dtype=torch.uint8)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -328,7 +330,7 @@ def test_parts_lie_one_behind_another() -> None:
 # ---- in a model
 
 
-def logits(model: Model) -> torch.Tensor:
+def logits(model: ModelRunner) -> torch.Tensor:
     return model.forward(model.allocate(4, 4), pack([([1, 2, 3, 4, 5], 0, [2, 0]), ([9], 0, [1])]))
 
 
@@ -340,9 +342,9 @@ def test_a_model_from_the_cache_is_the_same_model(
 ) -> None:
     """Same logits, bit for bit; afterwards no weight is in memory of this process, and a second load writes nothing."""
     folder = str(checkpoint(shape))
-    alone = Model.load(folder, dtype=dtype, device=CPU, max_model_len=64)
+    alone = load_model(folder, dtype=dtype, device=CPU, max_model_len=64)
     for _ in range(2):
-        shared = Model.load(folder, dtype=dtype, device=CPU, max_model_len=64, cache=cache)
+        shared = load_model(folder, dtype=dtype, device=CPU, max_model_len=64, cache=cache)
         assert torch.equal(logits(shared), logits(alone))
         assert all(file_backed(list(shared.module.parameters())))
         written = only_file(cache).stat().st_ino
@@ -350,7 +352,7 @@ def test_a_model_from_the_cache_is_the_same_model(
     own = sum(each.nbytes for each in alone.module.parameters())
     assert shared.mapped_bytes >= 0.8 * own
     assert alone.mapped_bytes < shared.mapped_bytes
-    assert shared.self_check().passed
+    assert self_check.check(shared).passed
 
 
 @built
@@ -372,7 +374,7 @@ def test_another_weight_is_another_file(
     folder.mkdir()
     for file in checkpoint("tiny-llama").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    Model.load(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
+    load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("o_proj.weight"))
     tensors[name] = tensors[name].clone()
@@ -380,10 +382,10 @@ def test_another_weight_is_another_file(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if not named:
         with pytest.raises(CheckpointRefused, match="self-check"):
-            Model.load(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
+            load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
         return
-    edited = Model.load(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
-    alone = Model.load(str(folder), dtype=torch.float32, device=CPU, max_model_len=64)
+    edited = load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=64, cache=cache)
+    alone = load_model(str(folder), dtype=torch.float32, device=CPU, max_model_len=64)
     assert len(files(cache)) == 2
     assert torch.equal(logits(edited), logits(alone))
 
@@ -421,14 +423,14 @@ def test_freed_memory_goes_back() -> None:
     """A start frees as much as the model has, in pieces that glibc would keep."""
     code = """
 import psutil, torch
-from engine import build
+from engine import builder
 resident = lambda: psutil.Process().memory_info().rss >> 20
 torch.ones(7 << 20)  # freed: pieces of less than 28 MiB lie in the heap from now on
 pieces = [torch.ones(2 << 20) for _ in range(20)]
 last = pieces.pop()  # holds the end of the heap
 del pieces
 before = resident()
-build._return_memory()
+builder._return_memory()
 print(before - resident())
 """
     done = subprocess.run(
@@ -439,20 +441,22 @@ print(before - resident())
 
 def test_mapped_weights_are_not_free_memory(tmp_path: Path) -> None:
     """The kernel counts a file's pages as free to be had; a container's limit as taken. Both are put right."""
-    assert build._free_bytes(CPU, kept=0) - build._free_bytes(CPU, kept=8 << 30) == pytest.approx(8 << 30, abs=2 << 30)
+    assert builder._free_bytes(CPU, kept=0) - builder._free_bytes(CPU, kept=8 << 30) == pytest.approx(
+        8 << 30, abs=2 << 30
+    )
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 300\nactive_file 150\ninactive_file 200\n")
-    assert build._cgroup_free(tmp_path) == 650
+    assert builder._cgroup_free(tmp_path) == 650
     (tmp_path / "memory.max").write_text("max\n")
-    assert build._cgroup_free(tmp_path) == 2**62
+    assert builder._cgroup_free(tmp_path) == 2**62
 
 
 def test_the_setting_says_where(tmp_path: Path) -> None:
     """A folder, the user's cache folder, or nowhere."""
-    assert build._cache(Settings(model="m", weight_cache="off")) is None
-    named = build._cache(Settings(model="m", weight_cache=str(tmp_path), weight_cache_gib=0.5))
+    assert builder._cache(Settings(model="m", weight_cache="off")) is None
+    named = builder._cache(Settings(model="m", weight_cache=str(tmp_path), weight_cache_gib=0.5))
     assert named == WeightCache(tmp_path, 1 << 29)
-    standard = build._cache(Settings(model="m"))
+    standard = builder._cache(Settings(model="m"))
     assert standard is not None
     assert standard.folder == Path(os.environ["XDG_CACHE_HOME"]) / "tandem" / "weights"

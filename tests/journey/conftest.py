@@ -10,22 +10,22 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from queue import Queue
-from time import monotonic
 from typing import Any
 
 import pytest
 
-import services.router.servicer
+import services.router.server
 import services.watchdog
 import services.worker
-from cluster.valkey import EmbeddedValkey
-from engine.checkpoints import make_checkpoint
+from cluster.state.embedded_valkey import EmbeddedValkey
+from loadtest.harness.random_checkpoints import make_checkpoint
 from services import launch
-from services.router.servicer import Router
-from services.router.ways import Ways
+from services.router.routing.path_latency import PathLatencyTracker
+from services.router.server import Router
 from services.worker import Worker
-from tandem.client import AsyncClient
+from tandem.async_client import AsyncClient
 from tandem.settings import Settings
+from tests.support.stopwatch import Stopwatch
 
 Wrap = Callable[[Any, str], Any]  # (transport, worker id) -> transport
 
@@ -83,9 +83,9 @@ class Inside:
 
     async def freed(self, within_s: float = 1.0) -> None:
         """Until nobody holds a block anywhere."""
-        start = monotonic()
+        watch = Stopwatch()
         while any(self.held().values()):
-            assert monotonic() - start < within_s, f"not within {within_s} s: {self.held()}"
+            assert watch.within(within_s), f"not within {within_s} s: {self.held()}"
             await asyncio.sleep(0.005)
 
     async def ledgers_balance(self) -> bool:
@@ -134,11 +134,14 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
         if not measured:
             told = Worker.record
             monkeypatch.setattr(Worker, "record", lambda worker: dataclasses.replace(told(worker), **EQUAL))
-            monkeypatch.setattr(Ways, "took", lambda *_, **__: None)
+            monkeypatch.setattr(PathLatencyTracker, "observe", lambda *_, **__: None)
         monkeypatch.setattr(services.watchdog, "end_process", exits.put)
+        # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
+        for name in ("keep_imports", "short_collections"):
+            monkeypatch.setattr(launch, name, lambda: None)
         # The test's own computing shares the event loop, which a worker's process has to itself.
-        for module in (services.worker, services.router.servicer):
-            monkeypatch.setattr(module, "LOOP_S", 300.0)
+        for module in (services.worker, services.router.server):
+            monkeypatch.setattr(module, "MAX_LOOP_BLOCKED_S", 300.0)
         async with AsyncExitStack() as stack:
             cluster = Inside(Settings(**given), stack)
             cluster.exits = exits

@@ -1,5 +1,5 @@
-"""What `python -m loadtest.abuse` does to a cluster, for a moment: greedy has what the command says that it has, and
-polite is served meanwhile."""
+"""What `python -m loadtest abuse` does to a cluster, for a moment: greedy has what the command says that it
+has, and polite is served meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loadtest import abuse, flood
+from loadtest.scenarios import abuse, flood
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 

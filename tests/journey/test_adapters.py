@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
-from engine import hashing
-from engine.checkpoints import make_adapter
-from services.adapters import Adapters
+from engine.core import block_hash
+from loadtest.harness.random_checkpoints import make_adapter
+from services.adapter_slots import AdapterSlots
 from services.decode.servicer import DecodeServicer
+from services.grpc_server import Channels
 from services.prefill.servicer import PrefillServicer
-from services.server import Channels
-from tandem.client import AsyncClient
+from tandem.async_client import AsyncClient
 from tandem.errors import Busy, CheckpointRefused, NotFound, ResumeFailed, TandemError, Unavailable
-from tandem.status import calling
+from tandem.grpc_errors import calling
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from tests import oracle
-from tests.harness import LocalCluster
+from tests.support import oracle
+from tests.support.harness import LocalCluster
+from tests.support.muxed import decoded
 
 NEW = 16
 LENGTHS = [3, 17, 40, 90]
@@ -218,7 +219,7 @@ async def test_control_a_slot_that_is_taken_away_breaks_the_engine(
 ) -> None:
     """Book-keeping that gives a slot away while it is in use ends the streams: no token comes from another adapter."""
     prompt = oracle.prompts(tiny, [20], seed=9)[0]
-    monkeypatch.setattr("services.adapters._Slot.idle", True)
+    monkeypatch.setattr("services.adapter_slots._Slot.idle", True)
     async with inside(adapters=given, adapter_slots=1, prefill=0, max_attempts=1) as cluster:
         stream = cluster.client.stream(prompt, adapter="red", max_tokens=900, ignore_eos=True)
         await anext(stream)
@@ -234,7 +235,7 @@ async def test_waiting_for_a_slot_is_bounded(inside: Any, given: dict[str, str],
     """After `queue_timeout_s` on the worker the answer is RESOURCE_EXHAUSTED, with a reason and a time to come back."""
     async with inside(adapters=given, adapter_slots=1, prefill=0) as cluster:
         worker = cluster.workers["decode-0"]
-        books = Adapters(worker.loop, 0.05)
+        books = AdapterSlots(worker.loop, 0.05)
         async with books.held("red"):
             with pytest.raises(Busy, match="slot") as caught:
                 async with books.held("blue"):
@@ -309,8 +310,8 @@ def without_the_decodes_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_adapter_in_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = hashing.root
-    monkeypatch.setattr(hashing, "root", lambda salt, adapter=b"": root(salt))
+    root = block_hash.root
+    monkeypatch.setattr(block_hash, "root", lambda salt, adapter=b"": root(salt))
 
 
 @pytest.mark.parametrize("off", [[], [without_the_prefills_check]])
@@ -370,7 +371,7 @@ async def resumed(cluster: Any, prompt: list[int], fingerprint: bytes) -> list[i
     )
     try:
         with calling("decode-0"):
-            return [token async for event in stub.Decode(request, timeout=20) for token in event.tokens.token_ids]
+            return await decoded(stub, request)
     finally:
         await channels.close()
 

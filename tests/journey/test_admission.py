@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -14,14 +13,30 @@ import openai
 import pytest
 
 from services.decode.servicer import DecodeServicer
-from services.router import placer, quarantine
-from services.view import ClusterView
-from tandem.client import AsyncClient
+from services.router.execution import poison_requests
+from services.router.routing import request_scheduler
+from services.worker_liveness import WorkerLiveness
+from tandem.async_client import AsyncClient
 from tandem.errors import Busy, InternalError, InvalidRequest, StepFailed, Unavailable
 from tandem.v1 import decode_pb2
-from tests import oracle
+from tests.support import oracle
 
 SMALL, LARGE = "small-key-0123456789", "large-key-0123456789"
+
+
+class AfterAdmitted:
+    """The context of a call, which acts when the router has been told that the request is admitted."""
+
+    def __init__(self, context: Any, act: Callable[[], Awaitable[None]]) -> None:
+        self._context, self._act = context, act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, event: decode_pb2.DecodeResponse) -> None:
+        await self._context.write(event)
+        if event.HasField("admitted"):
+            await self._act()
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = True) -> list[str]:
@@ -31,40 +46,37 @@ def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = T
     ending: list[asyncio.Task[None]] = []
     decode = DecodeServicer.Decode
 
-    async def crash(self: Any, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        if list(request.token_ids[: len(poison)]) != poison:
-            async for event in decode(self, request, context):
-                yield event
-            return
-        async with aclosing(decode(self, request, context)) as events:
-            async for event in events:
-                yield event
-                if event.HasField("admitted"):
-                    crashed.append(self._worker.worker_id)
-                    if dies:
-                        ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "")
+    async def crash(self: Any, request: Any, context: Any) -> None:
+        async def die() -> None:
+            crashed.append(self._worker.worker_id)
+            if dies:
+                ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "")
+
+        poisoned = list(request.token_ids[: len(poison)]) == poison
+        await decode(self, request, AfterAdmitted(context, die) if poisoned else context)
 
     monkeypatch.setattr(DecodeServicer, "Decode", crash)
-    monkeypatch.setattr(placer, "SUSPECT_S", 0.05)
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.05)
     return crashed
 
 
-async def test_a_request_that_kills_workers_is_stopped_after_two(
+async def test_a_request_that_kills_workers_is_stopped_after_three(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And refused when it is sent again, to whatever id and seed; all others are served as before."""
+    """Where it began alone at the third. It is refused when it is sent again, with whatever id and seed; all others are
+    served as before."""
     poison, harmless = oracle.prompts(tiny, [30, 40])
     crashed = deadly(monkeypatch, poison)
-    async with inside(decode=3) as cluster:
+    async with inside(decode=4) as cluster:
         with pytest.raises(InternalError) as stopped:
             await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
         assert stopped.value.reason == "KILLS_WORKERS"
-        assert len(crashed) == len(set(crashed)) == 2
+        assert len(crashed) == len(set(crashed)) == 3
         with pytest.raises(InternalError) as refused:
             await cluster.client.generate(poison, max_tokens=8, ignore_eos=True, request_id="again", seed=3)
         assert refused.value.reason == "KILLS_WORKERS"
-        assert len(crashed) == 2
+        assert len(crashed) == 3
         done = await cluster.client.generate(harmless, max_tokens=8, ignore_eos=True)
         assert done.token_ids == oracle.greedy(tiny, harmless, 8)
         await cluster.freed()
@@ -74,13 +86,81 @@ async def test_control_without_the_quarantine_it_takes_all_attempts(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And as many workers."""
-    monkeypatch.setattr(quarantine, "MOST_LOST", 1000)
+    monkeypatch.setattr(poison_requests, "SUSPECT_LOST", 1000)
     poison = oracle.prompts(tiny, [30])[0]
     crashed = deadly(monkeypatch, poison)
     async with inside(decode=4) as cluster:
         with pytest.raises(Unavailable):
             await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
         assert len(set(crashed)) == cluster.settings.max_attempts
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> tuple[asyncio.Semaphore, asyncio.Event]:
+    """When the call with this prompt was admitted, all calls of its worker end as a crash would end them, and the
+    worker's record goes. Each other call releases the semaphore when it was admitted, and goes on after the event, or
+    at once when it begins alone."""
+    admitted_calls, over, ending = asyncio.Semaphore(0), asyncio.Event(), list[asyncio.Task[None]]()
+    dead: dict[str, asyncio.Event] = {}
+    decode = DecodeServicer.Decode
+
+    async def crash(self: Any, request: Any, context: Any) -> None:
+        gone = dead.setdefault(self._worker.worker_id, asyncio.Event())
+
+        async def admitted() -> None:
+            if list(request.token_ids[: len(poison)]) == poison:
+                gone.set()
+                ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
+                await asyncio.Event().wait()
+            elif not request.alone:
+                admitted_calls.release()
+                await over.wait()
+
+        calls = [
+            asyncio.ensure_future(decode(self, request, AfterAdmitted(context, admitted))),
+            asyncio.ensure_future(gone.wait()),
+        ]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            if gone.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "")
+            await calls[0]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    monkeypatch.setattr(DecodeServicer, "Decode", crash)
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.05)
+    return admitted_calls, over
+
+
+async def beside_poison(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The answers to four requests with one prompt, which begin beside poison on two workers or on three."""
+    poison, harmless = oracle.prompts(tiny, [30, 40])
+    admitted, over = crowded(monkeypatch, poison)
+    async with inside(decode=4, max_attempts=8) as cluster:
+        asked = [
+            asyncio.create_task(cluster.client.generate(harmless, max_tokens=8, ignore_eos=True)) for _ in range(4)
+        ]
+        for _ in asked:
+            await admitted.acquire()
+        with pytest.raises(InternalError) as stopped:
+            await cluster.client.generate(poison, max_tokens=8, ignore_eos=True)
+        assert stopped.value.reason == "KILLS_WORKERS"
+        over.set()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(
+            isinstance(one, InternalError) or one.token_ids == oracle.greedy(tiny, harmless, 8) for one in answers
+        )
+        return answers
+
+
+async def test_requests_that_begin_beside_poison_are_served(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though as many workers were lost with them: they begin alone, and nothing happens."""
+    answers = await beside_poison(inside, tiny, monkeypatch)
+    assert not [one for one in answers if isinstance(one, InternalError)]
+    assert any(one.receipt.attempts > 2 for one in answers)
 
 
 async def test_lost_connections_to_workers_that_live_are_no_reason_to_refuse_a_request(
@@ -100,10 +180,10 @@ async def test_control_if_every_loss_counted_they_would_be(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a broken connection means is asked of the view."""
-    monkeypatch.setattr(ClusterView, "ended", lambda *_: True)
+    monkeypatch.setattr(WorkerLiveness, "ended", lambda *_: True)
     unlucky = oracle.prompts(tiny, [30])[0]
     deadly(monkeypatch, unlucky, dies=False)
-    async with inside(decode=2) as cluster:
+    async with inside(decode=3) as cluster:
         with pytest.raises(InternalError):
             await cluster.client.generate(unlucky, max_tokens=8, ignore_eos=True)
 
@@ -117,13 +197,12 @@ async def test_a_request_whose_step_fails_at_two_workers_is_stopped(
     failed: list[str] = []
     decode = DecodeServicer.Decode
 
-    async def fail(self: Any, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
-        async with aclosing(decode(self, request, context)) as events:
-            async for event in events:
-                yield event
-                if event.HasField("admitted"):
-                    failed.append(self._worker.worker_id)
-                    raise StepFailed("the step with this request failed")
+    async def fail(self: Any, request: Any, context: Any) -> None:
+        async def fail_step() -> None:
+            failed.append(self._worker.worker_id)
+            raise StepFailed("the step with this request failed")
+
+        await decode(self, request, AfterAdmitted(context, fail_step))
 
     monkeypatch.setattr(DecodeServicer, "Decode", fail)
     async with inside(decode=workers) as cluster:

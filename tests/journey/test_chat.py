@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tandem.answers import Piece
-from tandem.chat import HELP, Chat
+from cli.chat import HELP, Chat
 from tandem.client import Client
 from tandem.errors import Unavailable
+from tandem.results import Piece
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 

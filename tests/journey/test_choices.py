@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.router.placer import Placer
+from services.router.routing.request_scheduler import RequestScheduler
 from tandem.errors import TandemError
-from tests import oracle
-from tests.faults import Harm, flip_a_byte, only_first, slow_down
+from tests.support import oracle
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
 BLOCK = 8  # of the clusters here
 NEW = 40
@@ -44,13 +44,13 @@ async def test_only_the_first_answer_comes_before_those_who_wait(
 ) -> None:
     """The others follow it, to where the prompt's KV is, and have no token yet: they wait as everybody does."""
     asked = []
-    placed = Placer.placed
+    placed = RequestScheduler.placed
 
-    def seen(placer: Placer, *given: Any, **about: Any) -> Any:
+    def seen(placer: RequestScheduler, *given: Any, **about: Any) -> Any:
         asked.append((about["begun"], about["follows"]))
         return placed(placer, *given, **about)
 
-    monkeypatch.setattr(Placer, "placed", seen)
+    monkeypatch.setattr(RequestScheduler, "placed", seen)
     async with inside() as cluster:
         await cluster.client.generate(oracle.prompts(tiny, [45])[0], n=4, **options())
     assert asked == [(False, False), *[(False, True)] * 3]

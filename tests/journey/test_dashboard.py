@@ -15,9 +15,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.router import dashboard
-from services.router.dashboard import HEADER, PAGES
-from tandem.client import AsyncClient
+from services.router.frontend import dashboard
+from services.router.frontend.dashboard import HEADER, PAGES
+from tandem.async_client import AsyncClient
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
 PAGE = {HEADER: "1"}
@@ -91,7 +91,7 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
                     break
 
         # Actions: first what is refused, then the same with nothing wrong.
-        await cluster.router.registry.want({"prefill": 1, "decode": 1})
+        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
         target = "/dashboard/pools/prefill?size=2"
         rebound = {**PAGE, "host": "evil.example:8000"}
         for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}, rebound, {**PAGE, "host": "["}):
@@ -131,13 +131,13 @@ async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bou
 ) -> None:
     """As over gRPC, from anywhere; a key that is taken out sees no more; a stopping router waits for no dashboard."""
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
-    monkeypatch.setattr(dashboard, "MOST_OPEN", 2)
-    monkeypatch.setattr("services.router.keys.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(dashboard, "MAX_STREAMS", 2)
+    monkeypatch.setattr("services.router.tenancy.api_keys.RECHECK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, client):
         target = "/dashboard/pools/prefill?size=2"
-        await cluster.router.registry.want({"prefill": 1, "decode": 1})
+        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
         for key, status in (("", 401), ("wrong-key-0123456789", 401), (USER, 403)):
             for method, path in (
                 ("GET", EVENTS),
@@ -162,7 +162,7 @@ async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bou
                 async for _ in one:  # until it ends
                     pass
         async with asyncio.timeout(5):
-            while cluster.router.http.dashboard.opened:  # noqa: ASYNC110 (it offers no event)
+            while cluster.router.dashboard.opened:  # noqa: ASYNC110 (it offers no event)
                 await asyncio.sleep(0.01)
         file.write_text(f"ops {ADMIN} admin\n")
         async with aclosing(told(client, **admin)) as one:
@@ -250,7 +250,7 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
     file = tmp_path / "keys"
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, _):
-        await cluster.router.registry.want({"prefill": 1, "decode": 1})
+        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
         async with AsyncClient(cluster.router.address, api_key=USER) as user:
             for name in ("first", EVIL):
                 await user.generate([1, 2, 3], max_tokens=4, ignore_eos=True, request_id=name)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.registry import State
+from cluster.state.registry import State
 from engine.engine import Engine
 from services.worker import Worker
 from tandem.errors import TandemError
-from tests import oracle
+from tests.support import oracle
 
 COUNT, NEW = 12, 40
 

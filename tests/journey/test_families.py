@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoints import SHAPES, make_checkpoint
-from tests import oracle
-from tests.harness import LocalCluster
+from loadtest.harness.random_checkpoints import SHAPES, make_checkpoint
+from tests.support import oracle
+from tests.support.harness import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-"))

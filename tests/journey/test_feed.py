@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-import services.decode.feeds
-import services.router.completion
-import services.router.feeds
-from services.server import Channels
+import services.decode.stream_mux
+import services.router.execution.completion
+import services.router.execution.stream_mux
+from services.grpc_server import Channels
 from tandem.errors import InternalError, InvalidRequest, Unavailable
-from tandem.status import from_rpc
+from tandem.grpc_errors import from_rpc
 from tandem.v1 import decode_pb2, decode_pb2_grpc
-from tests import oracle
-from tests.faults import slow_down
+from tests.support import oracle
+from tests.support.faults import slow_down
 
 NEW = 64
 
@@ -27,7 +27,7 @@ NEW = 64
 def dropping(monkeypatch: pytest.MonkeyPatch, which: Callable[[decode_pb2.DecodeResponse], bool]) -> list[Any]:
     """Each event for which it is so is lost once on its way into a feed. Returns what was lost."""
     lost: list[Any] = []
-    put = services.decode.feeds.Feed.put
+    put = services.decode.stream_mux.StreamMux.put
 
     def lossy(self: Any, event: decode_pb2.DecodeResponse) -> None:
         if not lost and which(event):
@@ -35,7 +35,7 @@ def dropping(monkeypatch: pytest.MonkeyPatch, which: Callable[[decode_pb2.Decode
         else:
             put(self, event)
 
-    monkeypatch.setattr(services.decode.feeds.Feed, "put", lossy)
+    monkeypatch.setattr(services.decode.stream_mux.StreamMux, "put", lossy)
     return lost
 
 
@@ -47,7 +47,7 @@ def said(lane: int, position: int, *ids: int) -> decode_pb2.DecodeResponse:
 
 async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() -> None:
     """With where the first of them stands, their log probabilities, and what was said last; never across a gap."""
-    feed = services.decode.feeds.Feed(0.0)
+    feed = services.decode.stream_mux.StreamMux(0.0)
     for position in (10, 11, 12):
         feed.put(said(1, position, position))
         feed.put(said(2, 2 * position, 7))
@@ -66,7 +66,7 @@ async def test_a_router_that_is_behind_gets_several_steps_of_a_stream_at_once() 
 async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     """The first at once, the others when the interval is over, and the end of any stream at once, with all that was
     waiting. Without an interval each is told at once."""
-    feed = services.decode.feeds.Feed(1.0)
+    feed = services.decode.stream_mux.StreamMux(1.0)
     messages = feed.messages()
     feed.put(said(1, 10, 5))
     assert [event.tokens.position for event in (await anext(messages)).events] == [10]
@@ -83,7 +83,7 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     feed.close()
     with pytest.raises(Unavailable):
         feed.put(said(1, 14, 5))
-    feed = services.decode.feeds.Feed(3600.0)
+    feed = services.decode.stream_mux.StreamMux(3600.0)
     messages = feed.messages()
     feed.put(said(1, 10, 5))
     await anext(messages)
@@ -91,7 +91,7 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
     feed.put(said(1, 11, 5))
     feed.put(decode_pb2.DecodeResponse(lane=2, ended=decode_pb2.Ended()))
     assert [event.lane for event in (await telling).events] == [1, 2]  # else the test takes an hour
-    at_once = services.decode.feeds.Feed(0.0)
+    at_once = services.decode.stream_mux.StreamMux(0.0)
     messages = at_once.messages()
     for position in (10, 11, 12):
         at_once.put(said(1, position, 5))
@@ -101,7 +101,7 @@ async def test_steps_that_follow_one_another_fast_are_told_together() -> None:
 @pytest.mark.parametrize("interval_s", [-0.1, 1.5, float("nan"), float("inf")])
 def test_an_interval_that_nobody_would_want_is_refused(interval_s: float) -> None:
     """A router that says so is none of ours."""
-    feeds = services.decode.feeds.Feeds()
+    feeds = services.decode.stream_mux.StreamMuxes()
     with pytest.raises(InvalidRequest, match="s between messages"), feeds.opened("one", interval_s):
         pass
     with feeds.opened("one", 1.0):  # the name is free
@@ -125,14 +125,14 @@ async def test_a_router_asks_for_its_interval(inside: Any, tiny: Path, interval_
 async def test_the_streams_of_a_step_share_a_message(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at once: a step that moves all of them is one message, and each gets its own tokens."""
     sizes: list[int] = []
-    original = services.decode.feeds.Feed.messages
+    original = services.decode.stream_mux.StreamMux.messages
 
     async def messages(self: Any) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
         async for message in original(self):
             sizes.append(len({event.lane for event in message.events}))
             yield message
 
-    monkeypatch.setattr(services.decode.feeds.Feed, "messages", messages)
+    monkeypatch.setattr(services.decode.stream_mux.StreamMux, "messages", messages)
     prompts = oracle.prompts(tiny, [20, 30, 40, 50])
     async with inside() as cluster:
         done = await asyncio.gather(
@@ -167,7 +167,7 @@ async def test_control_without_the_look_at_positions_the_answer_is_wrong(
     """The same loss with the check off: another answer, with status OK."""
     prompt = oracle.prompts(tiny, [30])[0]
     dropping(monkeypatch, lambda event: event.tokens.position > 32)
-    monkeypatch.setattr(services.router.completion, "_check_position", lambda *_: None)
+    monkeypatch.setattr(services.router.execution.completion, "_check_position", lambda *_: None)
     async with inside() as cluster:
         slow_down(cluster.workers["decode-0"])
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
@@ -180,7 +180,7 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]
     async with inside() as cluster:
-        feeds = cluster.router._generation.feeds
+        feeds = cluster.router.feeds
 
         async def read(number: int) -> None:
             async for piece in cluster.client.stream(prompts[number], max_tokens=200, ignore_eos=True):
@@ -205,7 +205,7 @@ async def test_an_end_that_is_lost_does_not_keep_the_client_waiting(
 ) -> None:
     """The call has ended well and the feed says nothing: after a moment the journal decides, and it is complete."""
     prompt = oracle.prompts(tiny, [30])[0]
-    monkeypatch.setattr(services.router.feeds, "FAREWELL_S", 0.2)
+    monkeypatch.setattr(services.router.execution.stream_mux, "END_WAIT_S", 0.2)
     lost = dropping(monkeypatch, lambda event: event.HasField("ended"))
     async with inside() as cluster:
         async with asyncio.timeout(20):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cluster.registry import News, Registry
-from kvtransfer.blocks import Peer
-from services.decode.sources import Sources
-from services.view import ClusterView
+from cluster.state.registry import Registry, RegistryChanges
+from kvtransfer.types import Peer
+from services.decode.prefill_peers import PrefillPeers
+from services.worker_liveness import WorkerLiveness
 from tandem.errors import TandemError
-from tests import oracle
-from tests.faults import Harm
+from tests.support import oracle
+from tests.support.faults import Harm
 
 NEW = 24
 REQUESTS = 12
@@ -31,10 +31,10 @@ class Flapping:
         self.empty = 0  # answers without a worker
         self._flap = asyncio.Event()
         self._asked: dict[Registry, int] = {}
-        asked, news = self._asked, Registry.news
+        asked, changes_since = self._asked, Registry.changes_since
 
-        async def flapping(registry: Registry, mark: tuple[str, int] = ("", 0)) -> News:
-            found = await news(registry)
+        async def flapping(registry: Registry, mark: tuple[str, int] = ("", 0)) -> RegistryChanges:
+            found = await changes_since(registry)
             asked[registry] = asked.get(registry, 0) + 1
             if not self.on or asked[registry] % 2:
                 return found
@@ -44,7 +44,7 @@ class Flapping:
             routers = {name: one for name, one in found.records.items() if one is None or one.role == "router"}
             return replace(found, records=routers)
 
-        monkeypatch.setattr(Registry, "news", flapping)
+        monkeypatch.setattr(Registry, "changes_since", flapping)
 
     async def during_a_read(self, harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
         """Every read lasts as long as some flaps."""
@@ -89,12 +89,12 @@ async def test_control_if_a_missing_record_were_a_death_requests_would_be_hurt(
 ) -> None:
     """With connections and reads given up whenever a record is missing."""
     present = lambda view: {(one.worker_id, one.incarnation): one for one in view.workers.values()}  # noqa: E731
-    monkeypatch.setattr(ClusterView, "lives", property(present))
+    monkeypatch.setattr(WorkerLiveness, "incarnations", property(present))
 
     @asynccontextmanager
-    async def not_in_use(sources: Sources, worker_id: str, incarnation: str, address: str) -> Any:
-        yield await sources._get(sources._link((worker_id, incarnation), address))
+    async def not_in_use(peers: PrefillPeers, worker_id: str, incarnation: str, address: str) -> Any:
+        yield await peers._get(peers._link((worker_id, incarnation), address))
 
-    monkeypatch.setattr(Sources, "using", not_in_use)
+    monkeypatch.setattr(PrefillPeers, "using", not_in_use)
     done = await flapped(inside, tiny, Flapping(monkeypatch))
     assert any(isinstance(one, BaseException) or one.receipt.attempts > 1 for one in done)

@@ -10,20 +10,20 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.pace import PROMPTS_S
+from engine.core.step_time import PROMPTS_S
 from services import launch
 from services.worker import Worker
 from tandem.errors import InternalError, PreconditionFailed, StaleTransfer, TandemError, Unavailable
-from tandem.status import calling
+from tandem.grpc_errors import calling
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests import oracle
-from tests.faults import slow_down
+from tests.support import oracle
+from tests.support.faults import slow_down
 
 NEW = 40
 SOON_S = 20.0
 
 
-async def turn(cluster: Any, worker_id: str, becomes: str, grace_s: float = SOON_S) -> tuple[Worker, Worker]:
+async def switch_role(cluster: Any, worker_id: str, becomes: str, grace_s: float = SOON_S) -> tuple[Worker, Worker]:
     """As the worker's actor does it: the life before, and the one after."""
     before = cluster.workers[worker_id]
     engine = await before.release(grace_s)
@@ -77,14 +77,14 @@ async def test_flips_under_load_lose_no_request_and_no_token(inside: Any, tiny: 
         clients = [asyncio.create_task(load.client(number)) for number in range(3)]
         await load.until_seen("prefill-0", "decode-0", "decode-1")
         module = cluster.workers["decode-1"].engine.model.module
-        before, after = await turn(cluster, "decode-1", "prefill-1")
+        before, after = await switch_role(cluster, "decode-1", "prefill-1")
         await load.until_seen("prefill-1")
         assert before.incarnation != after.incarnation
         assert after.engine.model.module is module
         assert after.engine.alone_s == PROMPTS_S
         load.seen.clear()
-        _, after = await turn(cluster, "prefill-1", "decode-1")
-        assert (after.engine.alone_s, after.engine.beside_s) == (0.2, 0.2)
+        _, after = await switch_role(cluster, "prefill-1", "decode-1")
+        assert (after.engine.alone_s, after.engine.config.beside_s) == (0.2, 0.2)
         await load.until_seen("decode-1")
         load.stop()
         await asyncio.gather(*clients)
@@ -106,7 +106,7 @@ async def test_a_stream_that_outlasts_the_drain_goes_on_elsewhere(inside: Any, t
         stream = cluster.client.stream(prompt, max_tokens=new, temperature=0.0, ignore_eos=True)
         tokens = list((await anext(stream)).token_ids)
         (holder,) = (name for name, held in cluster.held().items() if name.startswith("decode") and held)
-        _, after = await turn(cluster, holder, "prefill-1", grace_s=0.0)
+        _, after = await switch_role(cluster, holder, "prefill-1", grace_s=0.0)
         assert after.engine.pool.held == 0
         receipt = None
         async for piece in stream:
@@ -165,7 +165,7 @@ class Caller:
 async def lives(
     cluster: Any, worker_id: str, stack: AsyncExitStack, *roles: str
 ) -> AsyncIterator[tuple[Worker, Caller]]:
-    """Life after life of one engine at one address, each with a caller that met it first in this life."""
+    """Incarnation after incarnation of one engine at one address, each with a caller that met it first in this one."""
     worker: Any = cluster.workers.pop(worker_id)
     port = int(worker.address.rsplit(":", 1)[1])
     fixed = cluster.settings.model_copy(update={"worker_port": port})
@@ -262,10 +262,10 @@ async def test_an_engine_that_only_prefills_does_not_decode(inside: Any) -> None
     its engine is refused. Where the autoscaler may flip workers, every engine has it."""
     async with inside(prefill=1, decode=0, speculation="ngram") as cluster:
         worker = cluster.workers["prefill-0"]
-        assert not worker.turns
+        assert not worker.can_switch_role
         with pytest.raises(PreconditionFailed):
             await launch.start("decode", cluster.settings, "decode-7", engine=await worker.release(0.0))
         worker.loop.stop()
     flips = {"autoscale": "on", "prefill_max": 2, "decode_max": 2}
     async with inside(prefill=1, decode=0, speculation="ngram", **flips) as cluster:
-        assert cluster.workers["prefill-0"].turns
+        assert cluster.workers["prefill-0"].can_switch_role

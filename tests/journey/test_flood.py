@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from loadtest import flood
-from services import server
+from loadtest.scenarios import flood
+from services import grpc_server
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ async def test_a_greedy_client_ends_where_its_limits_are(inside: Any, keys: Path
 
 async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the GOAWAY above is the option's doing."""
-    monkeypatch.setattr(server, "PING_STRIKES", 0)
+    monkeypatch.setattr(grpc_server, "MAX_PING_STRIKES", 0)
     async with inside(api_keys=keys) as cluster:
         found = await flood.pings(cluster.router.address, 200, 0.4)
     assert found["sent"] == 2000
@@ -49,7 +49,7 @@ async def test_control_where_few_calls_may_wait_a_flood_of_resets_cancels_others
     inside: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC ends some of everybody's by chance: so that being left alone above is the option's doing."""
-    monkeypatch.setattr(server, "PENDING", 1)
+    monkeypatch.setattr(grpc_server, "MAX_PENDING_CALLS", 1)
     async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
         async with asyncio.timeout(30):
             while not polite.failed["CANCELLED"]:

@@ -9,11 +9,14 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtransfer.source import Source, Ticket
-from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests import oracle
+from cluster.state.registry import State
+from kvtransfer.sender import Sender, Ticket
+from services.prefill.servicer import PrefillServicer
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tests.journey.test_requests import until
+from tests.support import oracle
 
-GREEDY = common_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
+GREEDY = sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0)
 
 
 async def refused(call: Any) -> str:
@@ -51,9 +54,14 @@ async def opened(stream: Any) -> prefill_pb2.Opened:
     return ticket
 
 
-async def test_a_transfer_is_released_by_its_ticket_alone_and_once(inside: Any, tiny: Path) -> None:
-    """Unknown, of another generation or life, consumed, expired: FAILED_PRECONDITION, and nobody's blocks are freed."""
-    prompt = oracle.prompts(tiny, [40])[0]
+async def test_a_transfer_is_released_by_its_ticket_alone_and_once(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unknown, of another generation or life, consumed, expired: FAILED_PRECONDITION, and nobody's blocks are freed.
+    A stream that was refused leaves no transfer open, and one that has ended leaves nothing."""
+    prompt, made = oracle.prompts(tiny, [40])[0], list[PrefillServicer]()
+    init = PrefillServicer.__init__
+    monkeypatch.setattr(PrefillServicer, "__init__", lambda self, *about: made.append(self) or init(self, *about))
     async with inside() as cluster:
         worker = cluster.workers["prefill-0"]
         async with grpc.aio.insecure_channel(worker.address) as channel:
@@ -88,6 +96,14 @@ async def test_a_transfer_is_released_by_its_ticket_alone_and_once(inside: Any, 
             stream.cancel()
             await cluster.freed()
             assert (await refused(release(real.transfer_id, real.generation, life))) == "FAILED_PRECONDITION", "expired"
+            worker.state = State.DRAINING
+            for _ in range(2):
+                assert await refused(stub.Prefill(prefill(worker, prompt))) == "UNAVAILABLE", (
+                    "its id is in nobody's use"
+                )
+            worker.state = State.READY
+            (servicer,) = made
+            await until(lambda: not servicer._released, 10, lambda: servicer._released)
         assert await cluster.ledgers_balance()
 
 
@@ -97,7 +113,7 @@ async def test_control_without_the_fence_a_forged_ticket_ends_a_transfer(
     """So that the refusals above are the ticket's doing: where the id is enough, the genuine one comes too late."""
     prompt = oracle.prompts(tiny, [40])[0]
 
-    def by_name(self: Source, ticket: Ticket) -> Any:
+    def by_name(self: Sender, ticket: Ticket) -> Any:
         return self._end(ticket.transfer_id, "released")
 
     async with inside() as cluster:
@@ -108,7 +124,7 @@ async def test_control_without_the_fence_a_forged_ticket_ends_a_transfer(
             real = await opened(stream)
             forged = prefill_pb2.ReleaseTransferRequest(transfer_id=real.transfer_id, generation=7, incarnation="x")
             with monkeypatch.context() as open_to_all:
-                open_to_all.setattr(Source, "release", by_name)
+                open_to_all.setattr(Sender, "release", by_name)
                 await refused(stub.ReleaseTransfer(forged))
             genuine = prefill_pb2.ReleaseTransferRequest(
                 transfer_id=real.transfer_id, generation=real.generation, incarnation=real.incarnation
@@ -144,10 +160,15 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
                 "prompt_tokens": len(prompt),
                 "max_tokens": 4,
                 "sampling": GREEDY,
+                "feed_id": "mine",
+                "lane": 1,
             }
+            feed = decodes.Feed(decode_pb2.FeedRequest(feed_id="mine"))
+            await feed.read()
             here = {"worker_id": "prefill-0", "address": source.address, "incarnation": source.incarnation}
             for changes, statuses in (
                 ({"feed_id": "nobody's"}, {"UNAVAILABLE"}),
+                ({"feed_id": ""}, {"INVALID_ARGUMENT"}),
                 ({"prefill": {**here, "incarnation": "another life"}}, {"FAILED_PRECONDITION", "UNAVAILABLE"}),
                 ({"prefill": {**here, "worker_id": "prefill-9"}}, {"FAILED_PRECONDITION", "UNAVAILABLE"}),
                 ({"token_ids": [vocabulary]}, {"INVALID_ARGUMENT"}),
@@ -157,8 +178,6 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
             ):
                 call = decodes.Decode(decode_pb2.DecodeRequest(**{**given, **changes}), timeout=10)
                 assert await refused(call) in statuses, changes
-            feed = decodes.Feed(decode_pb2.FeedRequest(feed_id="mine"))
-            await feed.read()
             for feed_id in ("mine", ""):
                 assert await refused(decodes.Feed(decode_pb2.FeedRequest(feed_id=feed_id))) == "INVALID_ARGUMENT"
             feed.cancel()

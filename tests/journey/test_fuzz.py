@@ -1,7 +1,7 @@
 """Whatever comes to the two front doors has a documented answer and brings nothing down.
 
-Requests are made of what the protocol (`loadtest/fuzz.py`) and the bodies' models say they have, so that new fields are
-tried as well. HTTP by hand, with other examples each time and as many as one likes:
+Requests are made of what the protocol (`loadtest/scenarios/fuzz.py`) and the bodies' models say they have, so that new
+fields are tried as well. HTTP by hand, with other examples each time and as many as one likes:
 FUZZ_EXAMPLES=5000 pytest tests/journey/test_fuzz.py
 """
 
@@ -22,10 +22,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from loadtest.fuzz import CONTEXT, GOOD, SCHEMA, TOOL, Fuzz
-from services.router import openai, servicer
-from tests import oracle
-from tests.templates import HERMES
+from loadtest.scenarios.fuzz import CONTEXT, GOOD, SCHEMA, TOOL, Fuzz
+from services.router.frontend import openai_protocol
+from services.router.preprocess import preprocessor
+from tests.support import oracle
+from tests.support.templates import HERMES
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 BY_HAND = int(os.environ.get("FUZZ_EXAMPLES", 0))
@@ -85,14 +86,14 @@ def bug(*_: Any) -> None:
 
 async def test_any_bytes_over_grpc_get_a_documented_status(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer within its limits, or a refusal that names the field; what is no message is refused as such. A bug
-    would be noticed. A million of them: `python -m loadtest.fuzz`."""
+    would be noticed. A million of them: `python -m loadtest fuzz`."""
     async with cluster() as it, grpc.aio.insecure_channel(it.router.address) as channel:
         cases = await Fuzz.at(channel)
         await cases.cases(seed=0, numbers=range(400), at_once=8)
         assert cases.outcomes["OK"] >= 10, cases.outcomes
         assert cases.outcomes["INVALID_ARGUMENT"] >= 10, cases.outcomes
         with monkeypatch.context() as broken, pytest.raises(AssertionError):
-            broken.setattr(servicer, "admit", bug)
+            broken.setattr(preprocessor, "build_request", bug)
             await cases.ask(GOOD[0])
 
 
@@ -137,10 +138,10 @@ VALUES = st.recursive(
 def names(*models: Any) -> Iterable[str]:
     """What a body may have, as clients spell it."""
     fields = {name: about for model in models for name, about in model.model_fields.items()}
-    return sorted({about.alias or name for name, about in fields.items()} | openai.NOT_SERVED.keys())
+    return sorted({about.alias or name for name, about in fields.items()} | openai_protocol.NOT_SERVED.keys())
 
 
-KEYS = st.sampled_from(names(openai.Completions, openai.Chat)).map(json.dumps)
+KEYS = st.sampled_from(names(openai_protocol.Completions, openai_protocol.Chat)).map(json.dumps)
 BODIES = {
     "/v1/completions": {'"prompt"': '"Return the"', '"max_tokens"': "4"},
     "/v1/chat/completions": {'"messages"': '[{"role": "user", "content": "hi"}]', '"max_tokens"': "4"},
@@ -216,7 +217,7 @@ async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeyp
         assert outcomes[200] >= 10, outcomes
         assert outcomes[400] >= 10, outcomes
         with monkeypatch.context() as broken, pytest.raises(AssertionError):
-            broken.setattr(servicer, "admit", bug)
+            broken.setattr(preprocessor, "build_request", bug)
             await check(("/v1/completions", b'{"prompt": "x"}'))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtransfer.blocks import Peer, Ticket
-from kvtransfer.source import Source
-from services.decode.remote_prefill import RemotePrefill
-from services.server import Channels
+from kvtransfer.sender import Sender
+from kvtransfer.types import Peer, Ticket
+from services.decode.remote_prefill import PrefillStream
+from services.grpc_server import Channels
 from tandem.errors import StaleTransfer, TransferFailed, Unavailable
-from tandem.status import from_rpc
-from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests import oracle
-from tests.faults import Harm, hold_until, only_first
+from tandem.grpc_errors import from_rpc
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tests.journey.test_forged import prefill
 from tests.journey.test_requests import until
+from tests.support import oracle
+from tests.support.faults import Harm, hold_until, only_first
+from tests.support.memory import block_view
+from tests.support.muxed import open_mux
 
 NEW = 16
 
@@ -42,15 +46,20 @@ def harming(harms: dict[str, Harm], **actions: Any) -> Any:
 
 
 def scramble(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
-    view = harm.region.view(pairs[0][1])
+    view = block_view(harm.region, pairs[0][1])
     view[:] = bytes([0x40, 0x13]) * (len(view) // 2)
 
 
 async def test_the_first_token_reaches_the_client_before_the_kv_has_moved(inside: Any, tiny: Path) -> None:
-    """With the transfer held back, the first token arrives; the others wait for the KV and are right."""
+    """With the transfer held back, the first token arrives; the others wait for the KV and are right. Who wants one
+    token waits for no KV."""
     go, harms = asyncio.Event(), {}
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(wrap=harming(harms, before=hold_until(go))) as cluster:
+        async with asyncio.timeout(10):
+            only = await cluster.client.generate(prompt, max_tokens=1, ignore_eos=True)
+        assert only.token_ids == oracle.greedy(tiny, prompt, 1)
+        await cluster.freed()
         stream = cluster.client.stream(prompt, max_tokens=NEW, ignore_eos=True)
         first = await anext(stream)
         assert first.token_ids == oracle.greedy(tiny, prompt, 1)
@@ -78,6 +87,36 @@ async def test_a_long_prompt_is_announced_and_read_in_parts(
         assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
         assert done.receipt.path == "disaggregated"
         assert sizes == [1] * -(-len(prompt) // cluster.settings.block_size)
+
+
+async def test_blocks_are_announced_while_later_ones_are_computed(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of 64 tokens announces its 8 blocks before the next one begins, and nothing twice or empty."""
+    prompt, steps = oracle.prompts(tiny, [150])[0], threading.Semaphore(0)
+    async with inside() as cluster:
+        worker = cluster.workers["prefill-0"]
+        step = worker.engine.step
+        monkeypatch.setattr(worker.engine, "step", lambda: steps.acquire(timeout=10) and step())
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+            stream = stub.Prefill(prefill(worker, prompt))
+            assert (await stream.read()).HasField("opened")
+            for first in (0, 8):
+                steps.release()
+                ready = (await stream.read()).ready
+                assert [block.index for block in ready.blocks] == list(range(first, first + 8))
+            steps.release(100)
+            assert (await stream.read()).HasField("first_token")
+            ready = (await stream.read()).ready
+            assert ([block.index for block in ready.blocks], ready.last) == ([16, 17, 18], True)
+            stream.cancel()
+            await cluster.freed()
+            stream = stub.Prefill(prefill(worker, prompt))
+            while not (event := await stream.read()).HasField("first_token"):
+                pass
+            assert event.first_token.timing.cached_tokens == worker.metrics._local._value.get() == 144, "18 blocks"
+            stream.cancel()
 
 
 async def test_a_failed_read_is_tried_again_without_another_attempt(inside: Any, tiny: Path) -> None:
@@ -115,7 +154,7 @@ async def test_control_without_the_digest_the_corruption_goes_through(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same fault with digests switched off: one attempt, status OK, wrong tokens."""
-    monkeypatch.setattr("kvtransfer.pull.Pull._first_wrong", lambda self, ready: None)
+    monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside(wrap=harming({}, after=only_first(scramble))) as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
@@ -148,11 +187,11 @@ def give_up(book: Any) -> None:
 
 
 @pytest.fixture
-def books(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+def books(monkeypatch: pytest.MonkeyPatch) -> list[Sender]:
     """The prefill workers' books of open transfers, which nothing else has a way to reach."""
-    made: list[Source] = []
+    made: list[Sender] = []
 
-    class Recorded(Source):
+    class Recorded(Sender):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.tickets: list[Ticket] = []
@@ -162,7 +201,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
             self.tickets.append(super().open(transfer_id))
             return self.tickets[-1]
 
-    monkeypatch.setattr("services.prefill.servicer.Source", Recorded)
+    monkeypatch.setattr("services.prefill.servicer.Sender", Recorded)
     return made
 
 
@@ -181,7 +220,7 @@ async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("overwrite", [True, False])
 async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
-    inside: Any, tiny: Path, overwrite: bool, books: list[Source]
+    inside: Any, tiny: Path, overwrite: bool, books: list[Sender]
 ) -> None:
     """Reused for another request (bytes differ) or merely given up (bytes still the same): refused either way."""
     prompt = oracle.prompts(tiny, [50])[0]
@@ -204,7 +243,7 @@ async def test_blocks_that_the_source_gave_up_during_the_read_are_never_used(
 
 
 async def test_control_without_the_fence_given_up_blocks_are_used(
-    inside: Any, tiny: Path, books: list[Source], monkeypatch: pytest.MonkeyPatch
+    inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same loss with a Release that always says yes: nobody notices."""
     prompt = oracle.prompts(tiny, [50])[0]
@@ -233,8 +272,8 @@ async def test_control_without_the_fence_given_up_blocks_are_used(
 async def test_a_consumed_ticket_cannot_be_replayed(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ticket is good for one release; its replay, another generation and an unknown id are all refused."""
     used: list[Ticket] = []
-    original = Source.release
-    monkeypatch.setattr(Source, "release", lambda self, ticket: used.append(ticket) or original(self, ticket))
+    original = Sender.release
+    monkeypatch.setattr(Sender, "release", lambda self, ticket: used.append(ticket) or original(self, ticket))
     async with inside() as cluster:
         await cluster.client.generate(oracle.prompts(tiny, [20])[0], max_tokens=2, ignore_eos=True)
         (ticket,) = used
@@ -259,7 +298,7 @@ async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_reque
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release with an older generation of the same transfer does not commit anything."""
-    original = RemotePrefill._open
+    original = PrefillStream._open
     aged: list[int] = []
 
     def age(self: Any, opened: prefill_pb2.Opened) -> None:
@@ -268,7 +307,7 @@ async def test_a_decode_worker_that_holds_an_old_ticket_is_refused_and_the_reque
             opened.generation -= 1
         original(self, opened)
 
-    monkeypatch.setattr(RemotePrefill, "_open", age)
+    monkeypatch.setattr(PrefillStream, "_open", age)
     prompt = oracle.prompts(tiny, [50])[0]
     async with inside() as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
@@ -294,13 +333,14 @@ async def test_a_source_that_restarted_is_not_taken_for_its_former_self(inside: 
             token_ids=prompt,
             prompt_tokens=len(prompt),
             max_tokens=NEW,
-            sampling=common_pb2.Sampling(top_p=1.0),
+            sampling=sampling_pb2.Sampling(top_p=1.0),
             prefill=common_pb2.WorkerRef(worker_id="prefill-0", incarnation=old.incarnation, address=new.address),
         )
         tokens: list[int] = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for event in stub.Decode(request):
-                tokens += event.tokens.token_ids
+        async with open_mux(stub) as (request.feed_id, _):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for event in stub.Decode(request):
+                    tokens += event.tokens.token_ids
         error = from_rpc(caught.value)
         assert isinstance(error, Unavailable)
         assert error.reason == "PREFILL_REFUSED"
@@ -371,12 +411,12 @@ async def test_a_cancelled_request_holds_its_blocks_until_its_reads_have_ended(
 
 
 async def test_a_ticket_is_dead_before_its_blocks_are_freed(
-    inside: Any, tiny: Path, books: list[Source], monkeypatch: pytest.MonkeyPatch
+    inside: Any, tiny: Path, books: list[Sender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release that comes between the two would say yes for blocks that somebody else may have."""
     go, tickets, still_open = asyncio.Event(), list[Ticket](), list[Ticket]()
-    opened = Source.open
-    monkeypatch.setattr(Source, "open", lambda book, name: tickets.append(opened(book, name)) or tickets[-1])
+    opened = Sender.open
+    monkeypatch.setattr(Sender, "open", lambda book, name: tickets.append(opened(book, name)) or tickets[-1])
     async with inside(wrap=harming({}, before=hold_until(go))) as cluster:
         prefill = cluster.workers["prefill-0"]
         drop = prefill.loop.drop

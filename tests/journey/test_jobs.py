@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from cluster import journal
-from cluster.journal import Asked, Journal, Kept
-from engine.checkpoints import make_adapter
+from cluster.state import job_journal
+from cluster.state.job_journal import Asked, JobJournal, Kept
+from loadtest.harness.random_checkpoints import make_adapter
 from services import launch
 from services.decode.servicer import DecodeServicer
-from services.router import jobs, servicer
-from tandem import client as client_module
-from tandem.client import AsyncClient
+from services.router import generation
+from services.router.frontend import job_runner, jobs_service
+from tandem.async_client import AsyncClient
 from tandem.errors import (
     Busy,
     Cancelled,
@@ -27,11 +27,12 @@ from tandem.errors import (
     PreconditionFailed,
     Unavailable,
 )
+from tandem.rpc import unary_calls
 from tandem.tasks import end
 from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
-from tests import oracle
-from tests.calls import forced_call, with_template
-from tests.faults import slow_down
+from tests.support import oracle
+from tests.support.calls import forced_call, with_template
+from tests.support.faults import slow_down
 
 NEW = 48
 
@@ -58,8 +59,8 @@ async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
 
 async def crash(router: Any) -> None:
     """Its process is gone: nothing is renewed, released or kept any more."""
-    await end(router.jobs._keeping)
-    for _, task in list(router.jobs._mine.values()):
+    await end(router.job_runner._keeping)
+    for _, task in list(router.job_runner._mine.values()):
         await end(task)
 
 
@@ -67,8 +68,8 @@ def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1)
     """The router keeps nothing more of its job as soon as what was kept fulfils `when`: however quick it is and however
     late its watchers, the job is open then."""
     kept: list[list[int]] = [[] for _ in range(choices)]
-    journal = router.jobs._journal
-    append, end_it = journal.append, journal.end
+    job_journal = router.journal
+    append, end_it = job_journal.append, job_journal.end
 
     async def or_wait(call: Any, *given: Any, **more: Any) -> Any:
         if when(kept):
@@ -80,7 +81,7 @@ def held(router: Any, when: Callable[[list[list[int]]], bool], choices: int = 1)
         kept[choice] += generation_pb2.GenerateResponse.FromString(event).delta.token_ids
         return found
 
-    journal.append, journal.end = keep, lambda *given, **more: or_wait(end_it, *given, **more)
+    job_journal.append, job_journal.end = keep, lambda *given, **more: or_wait(end_it, *given, **more)
 
 
 async def test_a_job_is_what_generate_gives(inside: Any, tiny: Path) -> None:
@@ -154,7 +155,7 @@ async def test_every_completion_goes_on_at_its_own_last_token(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that had ended stay as they are; the others are what they are without the loss, each with its seed."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt, n = oracle.prompts(tiny, [30])[0], 4
     ends = {3: 2.5, 4: 2.5}  # more likely than by nature, so that they end at different tokens
     options: Any = {"max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": n}
@@ -178,7 +179,7 @@ async def test_a_watcher_of_several_completions_finds_the_next_router(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks again from the completion that is furthest behind, and nobody sees a token twice."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options: Any = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 7, "n": 3}
     async with inside() as cluster:
@@ -204,7 +205,7 @@ async def test_a_job_whose_last_token_was_kept_ends_at_the_next_router(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nothing is left to compute; its receipt says that the account of it is lost."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         reached = asyncio.Event()
@@ -213,7 +214,7 @@ async def test_a_job_whose_last_token_was_kept_ends_at_the_next_router(
             reached.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(cluster.router.jobs._journal, "end", never)
+        monkeypatch.setattr(cluster.router.journal, "end", never)
         second: Any = await launch.start("router", cluster.settings, "router-1")
         async with AsyncClient(second.address) as client, asyncio.timeout(20):
             job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
@@ -232,14 +233,14 @@ async def test_a_job_that_must_call_a_tool_goes_on_with_its_call(
     inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept is the prompt as token ids and the grammar that was made of its tools."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     request = forced_call(max_tokens=100, seed=3)
     async with inside(model=str(with_template(tmp_path))) as cluster:
         expected: list[list[int]] = [[]]
         await of_each(cluster.client._pieces(request, None), expected)
 
         async def submit(client: AsyncClient) -> Any:
-            return (await client._ask(client_module._submit([request])))[0]
+            return (await client._ask(unary_calls._submit([request])))[0]
 
         assert await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= 8) == expected
 
@@ -257,7 +258,7 @@ async def test_a_job_with_an_adapter_goes_on_with_it(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token for token, and they are not the base model's."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options: Any = {"max_tokens": 80, "ignore_eos": True, "adapter": "red"}
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
@@ -272,7 +273,7 @@ async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -
     second: Any = await launch.start("router", cluster.settings, "router-1")
     held(cluster.router, lambda now: len(now[0]) >= 8)
     slow_down(cluster.workers["decode-0"], 0.05)  # it is replaced below
-    await end(second.jobs._keeping)  # it takes nothing over before the adapter is another one
+    await end(second.job_runner._keeping)  # it takes nothing over before the adapter is another one
     job = await cluster.client.submit(prompt, max_tokens=80, ignore_eos=True, adapter="red")
     seen: list[list[int]] = [[]]
     await of_each(cluster.client.watch(job.job_id), seen, lambda now: len(now[0]) >= 8)
@@ -283,7 +284,7 @@ async def replaced(cluster: Any, adapters: dict[str, Path], prompt: list[int]) -
     adapters["other"].rename(adapters["red"])
     for name in ("prefill-0", "decode-0"):
         await cluster.start_worker(name)
-    await second.jobs.start()
+    await second.job_runner.start()
     return job, second
 
 
@@ -291,7 +292,7 @@ async def test_a_job_does_not_go_on_with_another_adapter_of_the_same_name(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for its own, for as long as it has, and what was kept stays as it was."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     check, refused = DecodeServicer._check_adapter, asyncio.Event()
 
@@ -324,15 +325,15 @@ async def test_control_without_its_fingerprint_two_adapters_make_one_answer(
     inside: Any, tiny: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the refusal above is the kept fingerprint's doing."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
 
-    class Forgetful(servicer.Past):
+    class Forgetful(generation.ResumeState):
         def __init__(self, events: Any) -> None:
             super().__init__(events)
             self.adapter_fingerprint = b""
 
-    monkeypatch.setattr(servicer, "Past", Forgetful)
+    monkeypatch.setattr(generation, "ResumeState", Forgetful)
     async with inside(adapters={"red": str(adapters["red"])}) as cluster:
         expected = (await cluster.client.generate(prompt, max_tokens=80, ignore_eos=True, adapter="red")).token_ids
         job, second = await replaced(cluster, adapters, prompt)
@@ -350,7 +351,7 @@ async def test_another_router_goes_on_at_the_last_token(
 ) -> None:
     """Sampled, with penalties: the same tokens as without the loss, and the watcher of the lost router finds the other
     one by itself."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     options = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.3}
     async with inside() as cluster:
@@ -380,12 +381,12 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
 ) -> None:
     """They would give other tokens: when no worker has had its own for a while, the job fails and says so, and what was
     kept stays as it was."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
-    monkeypatch.setattr(jobs, "OTHER_MODEL_S", 0.3)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "MAX_LAYOUT_ABSENCE_S", 0.3)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         second: Any = await launch.start("router", cluster.settings, "router-1")
-        monkeypatch.setattr(second._generation, "layouts", lambda: {"another"})
+        monkeypatch.setattr(second.model, "layouts", lambda: {"another"})
         async with AsyncClient(second.address) as client:
             held(cluster.router, lambda now: len(now[0]) >= 1)
             job = await cluster.client.submit(prompt, max_tokens=400, ignore_eos=True)
@@ -403,7 +404,7 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
 
 async def test_a_cancelled_job_ends_and_holds_nothing(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its watchers are told."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
@@ -474,17 +475,17 @@ async def test_a_tenant_sees_its_own_jobs_only(inside: Any, tiny: Path, tmp_path
 
 async def test_a_leaving_router_gives_its_jobs_back(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one has them long before the leases would have ended."""
-    monkeypatch.setattr(jobs, "LEASE_S", 60.0)
+    monkeypatch.setattr(job_runner, "LEASE_S", 60.0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         taken = [await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True) for _ in range(3)]
         await cluster.router.jobs.leave()
-        other = Journal(cluster.settings.redis, cluster.settings.cluster, lease_s=6.0, kept_s=60.0, most=100)
-        async with asyncio.timeout(2):
+        other = JobJournal(cluster.settings.redis, cluster.settings.cluster, lease_s=6.0, kept_s=60.0, most=100)
+        async with asyncio.timeout(20):  # a third of the lease
             claimed = [await other.claim() for _ in taken]
         assert {record.job_id for record in claimed if record} == {f"/{job.job_id}" for job in taken}
         for record in claimed:
-            await other.end(record.job_id, record.generation, journal.JobState.CANCELLED)
+            await other.end(record.job_id, record.generation, job_journal.JobState.CANCELLED)
         await other.close()
 
 
@@ -494,10 +495,10 @@ async def test_a_router_that_lost_a_job_generates_no_more(
 ) -> None:
     """It is another router's by now; this one hears of it by the next token or the next renewal, and frees what it has
     for it."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6 if told_by == "renew" else 60.0)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6 if told_by == "renew" else 60.0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
-        kept, append = cluster.router.jobs._journal, cluster.router.jobs._journal.append
+        kept, append = cluster.router.journal, cluster.router.journal.append
         begun, answers = asyncio.Event(), []
 
         async def slow(*given: Any) -> Any:
@@ -511,10 +512,10 @@ async def test_a_router_that_lost_a_job_generates_no_more(
         job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
         await kept._writes.client.hset(kept._job(f"/{job.job_id}"), "generation", 7)
         await begun.wait()
-        await until(lambda: not cluster.router.jobs._mine)
+        await until(lambda: not cluster.router.job_runner._mine)
         await cluster.freed()
         assert answers.count(Kept.LOST) == (told_by == "append")
-        await kept.end(f"/{job.job_id}", 7, journal.JobState.CANCELLED)
+        await kept.end(f"/{job.job_id}", 7, job_journal.JobState.CANCELLED)
 
 
 async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(inside: Any, tiny: Path) -> None:
@@ -539,17 +540,17 @@ async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypat
     """Watchers that wait take nothing from those who submit, keep tokens and renew leases."""
     prompt = oracle.prompts(tiny, [20])[0]
     async with inside() as cluster:
-        here, begin = cluster.router.jobs, asyncio.Event()
-        attempt = here._attempt
+        runner, begin = cluster.router.job_runner, asyncio.Event()
+        attempt = runner._attempt
 
         async def later(*given: Any) -> None:
             await begin.wait()
             await attempt(*given)
 
-        monkeypatch.setattr(here, "_attempt", later)
+        monkeypatch.setattr(runner, "_attempt", later)
         taken = await cluster.client.submit_many([prompt] * 128, max_tokens=8, ignore_eos=True)
         reading = [asyncio.create_task(read(cluster.client, job.job_id)) for job in taken]
-        await until(lambda: here._watchers.total() == 128)
+        await until(lambda: cluster.router.jobs._watchers.total() == 128)
         another = await cluster.client.submit(prompt, max_tokens=8, ignore_eos=True)
         begin.set()
         async with asyncio.timeout(60):
@@ -560,7 +561,7 @@ async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypat
 
 async def test_watchers_of_a_tenant_are_bounded(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more is refused with the time to come back, and has room when another one leaves."""
-    monkeypatch.setattr(jobs, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(jobs_service, "MAX_WATCHERS", 1)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         job = await cluster.client.submit(prompt, max_tokens=300, ignore_eos=True)
@@ -600,7 +601,7 @@ async def test_jobs_keep_to_their_tenants_tokens(inside: Any, tiny: Path, tmp_pa
             assert len(await read(ben, (await ben.submit(prompt, max_tokens=50, ignore_eos=True)).job_id)) == 50
             answer = await anna.generate(prompt, max_tokens=100, ignore_eos=True, timeout=10)
             assert len(answer.token_ids) == 100
-            bucket = cluster.router._generation.tenants._tenants["anna"]
+            bucket = cluster.router.rate_limits._tenants["anna"]
             assert bucket.tokens >= 500
             bucket.tokens += 1000  # as after half a minute
             while True:
@@ -615,22 +616,22 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
     inside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped in the middle and goes on later, token for token."""
-    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
-    monkeypatch.setattr(jobs, "LAST_DELAY_S", 0.05)
+    monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
+    monkeypatch.setattr(job_runner, "MAX_RETRY_S", 0.05)
     file, key = tmp_path / "keys", "anna-key-0123456789"
     file.write_text(f"anna {key} tokens_per_minute=400\n")
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside(api_keys=file) as cluster, AsyncClient(cluster.router.address, api_key=key) as anna:
         job = await anna.submit(prompt, max_tokens=200, ignore_eos=True, temperature=1.0, seed=3)
         whole = asyncio.create_task(read(anna, job.job_id))
-        bucket = cluster.router._generation.tenants._tenants
+        bucket = cluster.router.rate_limits._tenants
         async with asyncio.timeout(30):
             while not whole.done():
                 if "anna" in bucket:
                     bucket["anna"].tokens = max(bucket["anna"].tokens, 260.0)
                 await asyncio.sleep(0.02)
             file.write_text(f"anna {key}\n")
-            await until(lambda: not cluster.router._generation.tenants.named("anna").limits.tokens_per_minute)
+            await until(lambda: not cluster.router.rate_limits.named("anna").limits.tokens_per_minute)
             again = await anna.generate(prompt, max_tokens=200, ignore_eos=True, temperature=1.0, seed=3)
         assert await whole == again.token_ids
 
@@ -640,7 +641,7 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
 
 async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reason: str | None = None) -> list[int]:
     """The next attempts end with INTERNAL. Returns a list with one entry for each."""
-    generate, seen = cluster.router._generation.generate, []
+    generate, seen = cluster.router.generation.generate, []
 
     def failing(*given: Any, **more: Any) -> Any:
         if len(seen) < times:
@@ -648,8 +649,8 @@ async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reas
             raise InternalError("broken", reason=reason)
         return generate(*given, **more)
 
-    monkeypatch.setattr(cluster.router._generation, "generate", failing)
-    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr(cluster.router.generation, "generate", failing)
+    monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
     return seen
 
 
@@ -659,13 +660,13 @@ async def test_a_job_outlives_an_internal_error_that_passes(
     """A worker that is about to die may say INTERNAL once; the third time in a row ends the job."""
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
-        await broken(monkeypatch, cluster, jobs.MOST_INTERNAL - 1)
+        await broken(monkeypatch, cluster, job_runner.MAX_INTERNAL_ERRORS - 1)
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
         assert await read(cluster.client, job.job_id) == oracle.greedy(tiny, prompt, NEW)
         seen = await broken(monkeypatch, cluster, 100)
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
         assert (await ended(cluster.client, job.job_id)).state == "failed"
-        assert len(seen) == jobs.MOST_INTERNAL
+        assert len(seen) == job_runner.MAX_INTERNAL_ERRORS
 
 
 async def test_a_job_that_kills_workers_is_not_tried_again(
@@ -684,14 +685,14 @@ async def test_a_job_waits_while_some_workers_have_another_layout(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an upgrade nothing is mixed; when all have its own again it goes on."""
-    monkeypatch.setattr(jobs, "FIRST_DELAY_S", 0.05)
-    monkeypatch.setattr(jobs, "OTHER_MODEL_S", 0.2)
+    monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
+    monkeypatch.setattr(job_runner, "MAX_LAYOUT_ABSENCE_S", 0.2)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
-        generation = cluster.router._generation
-        (mine,) = generation.layouts()
+        model = cluster.router.model
+        (mine,) = model.layouts()
         with monkeypatch.context() as upgrade:
-            upgrade.setattr(generation, "layouts", lambda: {mine, "another"})
+            upgrade.setattr(model, "layouts", lambda: {mine, "another"})
             job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
             await asyncio.sleep(0.5)
             waiting = await cluster.client.job(job.job_id)
@@ -704,9 +705,9 @@ async def test_a_job_waits_while_some_workers_have_another_layout(
 
 
 @pytest.fixture
-async def owned(valkey_url: str) -> AsyncIterator[tuple[Journal, str]]:
+async def owned(valkey_url: str) -> AsyncIterator[tuple[JobJournal, str]]:
     """A job that was taken over: generation 1 was its owner, 2 is."""
-    kept = Journal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    kept = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
     name = "/job"
     assert await kept.submit([Asked(name, b"asked", "digest")]) == [True]
     assert await kept.append(name, 1, 0, 2, b"first") is Kept.KEPT
@@ -714,16 +715,16 @@ async def owned(valkey_url: str) -> AsyncIterator[tuple[Journal, str]]:
     assert record is not None
     assert (record.job_id, record.generation, record.tokens) == (name, 2, 2)
     yield kept, name
-    await kept.end(name, 2, journal.JobState.FINISHED)
+    await kept.end(name, 2, job_journal.JobState.FINISHED)
     await kept._writes.client.delete(kept._job(name), kept._events(name))
     await kept.close()
 
 
-async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[Journal, str]) -> None:
+async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[JobJournal, str]) -> None:
     """Nor ends it, nor keeps it; and the owner adds each token once, in its place."""
     kept, name = owned
     assert await kept.append(name, 1, 2, 4, b"late") is Kept.LOST
-    assert await kept.end(name, 1, journal.JobState.FINISHED, b"late") is Kept.LOST
+    assert await kept.end(name, 1, job_journal.JobState.FINISHED, b"late") is Kept.LOST
     assert await kept.renew([(name, 1)]) == [Kept.LOST]
     assert await kept.append(name, 2, 3, 4, b"gap") is Kept.GAP
     assert await kept.append(name, 2, 0, 2, b"twice") is Kept.GAP
@@ -732,12 +733,14 @@ async def test_a_router_that_was_taken_for_dead_adds_nothing(owned: tuple[Journa
 
 
 async def test_control_without_the_fence_its_tokens_are_there_twice(
-    valkey_url: str, monkeypatch: pytest.MonkeyPatch, owned: tuple[Journal, str]
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch, owned: tuple[JobJournal, str]
 ) -> None:
     """So that the refusals above are the scripts' doing."""
     _, name = owned
-    monkeypatch.setattr(journal, "APPEND", journal.APPEND.replace("return 'lost'", "").replace("return 'gap'", ""))
-    open_to_all = Journal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
+    monkeypatch.setattr(
+        job_journal, "APPEND", job_journal.APPEND.replace("return 'lost'", "").replace("return 'gap'", "")
+    )
+    open_to_all = JobJournal(valkey_url, "t-fenced", lease_s=0.0, kept_s=60.0, most=10_000)
     assert await open_to_all.append(name, 1, 0, 2, b"twice") is Kept.KEPT
     assert [entry.event for entry in await open_to_all.all(name)] == [b"first", b"twice"]
     await open_to_all.close()

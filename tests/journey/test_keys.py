@@ -13,9 +13,9 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.router import keys
-from services.router.keys import Keys
-from tandem.client import AsyncClient
+from services.router.tenancy import api_keys
+from services.router.tenancy.api_keys import ApiKeys
+from tandem.async_client import AsyncClient
 from tandem.errors import PermissionDenied, SettingsError, Unauthenticated
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
@@ -80,8 +80,8 @@ async def test_control_without_the_setting_nobody_is_asked(inside: Any) -> None:
 
 def test_a_changed_file_counts_and_a_broken_one_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that was taken out is refused, a new one is taken; a file that means nothing lets nobody in or out."""
-    monkeypatch.setattr(keys, "LOOK_AGAIN_S", 0.0)
-    known = Keys(file)
+    monkeypatch.setattr(api_keys, "RECHECK_S", 0.0)
+    known = ApiKeys(file)
     assert known.check(f"Bearer {USER}").name == "anna"
     file.write_text("ben another-key-0123456789\n")
     with pytest.raises(Unauthenticated):
@@ -106,9 +106,9 @@ def test_a_file_that_means_nothing_is_refused_at_the_start(file: Path, text: str
     """Before the router listens. The message names the place, and never a key."""
     file.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        Keys(file)
+        ApiKeys(file)
     assert caught.value.field == "api_keys"
     assert USER not in caught.value.message
     file.unlink()
     with pytest.raises(SettingsError):
-        Keys(file)
+        ApiKeys(file)

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine.layout import KvLayout
-from kvtransfer.blocks import Peer
+from engine.core.kv_layout import KvLayout
+from kvtransfer.types import Peer
 from planner.capacity import read_shape
-from tests import oracle, rounding
-from tests.faults import Harm, only_first
-from tests.harness import LocalCluster
+from tests.support import oracle, rounding
+from tests.support.faults import Harm, only_first
+from tests.support.harness import LocalCluster
+from tests.support.memory import block_view
 
 DEMO = Path(__file__).parents[2] / "demo/model"
-KV = "int8"  # of the cluster; tests/engine/test_quantised.py has the others without one
+KV = "int8"  # of the cluster; tests/engine/test_kv_quantization.py has the others without one
 NEW, BLOCK = 12, 8
 # One token to several chunks of 64; block borders hit, missed by one, and crossed.
 LENGTHS = [1, 2, 7, 8, 9, 17, 31, 40, 63, 64, 65, 90, 128, 150]
@@ -98,7 +99,7 @@ def scale_flipped(layout: KvLayout) -> Callable[[Harm, Peer, Sequence[tuple[int,
     """Changes the scales of V of the first call in the first block that was read, and nothing else."""
 
     def flip(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
-        view = harm.region.view(pairs[0][1])
+        view = block_view(harm.region, pairs[0][1])
         start = layout.calls[0].v_scale_offset
         for at in range(start, start + 2 * layout.block_size * layout.calls[0].v_heads):
             view[at] ^= 0x03
@@ -138,7 +139,7 @@ async def test_control_without_the_digest_they_are_used(
     inside: Any, tiny: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same fault with digests switched off: one attempt, status OK, other tokens."""
-    monkeypatch.setattr("kvtransfer.pull.Pull._first_wrong", lambda self, ready: None)
+    monkeypatch.setattr("kvtransfer.receiver.Receiver._first_wrong", lambda self, ready: None)
     done, right = await ask_with_wrong_scales(inside, oracle.prompts(tiny, [50])[0], kv)
     assert done.receipt.attempts == 1
     assert done.token_ids != right

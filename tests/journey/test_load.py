@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from loadtest import report as reports
-from loadtest.__main__ import main
-from loadtest.goodput import Load, Objective
-from loadtest.plan import Plan, measure
-from loadtest.report import Report, Side
-from loadtest.targets import Grpc, Http, Target
+from loadtest.commands import main
+from loadtest.harness import report as reports
+from loadtest.harness.goodput import Load, Objective, Side
+from loadtest.harness.report import Report
+from loadtest.loadgen.plan import Plan, measure
+from loadtest.loadgen.targets import Grpc, Http, Target
 
 OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
 PLAN = Plan(rate=8.0, seconds=1.6, warmup=0.4, input=24, output=6)

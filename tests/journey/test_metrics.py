@@ -11,8 +11,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import kernels, speedcheck
-from engine.speedcheck import Case, Kind
+from engine import kernels
+from engine.kernels import speed_check
+from engine.kernels.speed_check import Case, Kind
 
 OWN = ("state", "source", "transport", "result")
 
@@ -61,12 +62,12 @@ async def test_an_operator_hears_of_products_that_are_slower_than_torchs(
     inside: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ratio: float
 ) -> None:
     """From the worker's metrics and from the doctor; of fast ones only the metrics have the number."""
-    monkeypatch.setattr(speedcheck, "LEAST_ELEMENTS", 0)
-    monkeypatch.setattr(speedcheck, "measure", lambda kinds: [Case(Kind(*kind), 8, ratio, 1.0) for kind in kinds])
+    monkeypatch.setattr(speed_check, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(speed_check, "measure", lambda kinds: [Case(Kind(*kind), 8, ratio, 1.0) for kind in kinds])
     async with inside(prefill=0, local_prefill="measured", metrics_port=0, weight_cache=str(tmp_path)) as cluster:
         problems = (await cluster.client.diagnose()).problems
         where = {worker.worker_id: worker.metrics_address for worker in await cluster.client.workers()}
         found = await asyncio.to_thread(scraped, where["decode-0"])
     assert found["tandem_product_time_ratio",] == ratio
     said = [one for one in problems if one.startswith("decode-0: the compiled products are slow on this processor")]
-    assert bool(said) == (ratio > speedcheck.SLOW)
+    assert bool(said) == (ratio > speed_check.SLOW)

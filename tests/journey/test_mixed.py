@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.build import build_engine
+from engine.builder import build_engine
+from engine.core.sequence import Logprob, Sequence
 from engine.engine import Engine
-from engine.sampling import Logprob
-from engine.sequence import GrammarSpec, Sampling, Sequence
-from services.router.admit import seed_of
-from services.router.text import Text
+from services.router.preprocess.request import seed_of
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.sampling import GrammarSpec, Sampling
 from tandem.settings import Settings
-from tests.templates import HERMES
+from tests.support.templates import HERMES
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 END = 0  # the demo model's end of sequence
@@ -159,7 +159,7 @@ def mix() -> Iterator[Asked]:
 # ---- through the cluster
 
 
-async def through(client: openai.AsyncOpenAI, asked: Asked, text: Text) -> list[Answer]:
+async def through(client: openai.AsyncOpenAI, asked: Asked, text: Tokenizer) -> list[Answer]:
     given, extra = {}, {"return_token_ids": True, "return_tokens_as_token_ids": True}
     for name, value in asked.options.items():
         if name == "grammar":
@@ -231,13 +231,13 @@ class Alone:
     def __init__(self, folder: Path) -> None:
         made = Settings(model=str(folder), device="cpu", threads=1, kv_blocks=256, block_size=8, max_num_seqs=1)
         self._engine: Engine = build_engine(made, lambda line: None)
-        self._text = Text.load(folder)
+        self._text = Tokenizer.load(folder)
 
     def answers(self, asked: Asked) -> list[Answer]:
         return [self._answer(asked, choice) for choice in range(asked.options.get("n", 1))]
 
     def _answer(self, asked: Asked, choice: int) -> Answer:
-        options, text, decode = asked.options, self._text, self._text.tokenizer.decode  # type: ignore[union-attr]
+        options, text, decode = asked.options, self._text, self._text.backend.decode  # type: ignore[union-attr]
         messages = [{"role": "user", "content": asked.text}]
         rendered = text.render(messages, options.get("tools")) if asked.chat else ""
         prompt = text.encode(rendered, special=False) if asked.chat else text.encode(asked.text)
@@ -313,7 +313,7 @@ async def test_a_mixed_workload_has_the_tokens_of_an_engine_alone(inside: Any, t
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)
-    workload, text = list(mix()), Text.load(folder)
+    workload, text = list(mix()), Tokenizer.load(folder)
     assert {name for asked in workload for name in asked.options} == VALUES.keys() | {"seed", "max_tokens"}
     assert {asked.options["grammar"] for asked in workload if "grammar" in asked.options} == GRAMMARS.keys()
     async with inside(model=str(folder), http_port=0, kv_blocks=1024) as cluster:

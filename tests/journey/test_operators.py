@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from cluster.registry import Registry, State, WorkerRecord
-from cluster.valkey import EmbeddedValkey
-from services.router.admin import AdminServicer
-from services.router.receipt import Receipts
-from services.server import Channels
-from services.view import ClusterView
-from tandem.answers import calibration
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.registry import Registry, State, WorkerRecord
+from services.grpc_server import Channels
+from services.router.execution.request_timeline import ReceiptLog
+from services.router.frontend.admin_service import AdminServicer
+from services.worker_liveness import WorkerLiveness
+from tandem.calibration import calibration
 from tandem.errors import PreconditionFailed, Unavailable
 from tandem.settings import Settings
 from tandem.v1 import admin_pb2
-from tests import oracle
+from tests.support import oracle
 
 DECODE = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:1")
 CONTEXT: Any = None  # nothing here looks at it
@@ -48,7 +48,7 @@ async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
 @pytest.fixture
 async def admin(registry: Registry) -> AsyncIterator[AdminServicer]:
     channels = Channels()
-    yield AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), channels, Receipts())
+    yield AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), channels, ReceiptLog())
     await channels.close()
 
 
@@ -63,11 +63,11 @@ async def wanted(admin: AdminServicer) -> dict[str, int]:
 async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     """Where the autoscaler does, a command is refused and changes nothing; in a dry run it works. What it found is
     told, and that it is silent or off."""
-    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    await registry.set_wanted({"router": 1, "decode": 1, "prefill": 0})
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
         given = Settings(model="m", autoscale=mode, decode_max=2)  # type: ignore[arg-type]
-        admin = AdminServicer(given, registry, ClusterView(registry, 1.0), Channels(), Receipts())
+        admin = AdminServicer(given, registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog())
         with pytest.raises(Unavailable, match="nothing lately"):
             await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
         if reason:
@@ -78,11 +78,11 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
             await admin.ScalePools(three, CONTEXT)
         assert (await registry.wanted())["decode"] == (1 if reason else 3)
     verdict = {"role": "decode", "size": 1, "wanted": 2, "why": "9 requests"}
-    await registry.tell_scaling(json.dumps({"mode": "dry-run", "at": time() - 2.0, "pools": [verdict]}))
+    await registry.publish_scaling(json.dumps({"mode": "dry-run", "at": time() - 2.0, "pools": [verdict]}))
     found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
     assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
     assert 2.0 <= found.age_seconds < 10.0
-    off = AdminServicer(Settings(model="m"), registry, ClusterView(registry, 1.0), Channels(), Receipts())
+    off = AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog())
     with pytest.raises(PreconditionFailed, match="off"):
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 
@@ -102,23 +102,23 @@ async def test_pools_are_said_to_have_no_supervisor_only_by_a_registry_that_answ
 async def test_a_pool_that_nobody_wants_is_no_problem(admin: AdminServicer, registry: Registry) -> None:
     """With prefill=0 wanted, a cluster without prefill workers is healthy; with one wanted, it is not."""
     await registry.beat(DECODE)
-    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    await registry.set_wanted({"router": 1, "decode": 1, "prefill": 0})
     assert await problems(admin) == []
-    await registry.want({"prefill": 1})
+    await registry.set_wanted({"prefill": 1})
     assert await problems(admin) == ["there is no prefill worker"]
 
 
 async def test_fewer_workers_than_wanted_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
     """The doctor counts: one of two is not all of them."""
     await registry.beat(DECODE)
-    await registry.want({"router": 1, "decode": 2, "prefill": 0})
+    await registry.set_wanted({"router": 1, "decode": 2, "prefill": 0})
     assert await problems(admin) == ["1 of 2 wanted decode workers are there"]
 
 
 async def test_slow_products_are_a_problem(admin: AdminServicer, registry: Registry) -> None:
     """The doctor says what a worker found at load, and whose processor it is."""
     await registry.beat(replace(DECODE, slow_products="8 rows take 2.00 times as long"))
-    await registry.want({"router": 1, "decode": 1, "prefill": 0})
+    await registry.set_wanted({"router": 1, "decode": 1, "prefill": 0})
     assert await problems(admin) == ["decode-0: 8 rows take 2.00 times as long"]
     await registry.beat(DECODE)
     assert await problems(admin) == []
@@ -129,13 +129,13 @@ async def test_the_wanted_sizes_outlive_a_registry_that_lost_them(
 ) -> None:
     """Empty after a restart, or silent: the last known sizes are told until somebody says otherwise."""
     sizes = {"router": 1, "decode": 2, "prefill": 3}
-    await registry.want(sizes)
+    await registry.set_wanted(sizes)
     assert await wanted(admin) == sizes
     valkey.stop()
     assert await wanted(admin) == sizes
     valkey.start()
     assert await wanted(admin) == sizes
-    await registry.want({"prefill": 1})
+    await registry.set_wanted({"prefill": 1})
     assert await wanted(admin) == {**sizes, "prefill": 1}
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import services.cache_news
-from services.router.prefixes import Prefixes, Prompt
-from tests import oracle
+import services.kv_events
+from services.router.routing.prefix_index import PrefixIndex, Prompt
 from tests.journey.test_requests import until
+from tests.support import oracle
 
 NEW = 8
 
@@ -19,7 +19,7 @@ NEW = 8
 def known(cluster: Any, worker_id: str, tokens: list[int], salt: bytes = b"") -> int:
     """What the router believes that a worker has of it."""
     record = cluster.router.view.workers[worker_id]
-    found: int = cluster.router._generation.prefixes.cached(Prompt(tokens, salt, ""), record)
+    found: int = cluster.router.prefixes.cached(Prompt(tokens, salt, ""), record)
     return found
 
 
@@ -54,7 +54,7 @@ async def test_control_without_the_index_workers_take_turns(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same prompt is computed by both."""
-    monkeypatch.setattr(Prefixes, "cached", lambda self, prompt, record: 0)
+    monkeypatch.setattr(PrefixIndex, "cached", lambda self, prompt, record: 0)
     prompt = oracle.prompts(tiny, [40])[0]
     async with inside(prefill=2) as cluster:
         receipts = [await ask(cluster, prompt) for _ in range(2)]
@@ -93,7 +93,7 @@ async def test_a_message_that_is_lost_makes_the_router_ask_again(
 ) -> None:
     """A gap in the numbers is noticed, and the whole is told anew."""
     lost = asyncio.Event()
-    watch = services.cache_news.CacheNews.watch
+    watch = services.kv_events.KvEvents.watch
 
     async def gappy(self: Any) -> Any:
         async for message in watch(self):
@@ -102,7 +102,7 @@ async def test_a_message_that_is_lost_makes_the_router_ask_again(
                 continue
             yield message
 
-    monkeypatch.setattr(services.cache_news.CacheNews, "watch", gappy)
+    monkeypatch.setattr(services.kv_events.KvEvents, "watch", gappy)
     first, second = oracle.prompts(tiny, [40, 48])
     async with inside() as cluster:
         await ask(cluster, first)
@@ -114,7 +114,7 @@ async def test_a_message_that_is_lost_makes_the_router_ask_again(
 
 async def test_wrong_knowledge_costs_no_token(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that believes everything to be everywhere gets the same answer."""
-    monkeypatch.setattr(Prefixes, "cached", lambda self, prompt, record: len(prompt) - 1)
+    monkeypatch.setattr(PrefixIndex, "cached", lambda self, prompt, record: len(prompt) - 1)
     prompt = oracle.prompts(tiny, [60])[0]
     async with inside(prefill=2, local_prefill="measured") as cluster:
         done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)

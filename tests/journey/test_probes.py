@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.blocks import Peer
-from services.decode import probes
-from services.server import Channels
+from kvtransfer.types import Peer
+from services.decode import link_probes
+from services.grpc_server import Channels
 from tandem.errors import Busy
-from tandem.status import calling
+from tandem.grpc_errors import calling
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from tests.faults import Harm
+from tests.support.faults import Harm
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -63,7 +63,7 @@ async def test_a_probe_does_not_free_the_blocks_that_another_one_writes_into(
 ) -> None:
     """The second one is refused while the first one's read is held, and the first one's blocks stay held until then."""
     reads = HeldReads()
-    monkeypatch.setattr(probes, "PROBE_WAIT_S", 0.1)
+    monkeypatch.setattr(link_probes, "PROBE_WAIT_S", 0.1)
     async with inside(wrap=reads.wrap) as cluster, prober(cluster) as probe:
         first = asyncio.create_task(probe())
         await asyncio.wait_for(reads.begun.wait(), 10)

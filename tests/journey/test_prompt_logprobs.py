@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import InvalidRequest
-from tests import oracle
-from tests.faults import Harm, flip_a_byte, only_first
+from tests.support import oracle
+from tests.support.faults import Harm, flip_a_byte, only_first
 
 TOP = 3
 
@@ -92,7 +92,7 @@ async def test_a_resumed_request_gets_them_once(inside: Any, tiny: Path) -> None
 
 async def test_how_many_may_be_asked_for_is_bounded(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the length of the prompt times the alternatives: what has to be computed, kept and sent."""
-    monkeypatch.setattr("services.router.admit.MAX_PROMPT_LOGPROBS", 100)
+    monkeypatch.setattr("services.router.preprocess.validation.MAX_PROMPT_LOGPROBS", 100)
     prompt = oracle.prompts(tiny, [26])[0]
     async with inside() as cluster:
         with pytest.raises(InvalidRequest) as caught:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests import oracle
-from tests.faults import Harm, flip_a_byte, only_first, slow_down
+from tests.support import oracle
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
 NEW = 80
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+import engine.decoding.speculative
 import engine.engine
-import engine.speculation
 from tandem.errors import SettingsError
-from tests import oracle
-from tests.harness import LocalCluster
 from tests.journey.test_kill import LONG, SIZES, disturbed, given, ids, sixteen
 from tests.journey.test_sampling import check, options
+from tests.support import oracle
+from tests.support.harness import LocalCluster
 
 NEW = 60
 
@@ -30,7 +30,7 @@ def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody drafts as much as they may, whatever it costs here."""
-    monkeypatch.setattr(engine.speculation, "worth", lambda chance, fixed, each, most: most)
+    monkeypatch.setattr(engine.decoding.speculative, "worth", lambda chance, fixed, each, most: most)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -111,7 +111,7 @@ async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, plai
 
 async def test_a_draft_model_with_another_vocabulary_is_refused(inside: Any, tiny: Path, tmp_path: Path) -> None:
     """A draft is a token id; ids of another vocabulary mean something else. Prefill workers load no draft model."""
-    from engine.checkpoints import make_checkpoint
+    from loadtest.harness.random_checkpoints import make_checkpoint
 
     other = make_checkpoint(tmp_path / "other", "tiny-llama", dtype="float32", vocab_size=200)
     with pytest.raises(SettingsError, match="vocabulary of 200 tokens, the model one of 384"):

@@ -11,11 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+import engine.decoding.structured_output
 import engine.engine
-import engine.grammar
 from tandem.errors import InvalidRequest, TandemError
-from tests.calls import forced_call, with_template
-from tests.faults import Harm, flip_a_byte, only_first, slow_down
+from tests.support.calls import forced_call, with_template
+from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
 DEMO = str(Path(__file__).parents[2] / "demo/model")
 PROMPTS = ["Return the", "What does sorted do?", "Raised when an index", "Create a"]
@@ -267,8 +267,8 @@ async def test_a_dead_end_ends_with_a_status_and_frees_everything(inside: Any, p
 
 async def test_a_hostile_grammar_costs_an_error_and_not_a_worker(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose tokens take ever longer to match fails alone; streams beside it and after it are whole."""
-    monkeypatch.setattr(engine.grammar, "TOKEN_CPU_S", 0.1)
-    monkeypatch.setattr(engine.grammar, "REPLAY_CPU_S", 0.0)
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.1)
+    monkeypatch.setattr(engine.decoding.structured_output, "REPLAY_CPU_S", 0.0)
     hostile = {"regex": "(a*)*(a*)*(aa|a)*(a|aa)*" * 8}
     async with inside(model=DEMO) as cluster:
         others = asyncio.gather(*(cluster.client.generate(prompt, **options()) for prompt in PROMPTS))

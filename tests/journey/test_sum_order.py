@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tandem.answers import Completion, examine
+from tandem.cluster_results import examine
+from tandem.results import Completion
 
 PROMPT = list(range(20))
 LATER = len(PROMPT) + 6  # a position that only the decode worker computes

@@ -12,13 +12,14 @@ import grpc.aio
 import httpx2
 import pytest
 
-from services.access import to_workers
-from services.server import Channels
-from tandem.client import AsyncClient, Tls
+from services.cluster_credentials import to_workers
+from services.grpc_server import Channels
+from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest, SettingsError, Unavailable
+from tandem.rpc.channel import Tls
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
-from tests import oracle
+from tests.support import oracle
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
 

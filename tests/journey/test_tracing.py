@@ -21,13 +21,13 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from services import launch
-from services.router import jobs
-from tandem import tracing
-from tandem.client import AsyncClient
+from services.router.frontend import job_runner
+from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest
 from tandem.settings import Settings
-from tests.faults import Harm, flip_a_byte, only_first
+from tandem.telemetry import tracing
 from tests.journey.test_jobs import crash
+from tests.support.faults import Harm, flip_a_byte, only_first
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FOUR = {"application", "tandem-router", "tandem-decode", "tandem-prefill"}
@@ -116,8 +116,10 @@ def application(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def phases(spans: list[Seen]) -> dict[str, float]:
-    found = {span.about[tracing.PHASE]: span.seconds for span in spans if tracing.PHASE in span.about}
-    assert len(found) == sum(tracing.PHASE in span.about for span in spans), "a phase is there once"
+    found = {
+        span.about[tracing.PHASE_ATTRIBUTE]: span.seconds for span in spans if tracing.PHASE_ATTRIBUTE in span.about
+    }
+    assert len(found) == sum(tracing.PHASE_ATTRIBUTE in span.about for span in spans), "a phase is there once"
     return found
 
 
@@ -155,6 +157,15 @@ async def test_one_request_is_one_trace_through_four_processes(
     assert about["gen_ai.usage.input_tokens"] == receipt.prompt_tokens
     assert about["gen_ai.usage.output_tokens"] == 5
     assert (about["gen_ai.request.temperature"], about["gen_ai.response.finish_reasons"]) == (0.5, ["length"])
+    [generated] = [span for span in ours if (span.name, span.service) == ("generate", "tandem-decode")]
+    assert generated.about == {"tandem.tokens": 4, "tandem.preemptions": 0}, "the first one is the prefill worker's"
+    for part, whole in (
+        (by_name["held until released"], by_name["prefill"]),
+        (by_name["kv.transfer"], by_name["decode"]),
+        (generated, by_name["decode"]),
+    ):
+        assert whole.start <= part.start + 1_000_000
+        assert part.start + part.seconds * 1e9 <= whole.start + whole.seconds * 1e9 + 1_000_000
     assert by_name["generate"].start <= min(span.start for span in ours) + 1_000_000
     [refused] = [spans for spans in traces.values() if any(span.failed for span in spans)]
     assert {span.service: span.about["error.type"] for span in refused} == {
@@ -195,7 +206,7 @@ async def test_a_job_stays_in_the_trace_of_who_submitted_it_whichever_router_run
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both of its lives are under the submission: the one that its first router lost, and the one that ended it."""
-    monkeypatch.setattr(jobs, "LEASE_S", 0.6)
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
     with application(receiver.endpoint, monkeypatch):
         async with inside(otlp_endpoint=receiver.endpoint, trace_ratio=0.0) as cluster:
             second: Any = await launch.start("router", cluster.settings, "router-1")
@@ -224,7 +235,7 @@ async def test_without_propagation_the_spans_are_of_different_traces(
     inside: Any, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: the same request, and nobody reads the header."""
-    monkeypatch.setattr(tracing, "CARRIED", ())
+    monkeypatch.setattr(tracing, "PROPAGATED_HEADERS", ())
     with application(receiver.endpoint, monkeypatch):
         async with inside(otlp_endpoint=receiver.endpoint, trace_ratio=1.0) as cluster:
             await cluster.client.generate(list(range(2, 42)), max_tokens=3, ignore_eos=True)
@@ -238,10 +249,10 @@ async def test_where_tracing_is_off_nothing_is_made_and_nothing_is_said(
     inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No span, no metadata, no thread; also for a client whose application has imported OpenTelemetry for itself."""
-    assert tracing.of_application() is tracing.OFF
-    assert tracing.of_process(Settings(model="m"), "decode", "decode-0") is tracing.OFF
-    span = tracing.OFF.serve("x", lambda: pytest.fail("nobody needs the headers"))
-    assert span is span.begin("y") is tracing.NOTHING
+    assert tracing.of_application() is tracing.NO_TRACING
+    assert tracing.of_process(Settings(model="m"), "decode", "decode-0") is tracing.NO_TRACING
+    span = tracing.NO_TRACING.serve("x", lambda: pytest.fail("nobody needs the headers"))
+    assert span is span.begin("y") is tracing.NO_SPAN
     assert not span
     assert span.headers == ()
     said: list[str] = []

@@ -25,12 +25,12 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import make_checkpoint
-from engine.weight_cache import KEPT
-from tandem.answers import Worker
+from engine.kernels.weight_cache import KEPT
+from loadtest.harness.random_checkpoints import make_checkpoint
 from tandem.client import Client
-from tests import oracle
-from tests.harness import Process
+from tandem.cluster_results import Worker
+from tests.support import oracle
+from tests.support.harness import Process
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 pytestmark = pytest.mark.timeout(180)

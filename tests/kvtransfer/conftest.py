@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.blocks import Peer, ReadStats, Region
-from kvtransfer.transport import Pair, Transport, make_transport
-from tests.copies import Copy
+from kvtransfer.factory import make_transport
+from kvtransfer.transport import Pair, Transport
+from kvtransfer.types import Peer, ReadStats, Region
+from tests.support.copies import Copy
 
 LAYOUT = "layout-1"
 # Seconds within which a helper process must have done what it was told.

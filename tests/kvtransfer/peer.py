@@ -21,8 +21,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvtransfer.blocks import Region
-from kvtransfer.transport import make_transport
+from kvtransfer.factory import make_transport
+from kvtransfer.types import Region
 
 
 def say(**answer: object) -> None:

@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
-from kvtransfer.blocks import Peer
-from kvtransfer.reads import DEPTH, Flight, Read, Remote
+from kvtransfer.backends.reads import BATCHES_IN_FLIGHT, Flight, Read, Remote
+from kvtransfer.types import Peer
 from tandem.errors import TransferFailed
 
 PEER = Peer("w", "1", "w@1", b"", "layout", 4096, 16, 4096, 0, "dram", "nixl")
@@ -39,9 +39,9 @@ def land(read):
 
 
 def test_reads_from_one_peer_take_turns_and_share_what_is_in_flight(remote):
-    """However many reads there are, DEPTH batches are in flight, so that each lands soon after it was posted."""
+    """However many reads there are, BATCHES_IN_FLIGHT batches are in flight: each lands soon after it was posted."""
     first, second = read_of(remote, 1, 2, 3), read_of(remote, 11, 12)
-    posted = [post(remote) for _ in range(DEPTH)]
+    posted = [post(remote) for _ in range(BATCHES_IN_FLIGHT)]
     assert posted == [1, 11]
     assert post(remote) is None
     land(first)

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from kvtransfer.transport import make_transport, measure_link
+from kvtransfer.factory import make_transport
+from kvtransfer.transport import measure_link
 from tandem.errors import IncompatibleLayout, InvalidRequest, SettingsError, WorkerLost
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvtransfer.ucx_log import UcxLog
+from kvtransfer.backends.ucx_log import UcxLog
 
 STAMP = "[1795231426.745072] [host:3604 :0]   "
 

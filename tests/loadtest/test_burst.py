@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from loadtest.burst import Run, kept, peak
-from loadtest.goodput import Load, Objective, Outcome
-from loadtest.slow import Device, slow_down
-from loadtest.workload import Request
+from loadtest.harness.goodput import Load, Objective, Outcome
+from loadtest.loadgen.workload import Request
+from loadtest.scenarios.burst import kept, peak
+from loadtest.scenarios.pool_bench import Run
+from loadtest.scenarios.slow_device import Device, slow_down
 
 
 def test_worker_seconds_are_those_of_every_process_until_the_load_is_over() -> None:
@@ -38,8 +39,8 @@ def test_a_slow_device_takes_its_time_and_does_the_same(monkeypatch: pytest.Monk
     """A step of 20 prompt tokens and 2 streams takes at least what the device needs for it; its result is the engine's,
     and a step that ran nothing does not wait."""
     slept: list[float] = []
-    monkeypatch.setattr("loadtest.slow.sleep", slept.append)
-    monkeypatch.setattr("loadtest.slow.monotonic", lambda: 7.0)  # the engine itself takes no time
+    monkeypatch.setattr("loadtest.scenarios.slow_device.sleep", slept.append)
+    monkeypatch.setattr("loadtest.scenarios.slow_device.monotonic", lambda: 7.0)  # the engine itself takes no time
     found: list[Any] = ["a token"]
     engine: Any = SimpleNamespace(step=lambda: found, prompt_tokens=20, streams=2, pace=None)
     slow_down(engine, Device(step_s=0.02, stream_s=0.01, prompt_rate=1000.0))

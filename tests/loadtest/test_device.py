@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import make_module
-from loadtest.device import NO_CUDA, Floors, main
+from loadtest.commands import main
+from loadtest.harness.random_checkpoints import make_module
+from loadtest.microbench.device import NO_CUDA, Floors
 
 CPU = torch.device("cpu")
 
@@ -15,14 +16,14 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence, and nothing is measured."""
-    assert main([]) == 1
+    assert main(["device"]) == 1
     assert capsys.readouterr() == ("", NO_CUDA + "\n")
 
 
 @pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="plain PyTorch has no recorded steps on a CPU")
 def test_all_of_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny model on the CPU goes through every part: rates, load with self-check, both kinds of steps, digests."""
-    assert main(["--device", "cpu"]) == 0
+    assert main(["device", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     wanted = [
         "copy",

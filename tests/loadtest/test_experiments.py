@@ -8,13 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest import experiments
-from loadtest.experiments import Sizes, disaggregated, steady
-from loadtest.goodput import Objective
-from loadtest.peers import interference, servers
-from loadtest.peers.servers import Peers
-from loadtest.plan import Plan, Search
-from loadtest.web import free_port
+from loadtest.comparison import experiments, interference, peer_servers
+from loadtest.comparison.experiments import Sizes, disaggregated, steady
+from loadtest.comparison.peer_servers import Peers
+from loadtest.harness.goodput import Objective
+from loadtest.harness.http_connection import free_port
+from loadtest.loadgen.plan import Plan, Search
 from tandem.errors import Unavailable
 
 # Answers as vLLM's server does, token ids and all, a token every few milliseconds; it knows how to answer one thing.
@@ -74,7 +73,7 @@ SIZES = Sizes(
 def vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, manner: str = "whole") -> Peers:
     """Stands in for vLLM's script, on a port that is free."""
     port = free_port()
-    monkeypatch.setattr(servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
+    monkeypatch.setattr(peer_servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
     monkeypatch.setattr(Peers, "checkpoint", lambda self, shape: folder / "model")
     monkeypatch.setattr(interference, "REST_S", 0.0)
     script = folder / "vllm.sh"

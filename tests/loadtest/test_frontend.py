@@ -11,12 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from loadtest.peers import frontend
-from loadtest.peers.frontend import Run, Shape, Side, Workers
-from loadtest.peers.instant import Instant
-from loadtest.peers.servers import Peers
-from loadtest.stats import Section
-from loadtest.web import Connection, completion
+from loadtest.comparison import frontend
+from loadtest.comparison.frontend import Run, Shape, Side, Workers
+from loadtest.comparison.instant_worker import Instant
+from loadtest.comparison.peer_servers import Peers
+from loadtest.harness.http_connection import Connection, completion
+from loadtest.harness.stats import Section
+from loadtest.microbench.hop import Straight
 from tandem.errors import Unavailable
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
@@ -86,20 +87,20 @@ async def test_an_answer_that_is_none_raises(pieces: tuple[bytes, ...], said: st
 
 
 @asynccontextmanager
-async def instant() -> AsyncIterator[decode_pb2_grpc.DecodeServiceStub]:
+async def instant() -> AsyncIterator[tuple[str, decode_pb2_grpc.DecodeServiceStub]]:
     server = grpc.aio.server()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(Instant(0.0, 2048), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
-        yield decode_pb2_grpc.DecodeServiceStub(channel)
+        yield f"127.0.0.1:{port}", decode_pb2_grpc.DecodeServiceStub(channel)
     await server.stop(0.1)
 
 
 @pytest.mark.parametrize("before", [0, 2])
 async def test_a_stream_has_its_first_token_on_the_call_and_the_others_in_the_feed(before: int) -> None:
     """Positions follow one another, `before` of an earlier attempt count among max_tokens, and the end is told."""
-    async with instant() as stub:
+    async with instant() as (_, stub):
         feed = stub.Feed(decode_pb2.FeedRequest(feed_id="f"))
         assert (await feed.read()).incarnation
         request = decode_pb2.DecodeRequest(
@@ -117,12 +118,15 @@ async def test_a_stream_has_its_first_token_on_the_call_and_the_others_in_the_fe
     assert positions == list(range(3 + before, 9))
 
 
-async def test_without_a_feed_everything_comes_on_the_call() -> None:
-    """As a benchmark asks it."""
-    async with instant() as stub:
-        request = decode_pb2.DecodeRequest(token_ids=[5] * 3, prompt_tokens=3, max_tokens=3)
-        events = [event.WhichOneof("event") async for event in stub.Decode(request)]
-    assert events == ["admitted", "tokens", "tokens", "tokens", "ended"]
+async def test_streams_straight_to_the_worker_have_all_their_tokens() -> None:
+    """Two at once and one after them, which uses a feed again."""
+    async with instant() as (address, _):
+        straight = Straight(address, 2048, 3)
+        both = await asyncio.gather(straight.stream(5), straight.stream(7))
+        assert [stream.tokens for stream in both] == [5, 7]
+        assert (await straight.stream(1)).tokens == 1
+        assert len(straight._idle) == 2
+        await straight.channel.close()
 
 
 # ---- taking turns
@@ -145,10 +149,10 @@ def test_sides_take_turns_and_ratios_are_of_neighbours(monkeypatch: pytest.Monke
         rate = 10.0 if side.name == "tandem" else 40.0
         return Run(rate, rate, 1 / rate, 1 / rate, 1.0, 0.1, 0.1, 0.0, 0.01, 1.0)
 
-    monkeypatch.setattr(frontend, "_started", started)
+    monkeypatch.setattr(frontend, "started", started)
     monkeypatch.setattr(frontend, "_alone", alone)
     monkeypatch.setattr(frontend, "_load", load)
-    monkeypatch.setattr(frontend, "_place", lambda *_: None)
+    monkeypatch.setattr(frontend, "pin", lambda *_: None)
     plan, ticks = frontend.Plan(rounds=2, layouts=("shared",)), list[str]()
     sections = frontend.run(Peers(None, tmp_path), plan, ticks.append)
     names = [side.name for side in sides]

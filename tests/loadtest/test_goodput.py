@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.goodput import Load, Objective, Outcome, State, highest, interval, next_rate
+from loadtest.harness.goodput import Load, Objective, Outcome, State, highest, interval, next_rate
 
 OBJECTIVE = Objective(ttft=1.0, tpot=0.1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import REAL
-from loadtest import machine, products, step
-from loadtest.machine import QUICK, Machine, Peaks, Sizes, main, reader
+from loadtest.commands import main
+from loadtest.harness import machine
+from loadtest.harness.machine import QUICK, Machine, Peaks, Sizes, reader
+from loadtest.harness.random_checkpoints import REAL
+from loadtest.microbench import products, step
 
 CPU = torch.device("cpu")
 built = pytest.mark.skipif(
@@ -35,7 +36,7 @@ def test_floors_follow_from_the_peaks() -> None:
 
 @built
 def test_the_sizes_of_a_shape_are_those_of_its_products() -> None:
-    """What `loadtest.products` packs, and more for what fills up panels."""
+    """What `loadtest.microbench.products` packs, and more for what fills up panels."""
     shape = {**REAL["Qwen3-0.6B"], "num_hidden_layers": 2, "vocab_size": 4800}
     parts = products._packed([(4800, 1024), (3072, 1024)])
     assert [part.numel() for part in parts] == [4800 * 1024, 3072 * 1024]
@@ -65,7 +66,7 @@ def test_it_says_what_the_processor_can_do(flags: str, told: list[str], monkeypa
 def test_alone_it_prints_a_table_and_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each peak with each number of threads, and torch has as many threads as before."""
     before, file = torch.get_num_threads(), tmp_path / "machine.json"
-    assert main(["--quick", "--threads", "1,2", "--json", str(file)]) == 0
+    assert main(["machine", "--quick", "--threads", "1,2", "--json", str(file)]) == 0
     out, found = capsys.readouterr().out, json.loads(file.read_text())
     assert [peaks["threads"] for peaks in found["peaks"]] == [1, 2]
     for peaks in found["peaks"]:
@@ -121,10 +122,9 @@ def test_products_are_told_as_shares_of_the_bandwidth(
     tiny = {**REAL["SmolLM2-135M"], "num_hidden_layers": 2, "hidden_size": 192, "vocab_size": 960}
     monkeypatch.setitem(REAL, "SmolLM2-135M", tiny | {"intermediate_size": 384})
     monkeypatch.setattr(products, "reader", lambda: lambda: products.STREAM_BYTES / 1e9)  # 1 GB/s
-    monkeypatch.setattr(sys, "argv", ["products", "--shape", "SmolLM2-135M", "--rows", "1,2,8", "--repeats", "2"])
     before = torch.get_num_threads()
     try:
-        products.main()
+        assert main(["products", "--shape", "SmolLM2-135M", "--rows", "1,2,8", "--repeats", "2"]) == 0
     finally:
         torch.set_num_threads(before)
     out = capsys.readouterr().out

@@ -12,12 +12,14 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from engine.checkpoints import make_checkpoint
-from loadtest.goodput import Load, Outcome
-from loadtest.peers import engines, serve, servers, soak
-from loadtest.peers.__main__ import parse, planned
-from loadtest.peers.interference import Window
-from loadtest.peers.servers import Peers, Vllm, of_session, write_tokenizer
+from loadtest.commands import main
+from loadtest.comparison import engines, peer_servers, serve, soak
+from loadtest.comparison.interference import Window
+from loadtest.comparison.peer_servers import Peers, Vllm, of_session, write_tokenizer
+from loadtest.comparison.peers import Changes, planned
+from loadtest.harness.goodput import Load, Outcome
+from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.harness.stats import sparkline
 from tandem.errors import SettingsError, Unavailable
 
 # ---- the command line
@@ -25,8 +27,8 @@ from tandem.errors import SettingsError, Unavailable
 
 def test_quick_measures_less_and_the_command_line_has_the_last_word() -> None:
     """What is said on the command line replaces the plan's own numbers and those of --quick."""
-    full, quick = (planned(parse(["serve", *more])) for more in ([], ["--quick"]))
-    said = planned(parse(["serve", "--quick", "--concurrency", "4", "--runs", "3", "--threads", "2"]))
+    full, quick = planned(Changes()), planned(Changes(quick=True))
+    said = planned(Changes(quick=True, concurrency="4", runs=3, threads="2"))
     assert full["serve"].runs >= 5
     assert quick["serve"].ticks < full["serve"].ticks
     assert (said["serve"].concurrency, said["serve"].runs, said["engines"].threads) == ((4,), 3, (2,))
@@ -46,9 +48,7 @@ def test_quick_measures_less_and_the_command_line_has_the_last_word() -> None:
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(wrong: list[str]) -> None:
     """Unknown parts, sides and numbers end with exit code 2."""
-    with pytest.raises(SystemExit) as ended:
-        parse(wrong)
-    assert ended.value.code == 2
+    assert main(["peers", *wrong]) == 2
 
 
 # ---- results
@@ -69,7 +69,7 @@ def test_a_ratio_is_of_neighbouring_runs_and_says_whether_the_promise_is_kept() 
     assert serve.promised("tandem-pd", "vllm-pd", "output", 1, 9.0) == ""
 
 
-class Fake(servers.Server):
+class Fake(peer_servers.Server):
     """A server that needs no process."""
 
     frozen_now = 0
@@ -152,8 +152,8 @@ def test_growth_is_seen_and_noise_is_not() -> None:
     """MiB per 1,000 requests of a line; a memory that moves by less than a MiB is drawn flat."""
     assert soak.slope([0, 500, 1000], [10.0, 12.0, 14.0]) == pytest.approx(4.0)
     assert soak.slope([0, 500, 1000], [10.0, 10.0, 10.0]) == 0.0
-    assert soak.draw([10.0, 10.05, 10.1]) == "▁▁▁"
-    assert soak.draw([10.0, 14.0, 18.0]) == "▁▄█"
+    assert sparkline([10.0, 10.05, 10.1]) == "▁▁▁"
+    assert sparkline([10.0, 14.0, 18.0]) == "▁▄█"
 
 
 # ---- checkpoints
@@ -185,8 +185,8 @@ def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peers:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    monkeypatch.setattr(servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
-    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(peer_servers, "VLLM_PORTS", {"aggregated": (port,), "pd": (port,)})
+    monkeypatch.setattr(peer_servers, "STOP_TIMEOUT_S", 1.0)
     script = tmp_path / "vllm.sh"
     script.write_text(SCRIPT)
     return Peers(script, tmp_path)
@@ -234,7 +234,7 @@ def test_a_peer_that_does_not_start_is_an_error(peers: Peers) -> None:
     with pytest.raises(SettingsError, match="script"):
         Vllm("pd", Path("model"), Peers(None, peers.home)).start()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", servers.VLLM_PORTS["pd"][0]))
+        taken.bind(("127.0.0.1", peer_servers.VLLM_PORTS["pd"][0]))
         taken.listen()
         with pytest.raises(SettingsError, match="in use"):
             Vllm("pd", Path("model"), peers).start()

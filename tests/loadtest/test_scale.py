@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest import scale
+from loadtest.commands import main
+from loadtest.scenarios import scale
 
 
 def test_a_few_of_everything_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row with what is wanted; the exit code says whether one was missed."""
-    code = scale.main(["--quick"])
+    code = main(["scale", "--quick"])
     shown = capsys.readouterr().out
     for row in ("placing a request, p99", "refresh, all workers new", "enqueueing 50 that wait", "longest blocking"):
         assert row in shown

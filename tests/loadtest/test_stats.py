@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadtest.stats import sure
+from loadtest.harness.stats import sure
 
 
 @pytest.mark.parametrize("count", [20, 80, 300])

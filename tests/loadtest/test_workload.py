@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest import traces, workload
-from loadtest.plan import Plan
-from loadtest.workload import BLOCK, Request
+from loadtest.loadgen import traces, workload
+from loadtest.loadgen.plan import Plan
+from loadtest.loadgen.workload import BLOCK, Request
 from tandem.errors import SettingsError
 
 # ---- arrivals

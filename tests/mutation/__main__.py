@@ -1,13 +1,15 @@
 """Changes the product one line at a time and looks whether the tests that should notice do.
 
-    python -m tests.mutation [--module PART]... [--sample 40] [--seconds 600] [--seed 1] [--json FILE]
+    python -m tests.mutation [--module PART]... [--sample 40] [--seconds 600] [--seed 1] [--json FILE] [--again FILE]
 
 For each module of tests/mutation/targets.py (or those whose path has PART in it) a random sample of its mutants is
 tested, each in a copy of the tree: the module's test files, up to the first failure, within a multiple of the time that
 they take without a change. Prints the share that was killed (failed, or took too long) of those that are not known to
-be equivalent, and the survivors as diffs. Exits 1 when less than 85 % were killed in all.
+be equivalent, and the survivors as diffs. Exits 1 when less than 85 % were killed in all. `--again` tests only the
+survivors that an earlier run wrote into its JSON file, to see what new tests kill.
 
-Third-party libraries are imported once, and each mutant is tested in a fork of that process.
+Third-party libraries are imported once, and each mutant is tested in a fork of that process. The copy has bytecode of
+everything but the changed module, and hypothesis does not shrink what it finds: only the failure counts.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 
+import hypothesis
 import psutil
+from hypothesis import Phase
 
-from tests.mutation.mutants import Mutant, mutants, read
+from tests.mutation.mutants import Mutant, lines_of, mutants, read
 from tests.mutation.targets import EQUIVALENT, TARGETS
 
 ROOT = Path(__file__).parents[2]
 WANTED = 0.85
-FACTOR, MARGIN_S = 4.0, 20.0  # of the time without a change
+FACTOR, MARGIN_S = 3.0, 15.0  # of the time without a change
 UNCHANGED_S = 400.0
 # None of ours: a fork must import the changed module by itself.
 PRELOADED = (
     "torch",
+    "torch._dynamo",
+    "transformers.core_model_loading",
     "numpy",
     "grpc",
     "pytest",
@@ -49,6 +55,10 @@ PRELOADED = (
     "structlog",
     "pydantic",
     "redis",
+    "prometheus_client",
+    "pydantic_settings",
+    "uvicorn",
+    "xgrammar",
 )
 KILLED, SURVIVED, LATE, EQUAL = "killed", "survived", "killed by time", "equivalent"
 
@@ -98,12 +108,12 @@ class Copy:
         before = path.read_text(encoding="utf-8")
         path.write_text(code, encoding="utf-8")
         try:
-            return self._test(files, seconds)
+            return self._test(files, seconds, unchanged=code == before)
         finally:
             path.write_text(before, encoding="utf-8")
 
-    def _test(self, files: tuple[str, ...], seconds: float) -> bool | None:
-        process = multiprocessing.get_context("fork").Process(target=_pytest, args=(self.folder, files))
+    def _test(self, files: tuple[str, ...], seconds: float, unchanged: bool) -> bool | None:
+        process = multiprocessing.get_context("fork").Process(target=_pytest, args=(self.folder, files, unchanged))
         process.start()
         process.join(seconds)
         late = process.is_alive()
@@ -112,12 +122,17 @@ class Copy:
         return None if late else process.exitcode == 0
 
 
-def _pytest(folder: Path, files: tuple[str, ...]) -> None:
+def _pytest(folder: Path, files: tuple[str, ...], unchanged: bool) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True
+    if not unchanged:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.dont_write_bytecode = True
+    hypothesis.settings.register_profile(
+        "mutation", database=None, max_examples=50, phases=(Phase.explicit, Phase.generate)
+    )
+    hypothesis.settings.load_profile("mutation")
     sys.path[:] = [str(folder), *(one for one in sys.path if one not in ("", str(ROOT)))]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tandem")]:
         del sys.modules[name]
@@ -143,12 +158,18 @@ def _end(pid: int) -> None:
 
 def test_module(copy: Copy, module: str, args: argparse.Namespace) -> Result:
     code, files = read(ROOT, module), TARGETS[module]
-    began = monotonic()
-    if not copy.passes(module, code, files, UNCHANGED_S):
-        raise SystemExit(f"{module}: its tests fail without a change, or take too long: {' '.join(files)}")
-    seconds = FACTOR * (monotonic() - began) + MARGIN_S
     all_of_it = mutants(module, code, random.Random(f"{args.seed}/{module}"))
     result = Result(module, len(all_of_it))
+    if args.again:
+        survivors = _survivors(args.again)
+        all_of_it = [mutant for mutant in all_of_it if mutant.lines in survivors]
+    if not all_of_it:
+        return result
+    began = monotonic()
+    if not copy.passes(module, code, files, UNCHANGED_S):
+        print(f"{module}: its tests fail without a change, or take too long: {' '.join(files)}", flush=True)
+        return result
+    seconds = FACTOR * (monotonic() - began) + MARGIN_S
     began = monotonic()
     for mutant in all_of_it:
         if result.tested >= args.sample or monotonic() > began + args.seconds:
@@ -165,6 +186,11 @@ def test_module(copy: Copy, module: str, args: argparse.Namespace) -> Result:
     return result
 
 
+def _survivors(file: Path) -> set[tuple[str, str, str]]:
+    modules = json.loads(file.read_text(encoding="utf-8"))["modules"]
+    return {lines_of(one["module"], diff) for one in modules for diff in one["survivors"]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", action="append", metavar="PART", help="of the path; may be repeated")
@@ -172,6 +198,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each module, about")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only the survivors that this file of --json has")
     args = parser.parse_args()
     chosen = [name for name in TARGETS if not args.module or any(part in name for part in args.module)]
     if not chosen:

@@ -33,11 +33,15 @@ class Mutant:
 
     @property
     def lines(self) -> tuple[str, str, str]:
-        """As in targets.EQUIVALENT."""
-        changed = self.diff.splitlines()[2:]
-        before = " ".join(one[1:].strip() for one in changed if one.startswith("-"))
-        after = " ".join(one[1:].strip() for one in changed if one.startswith("+"))
-        return self.module, before, after
+        return lines_of(self.module, self.diff)
+
+
+def lines_of(module: str, diff: str) -> tuple[str, str, str]:
+    """As in targets.EQUIVALENT."""
+    changed = diff.splitlines()[2:]
+    before = " ".join(one[1:].strip() for one in changed if one.startswith("-"))
+    after = " ".join(one[1:].strip() for one in changed if one.startswith("+"))
+    return module, before, after
 
 
 def mutants(module: str, code: str, chance: random.Random) -> list[Mutant]:

@@ -11,24 +11,32 @@ import pytest
 import torch
 
 from engine import kernels
-from engine.checkpoints import SHAPES, make_checkpoint
-from engine.formats import BITS
-from engine.model import Model
+from engine.core.weight_formats import BITS
+from engine.loading.model_loader import load_model
+from loadtest.harness.random_checkpoints import SHAPES, make_checkpoint
 from planner.capacity import capacity, read_shape
 from tandem.errors import CheckpointRefused, SettingsError
-from tests.engine.test_packed import ALL, make
+from tests.engine.test_gptq_awq_fp8 import ALL, make
 
 built = pytest.mark.skipif(
     kernels.serving(torch.device("cpu")) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
 )
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed by models whose bytes are looked at."""
+    monkeypatch.setattr("engine.loading.self_check.check", lambda model: None)
+    monkeypatch.setattr("engine.runner.traced_forward.install", lambda model: "by modules")
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
 def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: str) -> None:
     """Heads, head sizes and latents are read right: the block is as large as the one that the probe finds."""
     make_checkpoint(tmp_path, family, dtype="float32")
     shape = read_shape(tmp_path)
-    model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     assert shape.block_bytes(16, "float32") == model.block_bytes(16)
     for kv_dtype in ("int8", "fp8"):
         model.kv_dtype = kv_dtype
@@ -40,16 +48,14 @@ def test_block_bytes_and_parameters_equal_the_engines(tmp_path: Path, family: st
 @built
 @pytest.mark.parametrize("family", sorted(name for name in SHAPES if name.startswith("tiny-")))
 @pytest.mark.parametrize("tied", [False, True])
-def test_weight_bytes_equal_the_engines(
-    tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every format, and with a tied head too: what the planner promises is what a worker keeps."""
-    monkeypatch.setattr(Model, "self_check", lambda model: None)  # of what it computes; here its bytes are looked at
-    monkeypatch.setattr(Model, "record", lambda model: "by modules")
+@pytest.mark.usefixtures("unchecked")
+def test_weight_bytes_equal_the_engines(tmp_path: Path, family: str, tied: bool) -> None:
+    """In every format, and with a tied head too: what the planner promises is what a worker keeps. A tied head is one
+    more product, which a format changes as it changes the others."""
     make_checkpoint(tmp_path, family, dtype="float32", tie_word_embeddings=tied)
     shape = read_shape(tmp_path)
-    for weights in ("checkpoint", *BITS):
-        model = Model.load(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
+    for weights in ("checkpoint", "int4") if tied else ("checkpoint", *BITS):
+        model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), weights=weights)
         planned = shape.weight_bytes("float32", weights)
         assert planned == pytest.approx(model.weight_bytes, rel=1e-3)  # buffers are a parameter on disk
 
@@ -57,11 +63,12 @@ def test_weight_bytes_equal_the_engines(
 @built
 @pytest.mark.parametrize("shape", ["tiny-qwen2", "tiny-qwen3-moe"])
 @pytest.mark.parametrize("kind", sorted(ALL))
+@pytest.mark.usefixtures("unchecked")
 def test_bytes_of_a_quantised_checkpoint_equal_the_engines(tmp_path: Path, shape: str, kind: str) -> None:
     """As they are served, not as they are stored: with zeros of their own, 4 bits take 8, and experts are dense."""
     how = {key: 8 if "group_size" in key else value for key, value in ALL[kind].items()}
     folder, plain = make(tmp_path, how, shape)
-    model = Model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     found = read_shape(folder)
     assert found.weight_bytes("float32") == pytest.approx(model.weight_bytes, rel=1e-3)
     assert found.parameters == read_shape(plain).parameters

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.router.dashboard import PAGES, POINTS, WINDOW_S, Goal, is_loopback, snapshot
-from services.router.receipt import Receipts
+from services.router.execution.request_timeline import ReceiptLog
+from services.router.frontend.dashboard import MAX_POINTS, PAGES, WINDOW_S, Goal, is_loopback, snapshot
 from tandem.v1 import common_pb2, generation_pb2
 
 NOBODY = Goal(None, None)
@@ -27,8 +27,8 @@ def ended(at: float, ttft: float = 0.1, tpot: float = 0.01, tokens: int = 10, pr
     )
 
 
-def kept(*items: Any, since: float = 0.0, most: int = 1000) -> Receipts:
-    receipts = Receipts(most)
+def kept(*items: Any, since: float = 0.0, most: int = 1000) -> ReceiptLog:
+    receipts = ReceiptLog(most)
     receipts.since = since
     for item in items:
         receipts.keep(item)
@@ -74,10 +74,10 @@ def test_each_pair_has_its_transfers_and_local_answers_have_none() -> None:
 
 def test_percentiles_leave_out_answers_of_one_token_and_the_drawing_is_bounded() -> None:
     """An answer of one token has no time between tokens, which is not a time of nothing."""
-    items = [ended(50.0, tokens=1), *(ended(60.0, tpot=0.02) for _ in range(2 * POINTS))]
+    items = [ended(50.0, tokens=1), *(ended(60.0, tpot=0.02) for _ in range(2 * MAX_POINTS))]
     found = snapshot(kept(*items), 70.0, NOBODY)
     assert found["tpot"] == {"p50": 0.02, "p95": 0.02, "p99": 0.02}
-    assert len(found["points"]) == POINTS
+    assert len(found["points"]) == MAX_POINTS
     assert len(found["seconds"]) == WINDOW_S
     assert snapshot(kept(items[0]), 70.0, NOBODY)["points"] == [[20.0, 0.1, None, True]]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.guided import TARGETS, calls
+from tests.support.guided import TARGETS, calls
 
 EACH = 400
 
@@ -41,6 +41,6 @@ def test_nothing_but_refusals(name: str) -> None:
 
 def test_control_a_bug_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of calls that depends on how the text was cut."""
-    monkeypatch.setattr("services.router.tools._begun", lambda text: 0)
+    monkeypatch.setattr("services.router.preprocess.tool_calls._begun", lambda text: 0)
     with pytest.raises(AssertionError):
         calls(TARGETS["calls"][1][0])

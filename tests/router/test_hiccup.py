@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from cluster.registry import State, WorkerRecord
-from services.router import placer as placing
-from services.router import policy, workers
-from services.router.placer import Placer
-from services.router.policy import Candidate, Rules, Way
-from services.view import ClusterView
-from tandem.line import WEIGHT, Line
+from cluster.state.registry import State, WorkerRecord
+from services.router.routing import request_scheduler as placing
+from services.router.routing import worker_selector, worker_table
+from services.router.routing.placement import PathLatency, RoutingConfig, WorkerSnapshot
+from services.router.routing.request_scheduler import RequestScheduler
+from services.worker_liveness import WorkerLiveness
+from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
 
 TICK_S = 0.05
 TOKENS, RATE = 400, 1000.0  # a prompt takes 0.4 s, so that both workers together can do five in a second
@@ -39,9 +39,9 @@ class Cluster:
         self._work: dict[str, list[tuple[float, asyncio.Event]]] = {one.worker_id: [] for one in PREFILLS}
         self._still_until: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        view = ClusterView(SILENT, 1.0)
+        view = WorkerLiveness(SILENT, 1.0)
         view.workers = {one.worker_id: one for one in (DECODE, *PREFILLS)}
-        self.placer = Placer(view, 1e6, Rules("never"))
+        self.scheduler = RequestScheduler(view, 1e6, RoutingConfig("never"))
 
     async def run(self, seconds: float, per_second: float) -> None:
         until = self.now + seconds
@@ -54,7 +54,7 @@ class Cluster:
                     work.pop(0)[1].set()
             for _ in range(20):
                 await asyncio.sleep(0)
-            if self.placer.waiting():
+            if self.scheduler.waiting():
                 self.idle_s += TICK_S * sum(not work for work in self._work.values())
 
     def stands_still(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Cluster:
 
     async def _request(self) -> None:
         came, done = self.now, asyncio.Event()
-        async with self.placer.placed(TOKENS, TOKENS + 10, 1e6) as placement:
+        async with self.scheduler.placed(TOKENS, TOKENS + 10, 1e6) as placement:
             assert placement.prefill
             name = placement.prefill.worker_id
             placed_at = self.now
@@ -79,17 +79,17 @@ class Cluster:
             begins = max(self.now, self._still_until.get(name, 0.0), work[-1][0] if work else 0.0)
             work.append((begins + TOKENS / RATE, done))
             await done.wait()
-            await self.placer.prefilled(placement)
+            await self.scheduler.prefilled(placement)
             still_until = self._still_until.get(name, 0.0)
             late_s = max(0.0, min(self.now, still_until) - max(placed_at, still_until - STILL_S))
-            self.placer.took(placement, (0.004 + late_s, BLOCKS, 0.003 + late_s))
+            self.scheduler.observe_path(placement, (0.004 + late_s, BLOCKS, 0.003 + late_s))
 
 
 @asynccontextmanager
 async def hiccup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     """Ten seconds of load at 90 % of what both can do, the bad moment in the middle of it, and ten seconds more."""
     cluster = Cluster()
-    for module in (placing, workers):
+    for module in (placing, worker_table):
         monkeypatch.setattr(module, "monotonic", lambda: cluster.now)
     try:
         await cluster.run(10, 4.5)
@@ -121,41 +121,45 @@ class Former:
     """What ways were taken to cost: an average that nothing but another request on the same way changes."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, str], Way] = {}
-        self._moves: dict[tuple[str, str], Line] = {}
+        self.known: dict[tuple[str, str], PathLatency] = {}
+        self._moves: dict[tuple[str, str], LinearFit] = {}
 
-    def took(self, decode: str, prefill: str, first_s: float, blocks: int, exposed_s: float, *, now: float) -> None:
+    def observe(self, decode: str, prefill: str, first_s: float, blocks: int, exposed_s: float, *, now: float) -> None:
         way = decode, prefill
         before = self.known[way].first_s if way in self.known else first_s
-        move = self._moves.setdefault(way, Line(scale=32))
+        move = self._moves.setdefault(way, LinearFit(scale=32))
         move.learn(blocks, exposed_s)
-        self.known[way] = Way(before + WEIGHT * (first_s - before), move.base, move.each)
+        self.known[way] = PathLatency(before + NEWEST_WEIGHT * (first_s - before), move.base, move.each)
 
     def at(self, now: float) -> Former:
         return self
 
-    def get(self, key: tuple[str, str], default: Way) -> Way:
+    def get(self, key: tuple[str, str], default: PathLatency) -> PathLatency:
         return self.known.get(key, default)
 
-    def usual(self, *, elsewhere: bool) -> None:
+    def usual(self, *, remote: bool) -> None:
         return None
 
 
-def soonest_with_its_way(able: Sequence[Candidate], decode: Candidate, tokens: int, ways: Any) -> Candidate:
+def soonest_with_its_way(
+    able: Sequence[WorkerSnapshot], decode: WorkerSnapshot, tokens: int, ways: Any
+) -> WorkerSnapshot:
     """The former rule: it may choose a worker for which the prompt is kept back while another one idles."""
-    way_s = {one.worker_id: policy._way(ways, decode, one).seconds(BLOCKS) for one in able}
-    far_s = policy.FAR * min(way_s.values())
+    way_s = {one.worker_id: worker_selector.path_latency(ways, decode, one).seconds(BLOCKS) for one in able}
+    far_s = worker_selector.LONG_PATH_RATIO * min(way_s.values())
 
-    def late(one: Candidate) -> float:
-        return policy._wait(one, tokens) + (way_s[one.worker_id] if way_s[one.worker_id] > far_s else 0.0)
+    def late(one: WorkerSnapshot) -> float:
+        return worker_selector.queued_seconds(one, tokens) + (
+            way_s[one.worker_id] if way_s[one.worker_id] > far_s else 0.0
+        )
 
-    return min(able, key=lambda one: (late(one), one.running, *policy._turn(one)))
+    return min(able, key=lambda one: (late(one), one.running, *worker_selector._last_used(one)))
 
 
 async def test_control_with_the_former_rules_it_gets_nothing_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """And requests wait at the router while it idles."""
-    monkeypatch.setattr(placing, "Ways", Former)
-    monkeypatch.setattr(policy, "_prefill", soonest_with_its_way)
+    monkeypatch.setattr(placing, "PathLatencyTracker", Former)
+    monkeypatch.setattr(worker_selector, "_best_prefill", soonest_with_its_way)
     async with hiccup(monkeypatch) as cluster:
         seen = len(cluster.got)
         await cluster.run(15, 4.5)
@@ -166,7 +170,7 @@ async def test_control_with_the_former_rules_it_gets_nothing_for_good(monkeypatc
 
 async def test_either_rule_alone_gives_work_to_whoever_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle worker beats keeping a prompt back, even where its way is taken to be long for ever."""
-    monkeypatch.setattr(placing, "Ways", Former)
+    monkeypatch.setattr(placing, "PathLatencyTracker", Former)
     monkeypatch.setattr(Former, "__getitem__", lambda self, key: self.known[key], raising=False)
     async with hiccup(monkeypatch) as cluster:
         seen = len(cluster.got)
@@ -177,13 +181,13 @@ async def test_either_rule_alone_gives_work_to_whoever_has_none(monkeypatch: pyt
 
 def test_computing_again_what_is_cached_elsewhere_may_take_longer_than_to_wait() -> None:
     """The exception: 4 s of computing on the idle worker, 1.2 s of waiting for the one that has nearly all of it."""
-    one = Candidate("prefill-0", "a", "h:1", "L", 2, 16, 1000, 16, 8192, prompts=(600, 600), prompt_rate=RATE,
+    one = WorkerSnapshot("prefill-0", "a", "h:1", "L", 2, 16, 1000, 16, 8192, prompts=(600, 600), prompt_rate=RATE,
                     step_s=0.01, cached=3900)  # fmt: skip
     idle = replace(one, worker_id="prefill-1", prompts=(), running=0, cached=0)
     decode = replace(idle, worker_id="decode-0")
     for tokens, expected in ((4000, "prefill-0"), (700, "prefill-1")):
         some = [one if tokens == 4000 else replace(one, cached=100), idle]
-        found = policy.place([decode], some, tokens, 0, Rules("never"))
+        found = worker_selector.place([decode], some, tokens, 0, RoutingConfig("never"))
         assert found
         assert found.prefill
         assert found.prefill.worker_id == expected

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from services.router import http_server
-from services.router.http_server import Server
+from services.router.frontend import http_server
+from services.router.frontend.http_server import Server
 from tandem.settings import Settings
 
 SOON_S = 5.0
@@ -36,7 +36,7 @@ Connect = Callable[[], Any]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`async with served(HEAD_S=0.2, ...) as (server, connect)`."""
+    """`async with served(HEADERS_TIMEOUT_S=0.2, ...) as (server, connect)`."""
 
     @asynccontextmanager
     async def start(**bounds: Any) -> AsyncIterator[tuple[Server, Connect]]:
@@ -82,7 +82,7 @@ async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n", b"GET"])
 async def test_a_head_that_does_not_come_is_not_waited_for(served: Any, said: bytes) -> None:
     """Nothing at all, or a part of it."""
-    async with served(HEAD_S=0.2) as (server, connect):
+    async with served(HEADERS_TIMEOUT_S=0.2) as (server, connect):
         reader, writer = await connect()
         writer.write(said)
         assert await closed_after(reader) >= 0.1
@@ -91,7 +91,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(served: Any, said: by
 
 async def test_a_head_that_comes_byte_by_byte_gets_no_more_time(served: Any) -> None:
     """Each byte says that the client lives, and none brings the request nearer."""
-    async with served(HEAD_S=0.3) as (_, connect):
+    async with served(HEADERS_TIMEOUT_S=0.3) as (_, connect):
         reader, writer = await connect()
 
         async def trickle() -> None:
@@ -107,7 +107,7 @@ async def test_a_head_that_comes_byte_by_byte_gets_no_more_time(served: Any) -> 
 
 async def test_a_connection_between_two_requests_is_closed_in_time_and_not_before(served: Any) -> None:
     """Also where the next request has begun, which then has the time of a head."""
-    async with served(KEEP_ALIVE_S=0.4, HEAD_S=0.4) as (_, connect):
+    async with served(KEEP_ALIVE_S=0.4, HEADERS_TIMEOUT_S=0.4) as (_, connect):
         reader, writer = await connect()
         for _ in range(3):
             await answered(reader, writer)
@@ -121,7 +121,7 @@ async def test_a_connection_between_two_requests_is_closed_in_time_and_not_befor
 
 async def test_a_body_that_nobody_reads_is_not_taken_for_ever(served: Any) -> None:
     """The answer has come; the rest of the body has some time to come, too, and then the connection is of use again."""
-    async with served(REST_S=0.3) as (_, connect):
+    async with served(DISCARD_TIMEOUT_S=0.3) as (_, connect):
         reader, writer = await connect()
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n12345")
         await asyncio.sleep(0.1)
@@ -143,7 +143,7 @@ async def test_a_body_that_nobody_reads_is_not_taken_for_ever(served: Any) -> No
 
 async def test_a_client_that_does_not_read_is_hung_up_on(served: Any) -> None:
     """Its answer is longer than what the system buffers; without the bound its request would never end."""
-    async with served(WRITE_S=0.3) as (server, connect):
+    async with served(WRITE_TIMEOUT_S=0.3) as (server, connect):
         _, writer = await connect()
         writer.transport.pause_reading()
         writer.write(GET.replace(b"/ ", b"/much "))
@@ -172,7 +172,7 @@ async def test_control_with_more_time_they_all_stay(served: Any) -> None:
 
 async def test_of_too_many_connections_the_longest_idle_goes_first(served: Any) -> None:
     """One that never had a request before one that had; none that is being answered. Everybody new is answered."""
-    async with served(MOST_CONNECTIONS=4) as (server, connect):
+    async with served(MAX_CONNECTIONS=4) as (server, connect):
         kept = await connect()
         await answered(*kept)
         busy = await connect()
@@ -190,7 +190,7 @@ async def test_of_too_many_connections_the_longest_idle_goes_first(served: Any) 
 
 async def test_where_all_are_busy_a_new_connection_is_told_so(served: Any) -> None:
     """None is closed that waits for its answer."""
-    async with served(MOST_CONNECTIONS=3) as (_, connect):
+    async with served(MAX_CONNECTIONS=3) as (_, connect):
         for _ in range(3):
             _, writer = await connect()
             writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n1")
@@ -202,7 +202,7 @@ async def test_where_all_are_busy_a_new_connection_is_told_so(served: Any) -> No
 
 async def test_five_hundred_idle_connections_keep_nobody_waiting(served: Any) -> None:
     """And are all closed in the end."""
-    async with served(HEAD_S=1.0) as (_, connect):
+    async with served(HEADERS_TIMEOUT_S=1.0) as (_, connect):
         idle = [await connect() for _ in range(500)]
         for _ in range(20):
             await answered(*await connect())

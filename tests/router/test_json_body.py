@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router import json_body, openai
+from services.router.frontend import json_body, openai_protocol
+from services.router.frontend.openai_sampling import Defaults
+from services.router.preprocess import json_limits
 from tandem.errors import InvalidRequest
 
 SIZE = 4 * 1024 * 1024
@@ -54,19 +56,19 @@ def test_a_body_that_is_made_to_cost_costs_little(name: str) -> None:
     """4 MiB that pydantic would make two million errors of, or json as many objects."""
     began = thread_time()
     with pytest.raises(InvalidRequest) as refused:
-        openai.requests(openai.parse(HOSTILE[name], openai.Chat), "id", openai.Defaults())
+        openai_protocol.requests(openai_protocol.parse(HOSTILE[name], openai_protocol.Chat), "id", Defaults())
     assert thread_time() - began < CPU_S
     assert len(refused.value.message) < SIZE + 100
 
 
 def test_control_without_the_bounds_a_hostile_body_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the time above is the bounds' doing. An eighth of it, which suffices."""
-    monkeypatch.setattr(json_body, "check", lambda *_, **__: None)
-    monkeypatch.setattr(openai, "MOST", {})
+    monkeypatch.setattr(json_limits, "check", lambda *_, **__: None)
+    monkeypatch.setattr(openai_protocol, "MAX_ITEMS", {})
     body = HOSTILE["messages of []"]
     began = thread_time()
     with pytest.raises(InvalidRequest):
-        openai.parse(body[: SIZE // 2 // 3 * 3] + b"[]]}", openai.Chat)
+        openai_protocol.parse(body[: SIZE // 2 // 3 * 3] + b"[]]}", openai_protocol.Chat)
     assert thread_time() - began > CPU_S / 4
 
 
@@ -76,29 +78,29 @@ def test_what_is_asked_for_in_earnest_is_taken() -> None:
     properties = {f"p{number}": {"type": "string", "description": "of it"} for number in range(20)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
     body = json.dumps({"messages": [part] * 1024, "tools": [tool] * 100}).encode()
-    assert len(openai.requests(openai.parse(body, openai.Chat), "id", openai.Defaults())) == 1
+    assert len(openai_protocol.requests(openai_protocol.parse(body, openai_protocol.Chat), "id", Defaults())) == 1
     prompts = [[number % 2048 for number in range(4096)]] * 128
     body = json.dumps({"prompt": prompts}).encode()
-    asked = openai.parse(body, openai.Completions, openai.Completions.most_numbers(4096))
-    made = openai.requests(asked, "id", openai.Defaults(), "", 4096)
+    asked = openai_protocol.parse(body, openai_protocol.Completions, openai_protocol.Completions.most_numbers(4096))
+    made = openai_protocol.requests(asked, "id", Defaults(), "", 4096)
     assert [list(one.token_ids.ids) for one in made] == prompts
     text = json.dumps({"prompt": '"quoted", ' * 400_000}).encode()
-    assert openai.parse(text, openai.Completions).prompt == '"quoted", ' * 400_000
+    assert openai_protocol.parse(text, openai_protocol.Completions).prompt == '"quoted", ' * 400_000
 
 
 def test_ids_over_the_context_are_refused_before_they_are_looked_at() -> None:
     """By the code that a prompt of too many tokens has."""
-    asked = openai.parse(filled('{"prompt":[', "0", "]}"), openai.Completions, SIZE)
+    asked = openai_protocol.parse(filled('{"prompt":[', "0", "]}"), openai_protocol.Completions, SIZE)
     with pytest.raises(InvalidRequest) as refused:
-        openai.requests(asked, "id", openai.Defaults(), "", 2048)
+        openai_protocol.requests(asked, "id", Defaults(), "", 2048)
     assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 def test_so_many_levels_and_no_more() -> None:
     """Far fewer than what follows here could call itself for."""
-    for depth in (json_body.MAX_DEPTH, json_body.MAX_DEPTH + 1):
+    for depth in (json_limits.MAX_DEPTH, json_limits.MAX_DEPTH + 1):
         body = b'{"":' * depth + b"0" + b"}" * depth
-        expected = nullcontext() if depth <= json_body.MAX_DEPTH else pytest.raises(InvalidRequest, match="too deep")
+        expected = nullcontext() if depth <= json_limits.MAX_DEPTH else pytest.raises(InvalidRequest, match="too deep")
         with expected:
             json_body.read(body)
 
@@ -115,23 +117,23 @@ def test_whatever_json_means_it_means_here(fields: dict[str, Any], piece: int, a
     """Cut anywhere, also between a backslash and a quote: what is within the bounds is read as json reads it, and the
     bounds see every value."""
     body = json.dumps(fields, ensure_ascii=ascii).encode()
-    before, json_body.PIECE_BYTES = json_body.PIECE_BYTES, piece
+    before, json_limits.PIECE_BYTES = json_limits.PIECE_BYTES, piece
     try:
         assert json_body.read(body) == fields
         with pytest.raises(InvalidRequest):
-            json_body.check(body[:-1] + b', "": [' + b"0," * 3 + b"0]}", most_numbers=3)
+            json_limits.check(body[:-1] + b', "": [' + b"0," * 3 + b"0]}", most_numbers=3)
     finally:
-        json_body.PIECE_BYTES = before
+        json_limits.PIECE_BYTES = before
 
 
 @given(st.text(alphabet='a\\"[]{},0', max_size=60), st.integers(1, 10))
 def test_text_is_never_taken_for_structure(text: str, piece: int) -> None:
     """Whatever a string holds, it counts as one."""
-    before, json_body.PIECE_BYTES = json_body.PIECE_BYTES, piece
-    bounds = (json_body.MAX_STRUCTURE, json_body.MAX_DEPTH)
-    json_body.MAX_STRUCTURE, json_body.MAX_DEPTH = 7, 1  # {"":""} and no more
+    before, json_limits.PIECE_BYTES = json_limits.PIECE_BYTES, piece
+    bounds = (json_limits.MAX_STRUCTURE, json_limits.MAX_DEPTH)
+    json_limits.MAX_STRUCTURE, json_limits.MAX_DEPTH = 7, 1  # {"":""} and no more
     try:
-        json_body.check(json.dumps({text: text}).encode(), most_numbers=0)
+        json_limits.check(json.dumps({text: text}).encode(), most_numbers=0)
     finally:
-        json_body.PIECE_BYTES = before
-        json_body.MAX_STRUCTURE, json_body.MAX_DEPTH = bounds
+        json_limits.PIECE_BYTES = before
+        json_limits.MAX_STRUCTURE, json_limits.MAX_DEPTH = bounds

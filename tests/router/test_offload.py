@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.router import offload
-from services.router.offload import Offload
+from services.router.preprocess import offload
+from services.router.preprocess.offload import Offload
 from tandem.errors import Busy
 
 LONG = offload.MEDIUM_BYTES + 1

@@ -9,31 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import pace
-from services.router.policy import (
-    CLEARLY,
-    LEAST_TOKENS,
-    Candidate,
-    Estimate,
-    Local,
-    Placement,
-    Rules,
-    Way,
-    _makes_way,
-    _share,
-    cost_here,
-    cost_there,
-    place,
+from engine.core import step_time
+from services.router.routing.local_or_remote import (
+    LOCAL_COST_MARGIN,
+    _keeps_objective,
+    local_cost,
+    prompt_share,
+    remote_cost,
 )
-from services.router.pools import Decodes, Prefills, expected_wait
+from services.router.routing.placement import Estimate, Local, PathLatency, Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.worker_pools import DecodePool, PrefillPool, expected_wait
+from services.router.routing.worker_selector import place, starts_late
 
-RULES = Rules("measured", stretch=3.0)
-DECODE = Candidate("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
+RULES = RoutingConfig("measured", decode_slowdown_limit=3.0)
+DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", running=0, max_running=16, free_blocks=1000, block_size=16,
                    max_model_len=8192, prompt_rate=1000.0, step_s=0.020, stream_s=0.001)  # fmt: skip
 PREFILL = replace(DECODE, worker_id="prefill-0", address="h:2")
 
 candidates = st.builds(
-    Candidate,
+    WorkerSnapshot,
     worker_id=st.sampled_from(["a", "b", "c", "d"]),
     incarnation=st.just("1"),
     address=st.just("h:1"),
@@ -53,29 +47,33 @@ candidates = st.builds(
 )
 
 locals_ = st.sampled_from(get_args(Local))
-RULESETS = [Rules(local, 3.0) for local in get_args(Local)] + [Rules("measured", tpot=0.1, beside_s=0.08)]
+RULESETS = [RoutingConfig(local, 3.0) for local in get_args(Local)] + [
+    RoutingConfig("measured", tpot=0.1, mixed_step_floor_s=0.08)
+]
 
 
-def pool(role: str, most: int) -> st.SearchStrategy[list[Candidate]]:
+def pool(role: str, most: int) -> st.SearchStrategy[list[WorkerSnapshot]]:
     """Workers of one role, each with a name of its own."""
     return st.lists(candidates, max_size=most).map(
         lambda found: [replace(one, worker_id=f"{role}-{number}") for number, one in enumerate(found)]
     )
 
 
-def placed(decode: Candidate, prefill: Candidate, tokens: int = 500, rules: Rules = RULES) -> Placement:
-    found = place([decode], [prefill], tokens, 64, rules)
+def placed(
+    decode: WorkerSnapshot, prefill: WorkerSnapshot, tokens: int = 500, config: RoutingConfig = RULES
+) -> Placement:
+    found = place([decode], [prefill], tokens, 64, config)
     assert found is not None
     return found
 
 
 @given(st.lists(candidates), st.lists(candidates), st.integers(1, 4096), st.integers(0, 64), locals_)
 def test_nothing_is_placed_where_it_cannot_run(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int, ahead: int, local: Local
+    decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], tokens: int, ahead: int, local: Local
 ) -> None:
     """The decode worker has room and is usable, the prefill worker is usable and its blocks mean the same; without a
     prefill worker there is a reason. Nothing is placed only when no decode worker has room."""
-    found = place(decodes, prefills, tokens, ahead, Rules(local, 3.0))
+    found = place(decodes, prefills, tokens, ahead, RoutingConfig(local, 3.0))
     roomy = [
         one
         for one in decodes
@@ -95,9 +93,11 @@ def test_nothing_is_placed_where_it_cannot_run(
 
 
 @given(candidates, candidates, st.integers(1, 4096))
-def test_never_weighing_uses_the_prefill_worker(decode: Candidate, prefill: Candidate, tokens: int) -> None:
+def test_never_weighing_uses_the_prefill_worker(decode: WorkerSnapshot, prefill: WorkerSnapshot, tokens: int) -> None:
     """With `local_prefill` never, only a missing or unfit prefill worker makes a decode worker compute prompts."""
-    found = place([decode], [replace(prefill, usable=True, layout_hash=decode.layout_hash)], tokens, 0, Rules("never"))
+    found = place(
+        [decode], [replace(prefill, usable=True, layout_hash=decode.layout_hash)], tokens, 0, RoutingConfig("never")
+    )
     assert found is None or found.prefill is not None
 
 
@@ -119,7 +119,9 @@ def test_prompts_that_wait_on_a_decode_worker_lose_as_those_on_a_prefill_worker_
     """The same prompt, the same queue and the same rate: it costs the same on both, whoever waits for it."""
     for prompts in ((), (500,), (300, 2000, 10)):
         queue = replace(PREFILL, prompts=prompts)
-        assert cost_here(replace(DECODE, prompts=prompts), 500, RULES) == pytest.approx(cost_there(queue, DECODE, 500))
+        assert local_cost(replace(DECODE, prompts=prompts), 500, RULES) == pytest.approx(
+            remote_cost(queue, DECODE, 500)
+        )
     assert placed(replace(DECODE, prompts=(400, 400)), replace(PREFILL, prompts=(500, 500))).prefill is not None
 
 
@@ -138,68 +140,74 @@ def test_streams_beside_it_count() -> None:
 def test_a_prompt_beside_streams_takes_as_long_as_they_leave_it_time() -> None:
     """A step is bounded to 60 ms. One stream takes 20 of them, eleven take 30, sixty take 79 and all of them: there a
     step has the fewest tokens that one has. The router reckons as the engine does."""
-    alone, beside = cost_here(DECODE, 300, RULES), {}
+    alone, beside = local_cost(DECODE, 300, RULES), {}
     for streams in (1, 11, 60):
         one = replace(DECODE, streams=streams)
-        tokens = pace.Pace(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
-        beside[streams] = cost_here(one, 300, RULES) - streams * 0.3
+        tokens = step_time.StepTime(one.step_s, one.stream_s, one.prompt_rate).prompt_tokens_beside(streams, 3.0)
+        beside[streams] = local_cost(one, 300, RULES) - streams * 0.3
         step_s = 0.020 + 0.001 * (streams - 1) + tokens / 1000
         assert beside[streams] == pytest.approx(0.020 + 300 / tokens * step_s, rel=0.03)  # there are no parts of tokens
     assert alone == pytest.approx(0.32)
     assert beside[1] == pytest.approx(0.47, rel=0.03)
     assert beside[11] == pytest.approx(0.62, rel=0.03)
-    assert LEAST_TOKENS == pace.LEAST_TOKENS
 
 
 def test_streams_make_way_for_a_prompt_as_far_as_their_objective_is_kept() -> None:
     """A step of eight streams takes 27 ms, and may take 80: two thirds of the time are the prompt's, and nobody is the
     worse for it. Without an objective they would lose four seconds together, and the prompt waits its turn."""
     busy, queue = replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500,))
-    objective = Rules("measured", stretch=2.0, tpot=0.1, beside_s=0.08)
-    found = placed(busy, queue, rules=objective)
+    objective = RoutingConfig("measured", decode_slowdown_limit=2.0, tpot=0.1, mixed_step_floor_s=0.08)
+    found = placed(busy, queue, config=objective)
     assert found.prefill is None
     assert found.estimate
-    assert found.estimate.here_s == pytest.approx(0.02 + 0.5 * 80 / 53, rel=0.01)
-    assert placed(busy, queue, rules=replace(objective, beside_s=0.0)).prefill is queue
-    tight = replace(objective, tpot=0.03, beside_s=0.015)
-    assert placed(busy, queue, rules=tight).prefill is queue, "twice a step is more than that, and they would lose"
-    tokens = pace.Pace(0.020, 0.001, 1000).prompt_tokens_beside(8, 2.0, 0.08)
+    assert found.estimate.local_cost_s == pytest.approx(0.02 + 0.5 * 80 / 53, rel=0.01)
+    assert found.estimate.compute_s == found.estimate.local_cost_s, "nobody is before it"
+    found = placed(replace(busy, prompts=(500,)), queue, config=replace(objective, local="always"))
+    assert found.estimate
+    assert found.estimate.wait_s == pytest.approx(0.5 * 80 / 53, rel=0.01)
+    assert placed(busy, queue, config=replace(objective, mixed_step_floor_s=0.0)).prefill is queue
+    tight = replace(objective, tpot=0.03, mixed_step_floor_s=0.015)
+    assert placed(busy, queue, config=tight).prefill is queue, "twice a step is more than that, and they would lose"
+    tokens = step_time.StepTime(0.020, 0.001, 1000).prompt_tokens_beside(8, 2.0, 0.08)
     assert tokens == 53, "as the engine does"
 
 
 def test_where_streams_make_way_a_prompt_is_expected_as_soon_as_either_pool_can_compute_it() -> None:
     """500 tokens before it at the prefill worker, and a decode worker with two thirds of a second in each."""
     busy, queue = replace(DECODE, running=8, streams=8), replace(PREFILL, prompts=(500,))
-    objective = Rules("measured", stretch=2.0, tpot=0.1, beside_s=0.08)
+    objective = RoutingConfig("measured", decode_slowdown_limit=2.0, tpot=0.1, mixed_step_floor_s=0.08)
     wait_s, own_s = expected([busy], [queue], 500, 0, objective)
     assert (wait_s, own_s) == (pytest.approx(0.5 / (1 + 53 / 80), rel=0.01), pytest.approx(0.52))
-    for rules in (replace(objective, beside_s=0.0), replace(objective, local="never")):
-        assert expected([busy], [queue], 500, 0, rules) == (pytest.approx(0.5), pytest.approx(0.52))
+    for config in (replace(objective, mixed_step_floor_s=0.0), replace(objective, local="never")):
+        assert expected([busy], [queue], 500, 0, config) == (pytest.approx(0.5), pytest.approx(0.52))
 
 
 def test_a_way_costs_what_it_cost_others() -> None:
     """Where moving 16 tokens takes longer than computing them they stay on the decode worker, and they go where the way
     is shorter. Ways that hardly differ decide nothing."""
     far, near = replace(PREFILL, worker_id="prefill-1"), replace(PREFILL, last_used=9)
-    ways = {("decode-0", "prefill-1"): Way(0.002, 0.005, 0.050), ("decode-0", "prefill-0"): Way(0.002, 0.003, 0.001)}
+    latencies = {
+        ("decode-0", "prefill-1"): PathLatency(0.002, 0.005, 0.050),
+        ("decode-0", "prefill-0"): PathLatency(0.002, 0.003, 0.001),
+    }
     assert placed(DECODE, far, tokens=16).prefill is far
-    found = place([DECODE], [far], 16, 64, RULES, ways=ways)
+    found = place([DECODE], [far], 16, 64, RULES, latencies=latencies)
     assert found
     assert found.prefill is None
     assert found.estimate == Estimate(0.0, pytest.approx(0.036), pytest.approx(0.036), pytest.approx(0.093))
-    found = place([DECODE], [far, near], 16, 64, RULES, ways=ways)
+    found = place([DECODE], [far, near], 16, 64, RULES, latencies=latencies)
     assert found
     assert found.prefill is near
-    ways["decode-0", "prefill-1"] = Way(0.002, 0.004, 0.001)
-    found = place([DECODE], [far, near], 16, 64, RULES, ways=ways)
+    latencies["decode-0", "prefill-1"] = PathLatency(0.002, 0.004, 0.001)
+    found = place([DECODE], [far, near], 16, 64, RULES, latencies=latencies)
     assert found
     assert found.prefill is far
 
 
 @given(candidates, candidates, st.integers(1, 4096))
-def test_always_uses_no_prefill_worker(decode: Candidate, prefill: Candidate, tokens: int) -> None:
+def test_always_uses_no_prefill_worker(decode: WorkerSnapshot, prefill: WorkerSnapshot, tokens: int) -> None:
     """With `local_prefill` always, whatever it costs."""
-    found = place([decode], [prefill], tokens, 0, Rules("always"))
+    found = place([decode], [prefill], tokens, 0, RoutingConfig("always"))
     assert found is None or found.prefill is None
 
 
@@ -230,7 +238,7 @@ def test_the_choice_is_monotone_in_load(
         assert placed(decode, replace(prefill, prompts=queue + more), tokens).prefill is None
     elif running < 15:
         assert placed(replace(decode, streams=running + 1), prefill, tokens).prefill is not None
-    assert here == (cost_here(decode, tokens, RULES) < CLEARLY * cost_there(prefill, decode, tokens))
+    assert here == (local_cost(decode, tokens, RULES) < LOCAL_COST_MARGIN * remote_cost(prefill, decode, tokens))
 
 
 def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
@@ -242,19 +250,48 @@ def test_the_prefill_worker_that_begins_soonest_gets_the_prompt() -> None:
     assert (found.decode, found.prefill) == (replace(DECODE, running=15, streams=15), fast)
 
 
-@pytest.mark.parametrize("prefills", [[], [replace(PREFILL, usable=False)], [replace(PREFILL, layout_hash="M")]])
-def test_without_a_prefill_worker_the_reason_is_told(prefills: list[Candidate]) -> None:
+@pytest.mark.parametrize(
+    ("prefills", "why"),
+    [
+        ([], "there is no prefill worker"),
+        ([replace(PREFILL, usable=False)], "no prefill worker is ready"),
+        ([replace(PREFILL, layout_hash="M")], "no prefill worker has the KV layout of decode-0"),
+    ],
+)
+def test_without_a_prefill_worker_the_reason_is_told(prefills: list[WorkerSnapshot], why: str) -> None:
     """None there, none ready, or none with the same layout."""
-    found = place([DECODE], prefills, 10, 0, Rules("never"))
+    found = place([DECODE], prefills, 10, 0, RoutingConfig("never"))
     assert found is not None
-    assert "no prefill worker" in found.why_local
+    assert found.why_local == why
+
+
+def test_where_the_kv_is_the_request_goes_on() -> None:
+    """Nothing moves, and only the new tokens need room; without that, the request goes where there is room."""
+    holder = replace(DECODE, worker_id="decode-1", running=9, streams=9, free_blocks=5)
+    for free_blocks, expected in ((5, "decode-1"), (4, "decode-0")):
+        decodes = [DECODE, replace(holder, free_blocks=free_blocks)]
+        found = place(decodes, [PREFILL], 500, 64, RULES, kv_holder="decode-1")
+        assert found
+        assert found.decode.worker_id == expected
+        assert (found.prefill is None) is (expected == "decode-1")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rate", "late"),
+    [((1000,), 1000.0, False), ((1000, 1000), 1000.0, True), ((200, 200), 1000.0, False), ((1000, 1000), 0.0, False)],
+)
+def test_a_prompt_is_kept_back_from_a_worker_that_has_two_and_half_a_second_of_work(
+    prompts: tuple[int, ...], rate: float, late: bool
+) -> None:
+    """One prompt, or little work, and the worker might stand still; where no rate is known, nobody can tell."""
+    assert starts_late(Placement(DECODE, replace(PREFILL, prompts=prompts, prompt_rate=rate)), 1000) is late
 
 
 def test_the_prefill_worker_that_has_the_beginning_gets_the_prompt() -> None:
-    """Unless its queue takes longer than computing the beginning again."""
+    """Unless its queue takes longer than compute_seconds the beginning again."""
     has = replace(PREFILL, worker_id="prefill-1", cached=400, last_used=9)
     for prompts, expected in (((), has), ((300,), has), ((2000,) * 5, PREFILL)):
-        found = place([DECODE], [PREFILL, replace(has, prompts=prompts)], 500, 64, Rules("never"))
+        found = place([DECODE], [PREFILL, replace(has, prompts=prompts)], 500, 64, RoutingConfig("never"))
         assert found
         assert found.prefill
         assert found.prefill.worker_id == expected.worker_id
@@ -274,15 +311,15 @@ def test_a_decode_worker_that_has_nearly_all_computes_the_rest_itself() -> None:
     found = place([DECODE, replace(other, cached=480)], [PREFILL], 500, 64, RULES)
     assert found
     assert (found.decode.worker_id, found.prefill) == ("decode-1", None)
-    for cached, rules in ((0, RULES), (480, Rules("never"))):
-        found = place([DECODE, replace(other, cached=cached)], [PREFILL], 500, 64, rules)
+    for cached, config in ((0, RULES), (480, RoutingConfig("never"))):
+        found = place([DECODE, replace(other, cached=cached)], [PREFILL], 500, 64, config)
         assert found
         assert found.decode is DECODE
 
 
 @given(st.lists(candidates, min_size=1, max_size=4), st.lists(candidates, max_size=4), st.integers(1, 4096))
 def test_what_is_cached_never_takes_room_that_is_not_there(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int
+    decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], tokens: int
 ) -> None:
     """The same requests are placed with and without it; only where may differ."""
     found = place(decodes, prefills, tokens, 64, RULES)
@@ -294,15 +331,19 @@ def test_a_decode_worker_gets_no_stream_that_would_break_the_objective() -> None
     """Steps of 20 ms and 1 ms for each further stream: five fit into 24 ms, and one always does."""
     for running, fits in ((0, True), (4, True), (5, False)):
         busy = replace(DECODE, running=running, streams=running)
-        assert bool(place([busy], [], 10, 1, Rules(tpot=0.024))) is fits
-        assert place([busy], [], 10, 1, Rules())
-    assert place([DECODE], [], 10, 1, Rules(tpot=0.001))
+        assert bool(place([busy], [], 10, 1, RoutingConfig(tpot=0.024))) is fits
+        assert place([busy], [], 10, 1, RoutingConfig())
+    assert place([DECODE], [], 10, 1, RoutingConfig(tpot=0.001))
 
 
 def expected(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int, rules: Rules = RULES
+    decodes: list[WorkerSnapshot],
+    prefills: list[WorkerSnapshot],
+    tokens: int,
+    queued: int,
+    config: RoutingConfig = RULES,
 ) -> tuple[float, float]:
-    pools = Decodes(rules), Prefills(rules)
+    pools = DecodePool(config), PrefillPool(config)
     cached = {one.worker_id: one.cached for one in (*decodes, *prefills)}
     for pool, workers in zip(pools, (decodes, prefills), strict=True):
         for one in workers:
@@ -313,7 +354,7 @@ def expected(
 
 @given(pool("decode", 3), pool("prefill", 3), st.integers(1, 2000), st.integers(0, 9999))
 def test_the_expected_wait_grows_with_what_is_before_it(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int
+    decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], tokens: int, queued: int
 ) -> None:
     """And it is never negative, nor anything but a number."""
     wait, own = expected(decodes, prefills, tokens, queued)
@@ -324,7 +365,7 @@ def test_the_expected_wait_grows_with_what_is_before_it(
 
 @given(pool("decode", 5), pool("prefill", 5), st.integers(1, 2000), st.integers(0, 9999), st.sampled_from(RULESETS))
 def test_the_expected_wait_is_that_of_adding_up_all_workers(
-    decodes: list[Candidate], prefills: list[Candidate], tokens: int, queued: int, rules: Rules
+    decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot], tokens: int, queued: int, config: RoutingConfig
 ) -> None:
     """By the prefill workers, and by those decode workers whose streams make way; by all decode workers where there is
     no prefill worker."""
@@ -332,14 +373,14 @@ def test_the_expected_wait_is_that_of_adding_up_all_workers(
     able = [(one, one.prompt_rate) for one in prefills if one.usable and one.prompt_rate]
     alone = not able
     for one in decodes:
-        if one.usable and one.prompt_rate and (alone or (rules.local == "measured" and _makes_way(one, rules))):
-            able.append((one, one.prompt_rate * _share(one, rules)))
-    wait, own = expected(decodes, prefills, tokens, queued, rules)
+        if one.usable and one.prompt_rate and (alone or (config.local == "measured" and _keeps_objective(one, config))):
+            able.append((one, one.prompt_rate * prompt_share(one, config)))
+    wait, own = expected(decodes, prefills, tokens, queued, config)
     if not able:
         assert (wait, own) == (0.0, 0.0)
         return
-    rate = sum(pace for _, pace in able)
-    assert wait == pytest.approx((queued + sum(one.before(tokens) for one, _ in able)) / rate)
-    least = min(one.step_s + tokens / pace for one, pace in able)
+    rate = sum(rate for _, rate in able)
+    assert wait == pytest.approx((queued + sum(one.queued_before(tokens) for one, _ in able)) / rate)
+    least = min(one.step_s + tokens / each for one, each in able)
     assert least <= own * 1.000001
     assert own <= least + max(one.step_s for one, _ in able), "of the quickest; steps may differ"

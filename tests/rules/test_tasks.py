@@ -12,21 +12,27 @@ from tests.rules.test_imports import ROOT, sources
 # Functions that create tasks themselves, and who awaits the outcome.
 AWAITED = {
     ("services/__main__.py", "run"),  # itself
-    ("services/adapters.py", "held"),  # every request that waits for the adapter; a slot that failed is loaded again
-    ("services/cache_news.py", "watch"),  # every watcher; one that failed is begun again
-    ("services/decode/sources.py", "_begin"),  # every request that needs the source; one that failed is connected again
-    ("services/router/http.py", "__call__"),  # itself
-    ("services/router/servicer.py", "_completing"),  # the request's outbox
-    ("cluster/reconcile.py", "run"),  # itself
-    ("cluster/ray_runtime.py", "prepare"),  # every call of prepare, and the launch
-    ("cluster/ray_runtime.py", "start"),  # every call of start, wait and stop
-    ("cluster/ray_runtime.py", "turn"),  # likewise
-    ("cluster/ray_runtime.py", "run"),  # itself
-    ("cluster/ray_runtime.py", "_prepare"),  # whoever takes a spare or counts them
-    ("cluster/ray_runtime.py", "_told"),  # itself
-    ("kvtransfer/nixl_transport.py", "connect"),  # every caller
-    ("kvtransfer/inprocess.py", "read"),  # itself
-    ("kvtransfer/pull.py", "add"),  # `finish` and `abort`
+    (
+        "services/adapter_slots.py",
+        "held",
+    ),  # every request that waits for the adapter; a slot that failed is loaded again
+    ("services/kv_events.py", "watch"),  # every watcher; one that failed is begun again
+    (
+        "services/decode/prefill_peers.py",
+        "_begin",
+    ),  # every request that needs the source; one that failed is connected again
+    ("services/router/frontend/http_api.py", "__call__"),  # itself
+    ("services/router/execution/request_executor.py", "completing"),  # the request's outbox
+    ("cluster/supervisor.py", "run"),  # itself
+    ("cluster/ray_actors.py", "prepare"),  # every call of prepare, and the launch
+    ("cluster/ray_actors.py", "start"),  # every call of start, wait and stop
+    ("cluster/ray_actors.py", "switch_role"),  # likewise
+    ("cluster/ray_actors.py", "run"),  # itself
+    ("cluster/ray_actors.py", "_prepare"),  # whoever takes a spare or counts them
+    ("cluster/ray_actors.py", "_with_stages"),  # itself
+    ("kvtransfer/backends/nixl_transport.py", "connect"),  # every caller
+    ("kvtransfer/backends/in_process.py", "read"),  # itself
+    ("kvtransfer/receiver.py", "add"),  # `finish` and `abort`
 }
 CREATE = {"create_task", "ensure_future"}
 

@@ -105,7 +105,7 @@ async def test_a_check_that_fails_leaves_the_others_watched(monkeypatch: pytest.
 
 async def test_a_blocked_event_loop_is_logged_with_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each time that it is blocked."""
-    monkeypatch.setattr(watchdog, "LATE_S", 0.05)
+    monkeypatch.setattr(watchdog, "LOOP_BLOCKED_LOG_S", 0.05)
     monkeypatch.setattr(watchdog, "end_process", lambda status: None)
     dog = Watchdog([], lambda *_: None, loop_most_s=1e9, every_s=0.01)
     with capture_logs() as logs:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from tandem import AsyncClient, Client
-from tandem.answers import TokenLogprob
-from tandem.client import build_request
 from tandem.errors import (
     DeadlineExceeded,
     InternalError,
@@ -19,6 +17,8 @@ from tandem.errors import (
     TooLarge,
     WorkerLost,
 )
+from tandem.results import TokenLogprob
+from tandem.rpc.request_builder import build_request
 from tandem.v1 import common_pb2, generation_pb2
 
 

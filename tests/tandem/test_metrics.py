@@ -13,10 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tandem import metrics as tandem_metrics
 from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
-from tandem.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
 from tandem.settings import Settings
+from tandem.telemetry import metrics as tandem_metrics
+from tandem.telemetry.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
 from tandem.v1 import common_pb2, generation_pb2
 
 WHO = {"pool", "worker", "model"}

@@ -38,7 +38,7 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 @pytest.fixture(autouse=True)
 def without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(tasks, "MIN_RESTART_DELAY_S", 0.001)
 
 
 async def test_a_loop_that_ends_is_started_again() -> None:
@@ -59,7 +59,7 @@ async def test_a_loop_that_ends_is_started_again() -> None:
 
 async def test_the_delay_between_two_starts_grows_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that fails at once every time does not occupy the process."""
-    monkeypatch.setattr(tasks, "LAST_DELAY_S", 0.005)
+    monkeypatch.setattr(tasks, "MAX_RESTART_DELAY_S", 0.005)
     work = Loop(*[lambda: None] * 5)
     with capture_logs() as logs:
         task = forever(work, name="watching")

@@ -66,7 +66,7 @@ upgrade to another model no router sends to a worker of the other one, and no st
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
 - {name: HOME, value: /cache}
-# Who asks for a name finds one, also where a platform chooses the user id.
+# Provides a user name, also where the platform chooses the user id.
 - {name: USER, value: tandem}
 - {name: HF_HOME, value: /models/hub}
 {{- with $values.model_cache.token }}
@@ -141,7 +141,7 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- define "tandem.pod" -}}
 serviceAccountName: {{ include "tandem.name" .root }}
 automountServiceAccountToken: false
-# Else Kubernetes would invent settings: of a Service "tandem-router" TANDEM_ROUTER_PORT, which no process knows.
+# Otherwise Kubernetes would add variables that look like settings: TANDEM_ROUTER_PORT for a Service "tandem-router".
 enableServiceLinks: false
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}

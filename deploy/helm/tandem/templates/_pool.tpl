@@ -30,7 +30,7 @@ spec:
       {{- with .of.runtimeClassName }}
       runtimeClassName: {{ . }}
       {{- end }}
-      # SIGTERM is the drain: what still runs after drain_grace_s goes on elsewhere, with the same tokens.
+      # SIGTERM starts the drain: requests that still run after drain_grace_s continue elsewhere, with the same tokens.
       terminationGracePeriodSeconds: {{ add (ceil $settings.drain_grace_s) 15 }}
       {{- $before := include "tandem.downloads" .root }}
       {{- if or $before $values.ray.enabled }}
@@ -47,7 +47,7 @@ spec:
             {{- include "tandem.env" (dict "root" .root "settings" .of.settings) | nindent 12 }}
             - {name: TANDEM_WORKER_PORT, value: {{ $values.worker_port | quote }}}
             {{- if not (or (hasKey $values.settings "threads") (hasKey .of.settings "threads")) }}
-            # As many as the pod asks for, rounded up; without a request all of the node, by its workers.
+            # As many as the pod requests, rounded up; without a request all cores of the node, divided by its workers.
             - {name: TANDEM_THREADS, valueFrom: {resourceFieldRef: {containerName: worker, resource: requests.cpu, divisor: "1"}}}
             {{- end }}
             {{- if or (not $values.model_cache.download) (include "tandem.hub_ids" .root | fromJsonArray) }}
@@ -61,7 +61,7 @@ spec:
             - {name: grpc, containerPort: {{ $values.worker_port }}}
             - {name: metrics, containerPort: {{ $values.metrics_port }}}
           {{- if $values.cluster_tls.secret }}
-          # kubelet's gRPC probes know no certificates.
+          # kubelet's gRPC probes do not support certificates.
           startupProbe: {tcpSocket: {port: grpc}, periodSeconds: 5, failureThreshold: {{ ceil (divf .of.startup_s 5) }}}
           readinessProbe: {tcpSocket: {port: grpc}, periodSeconds: 5}
           {{- else }}

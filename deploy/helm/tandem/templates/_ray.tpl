@@ -3,11 +3,11 @@
 - {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ include "tandem.secret" . }}, key: ray_token}}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: HOME, value: /cache}
-# A node of Ray ends after its worker, and must not use up what is left of the pod's grace.
+# A Ray node ends after its worker and must not use up the rest of the pod's grace period.
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "5"}
 {{- end }}
 
-{{- /* Beside the worker, not above it: when Ray ends, no stream does. */}}
+{{- /* A sidecar of the worker, not its parent: when Ray ends, no stream ends. */}}
 {{- define "tandem.ray.node" -}}
 - name: ray
   restartPolicy: Always

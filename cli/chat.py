@@ -1,0 +1,129 @@
+"""`tandem chat`: a conversation. Each turn is one request with all that was said; the prefix cache makes that cheap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from cli import receipt_rendering
+from cli.output import sentence
+from tandem.client import Client
+from tandem.errors import TandemError
+from tandem.results import Receipt
+
+HELP = """\
+/new            forget what was said
+/system TEXT    how the model is to be from here on; without TEXT: no way in particular
+/again          another answer to the last question
+/receipt        where and how the last answer was made
+/quit           so does Ctrl-D; Ctrl-C ends an answer"""
+
+
+@dataclass
+class Chat:
+    """What was said, and what to do with the next line. `write` gets what the model says, `tell` what is about it:
+    a text, or what rich can print."""
+
+    client: Client
+    write: Callable[[str], None]
+    tell: Callable[[Any], None]
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str = ""
+    said: list[dict[str, str | bytes]] = field(default_factory=list)
+    receipt: Receipt | None = None
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Until the lines end, or one says /quit."""
+        for line in lines:
+            if line.strip() == "/quit":
+                return
+            self.take(line.strip())
+
+    def take(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if not line.startswith("/"):
+            if line:
+                self._ask(line)
+        elif command == "/new":
+            self.said.clear()
+            self.tell("forgotten")
+        elif command == "/system":
+            self.system = rest.strip()
+            self.tell("it is to be so from here on" if self.system else "it is to be no way in particular")
+        elif command == "/again":
+            self._again()
+        elif command == "/receipt":
+            self._show_receipt()
+        else:
+            self.tell(HELP)
+
+    def _again(self) -> None:
+        if not self.said:
+            self.tell("nothing was asked yet")
+            return
+        if self.said[-1]["role"] == "assistant":
+            self.said.pop()
+        question = self.said.pop()["content"]
+        assert isinstance(question, str)
+        self._ask(question)
+
+    def _show_receipt(self) -> None:
+        if self.receipt is None:
+            self.tell("there is no whole answer yet")
+        else:
+            self.tell(receipt_rendering.receipt(self.receipt))
+
+    def _ask(self, question: str) -> None:
+        """Streams the answer. What was not answered was not said; of an answer that Ctrl-C ended, the beginning was."""
+        self.said.append({"role": "user", "content": question})
+        system: list[dict[str, str | bytes]] = [{"role": "system", "content": self.system}] if self.system else []
+        answer = ""
+        try:
+            with closing(self.client.stream(messages=[*system, *self.said], **self.options)) as pieces:
+                for piece in pieces:
+                    answer += piece.text
+                    self.write(piece.text)
+                    if piece.receipt:
+                        self.receipt = piece.receipt
+                        self.write("\n")
+                        self.tell(about(piece.receipt))
+        except KeyboardInterrupt:
+            self.write("\n")
+            self.tell("ended")
+        except TandemError as error:
+            self.said.pop()
+            self.tell(f"error: {sentence(error)}")
+            return
+        self.said.append({"role": "assistant", "content": answer})
+
+
+def about(receipt: Receipt) -> str:
+    """One line about an answer."""
+    ttft = receipt.client_ttft if receipt.client_ttft is not None else receipt.ttft
+    parts = [f"{receipt.completion_tokens} tokens", f"the first after {ttft:.2f} s"]
+    if receipt.tpot:
+        parts.append(f"{1 / receipt.tpot:.0f} a second")
+    if receipt.cached_tokens:
+        parts.append(f"{receipt.cached_tokens / receipt.prompt_tokens:.0%} of the prompt was cached")
+    where = f"{receipt.prefill_worker} → {receipt.decode_worker}" if receipt.prefill_worker else receipt.decode_worker
+    return ", ".join([*parts, where])
+
+
+def typed(prompt: str = "> ") -> Iterator[str]:
+    """Lines from a person, who may edit them and go back to earlier ones, or from a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() edits lines with it
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:  # the line is thrown away, as in a shell
+            print()
+        except EOFError:
+            print()
+            return

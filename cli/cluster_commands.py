@@ -1,0 +1,155 @@
+"""`tandem up`, `demo` and `plan`: what needs no cluster that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.output import JSON, TEXT, Output, display, print_json, reported
+from tandem.errors import SettingsError
+
+Weights = Annotated[
+    str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")
+]
+KvDtype = Annotated[str | None, typer.Option(help="What KV is kept and moved in: auto, int8 or fp8. [default: auto]")]
+Autoscale = Annotated[
+    str | None, typer.Option(help="off, dry-run or on, up to the two maxima that follow. [default: off]")
+]
+SpeculationKind = Annotated[
+    str | None, typer.Option(help="Guess tokens and verify them: off, ngram or draft. [default: off]")
+]
+app = typer.Typer()
+
+
+@app.command()
+def up(
+    model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers behind the one address. [default: 1]")] = None,
+    port: Annotated[int | None, typer.Option(help="The router's port; 0 picks one. [default: 50051]")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Serve the OpenAI HTTP API there. [default: off]")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Every process serves /metrics; 0 lets each pick a port. [default: off]")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send traces there, by OTLP over gRPC. [default: off]")
+    ] = None,
+    trace_ratio: Annotated[float | None, typer.Option(help="Share of requests that are traced. [default: 0.1]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16. [default: auto]")] = None,
+    weights: Weights = None,
+    kv_dtype: KvDtype = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
+    autoscale: Autoscale = None,
+    prefill_max: Annotated[int | None, typer.Option(help="Most prefill workers; --prefill is the least.")] = None,
+    decode_max: Annotated[int | None, typer.Option(help="Most decode workers; --decode is the least.")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster. [default: one of its own]")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help="What moves KV. [default: nixl]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of one worker. [default: measured]")] = None,
+    memory_utilization: Annotated[float | None, typer.Option(help="Share of free memory for KV.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in progress on one worker.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
+    speculation: SpeculationKind = None,
+    speculation_tokens: Annotated[int | None, typer.Option(help="Guesses for one step. [default: 8]")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
+    ] = None,
+    adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
+    output: Output = TEXT,
+) -> None:
+    """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
+    given = dict(locals())
+    del given["output"]
+    given["adapters"] = _parse_adapters(given.pop("adapter"))
+    with reported():
+        from tandem.settings import load
+
+        settings = load(**given)
+        from cluster.local_cluster import run_forever
+
+        raise typer.Exit(run_forever(settings, as_json=output is JSON))
+
+
+def _parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """None if there are none, so that the environment may have some."""
+    adapters: dict[str, str] = {}
+    for text in given or ():
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise typer.BadParameter(f"{text!r} is not NAME=FOLDER")
+        if name in adapters:
+            raise typer.BadParameter(f"two adapters are named {name}")
+        adapters[name] = folder
+    return adapters or None
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="A checkpoint folder. [default: the demo's own]")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages.")] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="For prompts that do not say.")] = 48,
+    output: Output = TEXT,
+) -> None:
+    """Start a cluster, send it a file of prompts at once, show the streams and the receipts, stop it."""
+    with reported():
+        from cli.demo import run
+
+        sizes = {"prefill": prefill, "decode": decode, "max_tokens": max_tokens}
+        raise typer.Exit(run(model, prompts, **sizes, as_json=output is JSON))
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
+    memory: Annotated[float, typer.Option(help="Memory of one worker in GiB, weights included.", min=0.001)] = 80.0,
+    utilization: Annotated[float, typer.Option(help="Share of what the weights leave.", min=0.01, max=1.0)] = 0.9,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of weights and KV.")] = "bfloat16",
+    weights: Annotated[str, typer.Option(help="checkpoint, bf16, int8, int4 or fp8.")] = "checkpoint",
+    kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
+    link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
+    output: Output = TEXT,
+) -> None:
+    """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
+    with reported():
+        from planner import report
+        from planner.capacity import CHECKPOINT, DTYPE_BYTES, KV_DTYPES, capacity, read_shape
+
+        if dtype not in DTYPE_BYTES:
+            raise SettingsError(f"dtype is {dtype}", field="dtype", bound=", ".join(DTYPE_BYTES))
+        if kv_dtype not in KV_DTYPES:
+            raise SettingsError(f"kv_dtype is {kv_dtype}", field="kv_dtype", bound=", ".join(KV_DTYPES))
+        shape = read_shape(model)
+        formats = (CHECKPOINT, *shape.quantised)
+        if weights not in formats:
+            raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
+        found = capacity(
+            shape,
+            memory=int(memory * 2**30),
+            utilization=utilization,
+            dtype=dtype,
+            weights=weights,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+            contexts=tuple(
+                sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
+            ),
+            concurrencies=(1, 8, 32, 128),
+        )
+        if output is JSON:
+            print_json(report.facts(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
+        else:
+            display(report.table(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

@@ -1,0 +1,99 @@
+"""Why a request was slow, from receipts alone: what it lost its time to, and what to do about that. Pure.
+
+    queueing     waiting in the router and at the prefill worker, and decode workers that had no room after all
+    failures     attempts before the first token that came to nothing
+    prefill      computing its prompt
+    transfer     moving KV, as far as computing did not hide it
+    decoding     tokens that came slower than is usual for these requests: its worker had more to do beside it
+    memory       the same, where its blocks were taken back on the way
+    processes    all the rest of the time to first token: handlers and hops of router and workers
+
+The length of an answer is nobody's fault: what is usual for a token is the median of the receipts at hand.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.results import Receipt
+
+QUEUE_PHASES = ("queue", "prefill_queue")
+NON_PROCESS_PHASES = ("retries", "prefill_compute", *QUEUE_PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyAttribution:
+    """About one request. `parts` are seconds by cause, together `lost`."""
+
+    receipt: Receipt
+    parts: dict[str, float]
+    lost: float
+    cause: str
+    """The largest of `parts`."""
+    advice: str
+
+    def to_dict(self) -> dict[str, object]:
+        """This as plain values, ready for JSON."""
+        about = {"cause": self.cause, "advice": self.advice, "lost": self.lost, "parts": self.parts}
+        return {"request_id": self.receipt.request_id, **about, "receipt": self.receipt.to_dict()}
+
+
+def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
+    """Those that lost most, the worst first."""
+    rates = [one.tpot for one in receipts if one.completion_tokens > 1]
+    usual = statistics.median(rates) if rates else 0.0
+    found = [of(one, usual) for one in receipts]
+    return sorted(found, key=lambda one: one.lost, reverse=True)[:most]
+
+
+def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
+    """`usual_tpot`: seconds that a token takes, for requests like this one."""
+    phases = receipt.phases
+    transfer = receipt.transfer.exposed if receipt.transfer else 0.0
+    retries = phases.get("retries", 0.0)
+    failed = retries if receipt.attempts > 1 else 0.0  # a refusal for want of room is no attempt
+    late = (receipt.tpot - usual_tpot) * max(0, receipt.completion_tokens - 1)
+    parts = {
+        "queueing": sum(phases.get(name, 0.0) for name in QUEUE_PHASES) + retries - failed,
+        "failures": failed,
+        "prefill": phases.get("prefill_compute", 0.0),
+        "transfer": transfer,
+        "memory" if receipt.preemptions else "decoding": max(0.0, late - transfer),
+        "processes": receipt.ttft - sum(phases.get(name, 0.0) for name in NON_PROCESS_PHASES),
+    }
+    cause = max(parts, key=lambda name: parts[name])
+    return LatencyAttribution(receipt, parts, sum(parts.values()), cause, _advice(cause, receipt, usual_tpot))
+
+
+def _advice(cause: str, receipt: Receipt, usual_tpot: float) -> str:
+    phases = receipt.phases
+    if cause == "queueing" and phases.get("prefill_queue", 0.0) <= phases.get("queue", 0.0) + phases.get(
+        "retries", 0.0
+    ):
+        return "it waited in the router: scale the pool that is full (`tandem workers`), or see its tenant's limits"
+    if cause == "queueing":
+        where = receipt.prefill_worker or receipt.decode_worker
+        return f"{where} computed other prompts first: scale prefill"
+    if cause == "failures":
+        return f"attempts failed before the first token: {receipt.notes[0] if receipt.notes else 'no note says why'}"
+    if cause == "prefill":
+        computed = receipt.prompt_tokens - receipt.cached_tokens
+        return (
+            f"{computed} of {receipt.prompt_tokens} prompt tokens were computed: put what prompts share at their"
+            " beginning, or give prefill workers more cores or a faster device"
+        )
+    if cause == "transfer":
+        assert receipt.transfer is not None
+        return f"its KV came over {receipt.transfer.transport}: `tandem doctor` measures each pair"
+    if cause == "memory":
+        times = "once" if receipt.preemptions == 1 else f"{receipt.preemptions} times"
+        return f"{receipt.decode_worker} took its blocks back {times}: give workers more KV blocks, or scale decode"
+    if cause == "decoding":
+        slower = receipt.tpot / usual_tpot if usual_tpot else 0.0
+        return (
+            f"{receipt.decode_worker} took {slower:.1f} times as long for a token as is usual: scale decode, or"
+            " bound it with slo_tpot_s"
+        )
+    return "router or worker processes were busy or starved of CPU: more routers, or cores that they need not share"

@@ -1,0 +1,395 @@
+"""`tandem up`: one cluster on this machine, from nothing to `ready`, and back to nothing.
+
+    folder there? port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
+    each step leaves its undoing on a stack; stop() drains, then unwinds the stack, whatever failed before
+
+If this process is killed outright, Linux ends its workers (cluster/exit_with_parent.py), and a guard the rest
+(cluster/orphan_reaper.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from cluster import run_directory
+from cluster.orphan_reaper import OrphanReaper
+from cluster.reconcile_plan import role_of
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.lease import Lease
+from cluster.state.registry import Registry
+from cluster.supervisor import STOP_MARGIN_S, Event, Kind
+from tandem.checkpoint import check_adapter, folder_of
+from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
+from tandem.settings import Settings
+
+if TYPE_CHECKING:
+    from cluster.ray_runtime import Runtime, SupervisorHandle
+
+START_TIMEOUT_S = 600.0
+DEFAULT_LAUNCHER = "services.launch"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ports for 0: below those that systems give to outgoing connections, one of which could take a port while it is still
+# unused.
+FIRST_PORT, PORT_COUNT, MAX_PORT_TRIES = 20_000, 12_000, 50
+
+
+class _Notice(Enum):
+    """What may arrive besides the supervisor's answers."""
+
+    SIGNAL = "signal"
+    STOPPED = "stopped"
+    VALKEY_DIED = "valkey died"
+
+
+class LocalCluster:
+    """A running cluster. Start it from a thread that lives as long as the cluster: its processes die with that thread.
+
+    `launcher` is the module that starts a worker's service in its process; tests put a small one there.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        report: Callable[[str], None] | None = None,
+        *,
+        launcher: str = DEFAULT_LAUNCHER,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self.settings = settings
+        self.target = ""
+        self.directory: Path | None = None
+        self._report_to = report
+        self._launcher = launcher
+        self._start_timeout_s = start_timeout_s
+        self._began = monotonic()
+        self._undo = ExitStack()
+        self._inbox: SimpleQueue[Future[list[Event]] | _Notice] = SimpleQueue()
+        self._guard: OrphanReaper | None = None
+        self._valkey: EmbeddedValkey | None = None
+        self._supervisor: SupervisorHandle | None = None
+        self._seq = 0
+        self._ready: dict[str, Event] = {}
+        self._failed = False
+        self._kept: Path | None = None
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = _is_failure(error)
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when requests can be sent. Raises the error of the first worker that cannot start, and undoes all but
+        the logs."""
+        try:
+            self._start()
+        except BaseException as error:
+            self._failed = _is_failure(error)
+            self.stop(grace_s=0.0)
+            raise
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Drains, then ends every process and removes every file. Safe to repeat. A signal meanwhile ends the grace."""
+        try:
+            if self._supervisor:
+                self._drain(self._supervisor, self.settings.drain_grace_s if grace_s is None else grace_s)
+        finally:
+            stopping, self._supervisor = self._supervisor is not None, None
+            self._undo.close()
+            if stopping:
+                self._report("stopped, nothing is left" + (" but the logs" if self._kept else ""))
+
+    @property
+    def http(self) -> str:
+        """Where the OpenAI API is, once started; empty when it is off."""
+        host, port = self.settings.host, self.settings.http_port
+        scheme = "https" if self.settings.tls_cert else "http"
+        return "" if port is None else f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    @property
+    def workers(self) -> dict[str, Event]:
+        """The last `ready` of every worker that serves, by id, as far as events() has told."""
+        return dict(self._ready)
+
+    def events(self, timeout_s: float | None = None) -> list[Event]:
+        """The next changes, as they happen; nothing when none came in time. Raises Cancelled when told to end."""
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except Empty:
+            return []
+        if item is _Notice.SIGNAL:
+            raise Cancelled("told to end by a signal")
+        if item is _Notice.VALKEY_DIED:
+            self._restart_valkey()
+            return []
+        if item is _Notice.STOPPED:
+            return []
+        assert isinstance(item, Future)
+        events = item.result(timeout=0)
+        for event in events:
+            self._note(event)
+        self._listen()
+        return events
+
+    def interrupt(self) -> None:
+        """Ends start(), events() or the grace of stop(). May be called from a signal handler."""
+        self._inbox.put(_Notice.SIGNAL)
+
+    # ---- start
+
+    def _start(self) -> None:
+        self._began = monotonic()
+        if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
+            folder_of(self.settings.model)
+            for name, folder in self.settings.adapters.items():
+                check_adapter(name, folder)
+        ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
+        if self.settings.http_port is not None:
+            ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")
+        token = self.settings.cluster_token or SecretStr(secrets.token_hex(16))
+        self.settings = self.settings.model_copy(update={**ports, "cluster_token": token})
+        logs = _writable(self.settings.logs)
+        self.directory = run_directory.create()
+        self._undo.callback(run_directory.remove, self.directory)
+        self._guard = OrphanReaper(self.directory, logs)
+        self._undo.callback(self._guard.stop)
+        self._undo.callback(self._keep_logs, self.directory, logs)
+        if self.settings.redis is None:
+            self._valkey = EmbeddedValkey(self.directory, on_death=lambda: self._inbox.put(_Notice.VALKEY_DIED))
+            self._undo.callback(self._valkey.stop)
+            self.settings = self.settings.model_copy(update={"redis": self._valkey.start()})
+            self._report("registry: embedded Valkey")
+        runtime = self._start_ray()
+        runtime.check_free(self.settings.cluster)
+        run_id = secrets.token_hex(8)
+        asyncio.run(self._want(run_id))
+        self._supervisor = runtime.supervise(self.settings, self._launcher, run_id)
+        if self.settings.ray_address:
+            self._undo.callback(runtime.end_actors, self.settings.cluster)
+        self._watch(self._supervisor.run())
+        self._listen()
+        self._await_ready()
+
+    async def _want(self, run_id: str) -> None:
+        """Before the supervisor starts, and only where no other one has this cluster: these sizes would be its, too."""
+        registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
+        try:
+            await Lease(registry, run_id).take()
+            await registry.set_wanted(self._wanted())
+        finally:
+            await registry.close()
+
+    def _start_ray(self) -> Runtime:
+        from cluster.ray_runtime import Runtime  # half a second that a refused port need not wait for
+
+        assert self.directory is not None
+        runtime = Runtime(self.settings.ray_address, self.directory)
+        self._undo.callback(runtime.stop)
+        runtime.start()
+        if self.settings.ray_address:
+            self._report(f"Ray: connected to {self.settings.ray_address}")
+        else:
+            assert self._guard is not None
+            self._guard.watch(runtime.processes())
+            self._report(f"Ray: on this machine, logs in {run_directory.logs(self.directory)}")
+        return runtime
+
+    def _await_ready(self) -> None:
+        wanted = self._wanted()
+        deadline = self._began + self._start_timeout_s
+        while not all(self._count(role) >= size for role, size in wanted.items()):
+            left = deadline - monotonic()
+            if left <= 0:
+                waiting = ", ".join(f"{self._count(role)} of {size} {role}" for role, size in wanted.items())
+                raise DeadlineExceeded(f"not ready within {self._start_timeout_s:g} s: {waiting}")
+            for event in self.events(left):
+                if event.kind is Kind.FAILED and event.error:
+                    raise event.error
+
+    def _wanted(self) -> dict[str, int]:
+        given = self.settings
+        return {"router": given.routers, "prefill": given.prefill, "decode": given.decode}
+
+    def _count(self, role: str) -> int:
+        return sum(role_of(worker_id) == role for worker_id in self._ready)
+
+    # ---- what the supervisor tells
+
+    def _listen(self) -> None:
+        assert self._supervisor is not None
+        self._supervisor.events(self._seq).add_done_callback(self._inbox.put)
+
+    def _watch(self, run: Future[None]) -> None:
+        """The end of the supervisor's run arrives like an answer of it, so that its error is raised by events()."""
+
+        def lost(ended: Future[Any]) -> None:
+            if ended.exception():
+                self._inbox.put(ended)
+
+        run.add_done_callback(lost)
+
+    def _note(self, event: Event) -> None:
+        self._seq = event.seq
+        if event.kind is Kind.READY and event.started:
+            self._ready[event.worker_id] = event
+            self._report(f"{event.worker_id}: ready on {event.started.address}")
+            if role_of(event.worker_id) == "router":
+                self.target = event.started.address
+            return
+        if event.kind is Kind.LOADING:
+            self._report(f"{event.worker_id}: {event.text}")
+            return
+        if event.kind is Kind.STARTING:
+            return
+        self._ready.pop(event.worker_id, None)
+        text = f"{event.worker_id}: {event.kind}"
+        if event.error:
+            text += f": {event.error.message}"
+        if event.retry_in_s:
+            text += f"; starting again in {event.retry_in_s:.1f} s"
+        self._report(text)
+
+    def _restart_valkey(self) -> None:
+        """The registry's content comes back by itself: workers beat, the supervisor writes what it last wanted. Serving
+        goes on without it meanwhile."""
+        assert self._valkey is not None
+        self._valkey.restart()
+        self._report("registry: the embedded Valkey died and was started again")
+
+    # ---- stop
+
+    def _drain(self, supervisor: SupervisorHandle, grace_s: float) -> None:
+        """Waits for the supervisor's stop(), as long as the grace, or until a signal."""
+        self._report("stopping")
+        stopped = supervisor.stop(grace_s)
+        stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
+        deadline = monotonic() + grace_s + 2 * STOP_MARGIN_S
+        while not stopped.done() and (left := deadline - monotonic()) > 0:
+            try:
+                self.events(left)
+            except TandemError as error:  # told a second time, or the supervisor is lost
+                self._report(f"stopping at once, what still runs is cut off: {error.message}")
+                return
+        if stopped.done() and (failure := stopped.exception()):
+            self._report(f"the drain failed, what still runs is cut off: {failure}")
+
+    def _keep_logs(self, directory: Path, logs: Path | None) -> None:
+        """What failed is looked into afterwards, when nothing of it runs any more."""
+        if not logs and not self._failed:
+            return
+        try:
+            self._kept = run_directory.keep_logs(directory, logs or run_directory.failed_runs())
+        except OSError as error:
+            self._report(f"the logs could not be kept: {error}")
+            return
+        if self._kept:
+            self._report(f"the logs are in {self._kept}")
+
+    def _report(self, text: str) -> None:
+        if self._report_to:
+            self._report_to(f"{monotonic() - self._began:6.1f} s  {text}")
+
+
+def run_forever(
+    settings: Settings,
+    report: Callable[[str], None] | None = None,
+    *,
+    launcher: str = DEFAULT_LAUNCHER,
+    as_json: bool = False,
+) -> int:
+    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the grace. Prints `ready ...`, or the same as a JSON object,
+    when requests can be sent. Progress goes to `report` (default: stderr). Raises what ended the cluster otherwise."""
+    cluster = LocalCluster(
+        settings, report or (lambda line: print(line, file=sys.stderr, flush=True)), launcher=launcher
+    )
+    with _signals(cluster.interrupt):
+        try:
+            with cluster:
+                print(json.dumps(_ready(cluster)) if as_json else _ready_lines(cluster), flush=True)
+                while True:
+                    cluster.events()
+        except Cancelled:
+            return 0
+
+
+def _ready(cluster: LocalCluster) -> dict[str, Any]:
+    settings = cluster.settings
+    http = {"http": cluster.http} if settings.http_port is not None else {}
+    sizes = {"routers": settings.routers, "prefill": settings.prefill, "decode": settings.decode}
+    return {"target": cluster.target, **http, **sizes, "model": settings.model}
+
+
+def _ready_lines(cluster: LocalCluster) -> str:
+    settings = cluster.settings
+    http = f"http {cluster.http}\n" if settings.http_port is not None else ""
+    routers = f"{settings.routers} routers, " if settings.routers > 1 else ""
+    workers = f"{settings.prefill} prefill, {settings.decode} decode"
+    return f"{http}ready {cluster.target} ({routers}{workers}, model {settings.model})"
+
+
+@contextmanager
+def _signals(act: Callable[[], None]) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        act()
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether somebody will want the logs; not where a person ended it."""
+    return error is not None and not isinstance(error, Cancelled | KeyboardInterrupt | SystemExit)
+
+
+def _writable(folder: Path | None) -> Path | None:
+    """The folder, absolute and there. Raises SettingsError."""
+    if folder is None:
+        return None
+    try:
+        folder.expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"logs cannot be kept in {folder}: {error.strerror}", field="logs", bound="a folder that can be written"
+        ) from error
+    return folder.expanduser().resolve()
+
+
+def _free_port(host: str, port: int, field: str) -> int:
+    """`port`, or a free one for 0: a restarted router must come back where its clients look for it."""
+    candidates = [port] if port else [FIRST_PORT + secrets.randbelow(PORT_COUNT) for _ in range(MAX_PORT_TRIES)]
+    for candidate in candidates:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                return candidate
+            except OSError as error:
+                refused = error
+    raise SettingsError(
+        f"port {candidate} on {host} cannot be used: {refused.strerror}", field=field, bound="a free port, or 0"
+    ) from refused

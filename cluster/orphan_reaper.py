@@ -1,0 +1,82 @@
+"""Cleans up after a `tandem up` that could not: killed outright, it runs no code of its own any more.
+
+    up ── pipe ──▶ guard        lines "pid created" while all is well; end of file when up is gone, however it went
+                     └── ends the listed processes that still run, keeps the logs if told to,
+                         removes the run directory, ends
+
+Workers and Valkey end by themselves (cluster/exit_with_parent.py). What is left is Ray's: its agents, orphaned, would
+try for a minute to report the raylet's death to a GCS that died with it.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from cluster import run_directory
+
+END_TIMEOUT_S = 5.0
+
+
+class OrphanReaper:
+    """The guard's process, as `up` holds it."""
+
+    def __init__(self, directory: Path, logs: Path | None = None) -> None:
+        """`logs`: where the logs go before the directory is removed."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.orphan_reaper", str(directory), *([str(logs)] if logs else [])],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what kills up's process group must not reach it
+            text=True,
+        )
+
+    def watch(self, processes: Iterable[psutil.Process]) -> None:
+        """These must not outlive `up`."""
+        assert self._process.stdin is not None
+        for process in processes:
+            try:
+                self._process.stdin.write(f"{process.pid} {process.create_time()}\n")
+            except psutil.NoSuchProcess:
+                continue
+        self._process.stdin.flush()
+
+    def stop(self) -> None:
+        """Lets the guard look once more and end. Safe to repeat."""
+        if self._process.stdin and not self._process.stdin.closed:
+            self._process.stdin.close()
+        self._process.wait(2 * END_TIMEOUT_S)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when `up` has ended, and not before
+    watched = [(int(pid), float(created)) for pid, created in (line.split() for line in sys.stdin)]
+    alive = []
+    for pid, created in watched:
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == created:  # else the number belongs to somebody else by now
+                process.kill()
+                alive.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=END_TIMEOUT_S)
+    directory, *keep = (Path(argument) for argument in sys.argv[1:])
+    for into in keep:
+        try:
+            run_directory.keep_logs(directory, into)
+        except OSError:  # a full disk; nobody listens any more
+            continue
+    run_directory.remove(directory)
+
+
+if __name__ == "__main__":
+    main()

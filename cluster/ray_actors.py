@@ -1,0 +1,347 @@
+"""The Ray actors: a worker's process, the supervisor's, and the owner that ends with `tandem up`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+import ray
+import ray._private.node
+import ray._private.worker
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.autoscale_policy import POOLS
+from cluster.autoscaler import Autoscaler
+from cluster.exit_with_parent import exit_with_parent
+from cluster.reconcile_plan import role_of
+from cluster.state.lease import Lease
+from cluster.state.registry import Registry
+from cluster.supervisor import Event, Started, Supervisor, WorkerProcess
+from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+from tandem.settings import Settings
+from tandem.tasks import end, forever
+
+T = TypeVar("T")
+NAMESPACE = "tandem"
+
+
+def _worker_prefix(cluster: str) -> str:
+    return f"tandem-worker-{cluster}/"
+
+
+def _our_actors(prefix: str = "") -> list[str]:
+    """Names of live actors of this product, on the whole Ray."""
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _as_tandem_error(error: RayError, who: str) -> TandemError:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, TandemError):
+            return cause
+        return InternalError(f"{who} failed: {type(cause).__name__}: {cause}")
+    if isinstance(error, RayActorError):
+        return WorkerLost(f"{who}: its process died")
+    return Unavailable(f"{who}: Ray cannot reach it: {error}")
+
+
+log = logging.getLogger(__name__)
+
+
+SERVES_AS_TIMEOUT_S = 5.0  # until a worker has reported which worker it is
+LAST_STAGES_TIMEOUT_S = 1.0  # until a ready worker has reported all stages of its start
+SPARE = "spare"  # the id of a process that is no worker yet
+WORKERS_PER_ROLE = 100_000
+"""Per role on this machine: the custom resources say where a role may run, not how many workers."""
+
+
+class WorkerActor:
+    """One worker: the process of this actor is the worker's process. A spare becomes the worker that start() names."""
+
+    def __init__(self, worker_id: str, settings: Settings, launcher: str) -> None:
+        exit_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
+        self._worker_id = worker_id
+        self._settings = settings
+        self._launcher = launcher
+        self._preparing: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[Any] | None = None
+        self._stages: list[str] = []
+        self._new_stage = asyncio.Event()
+        self._all_stages_sent = False
+
+    async def prepare(self) -> None:
+        """Imports what a worker of either pool needs, on a thread."""
+        if self._preparing is None:
+            prepare = importlib.import_module(self._launcher).prepare
+            self._preparing = asyncio.create_task(asyncio.to_thread(prepare))
+        await asyncio.shield(self._preparing)
+
+    async def start(self, worker_id: str) -> Started:
+        if self._worker_id == SPARE:
+            self._worker_id = worker_id
+        if self._worker_id != worker_id:
+            raise InternalError(f"this process serves as {self._worker_id}, not as {worker_id}")
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._launch())
+        try:
+            service = await asyncio.shield(self._starting)
+        finally:
+            self._all_stages_sent = True
+            self._new_stage.set()
+        return Started(
+            service.address, os.getpid(), service.incarnation, service.can_switch_role and _both_pools_here()
+        )
+
+    async def switch_role(self, worker_id: str, grace_s: float) -> Started:
+        if worker_id != self._worker_id:  # else the call is a repetition
+            assert self._starting is not None
+            self._worker_id, self._stages, self._all_stages_sent = worker_id, [], False
+            self._starting = asyncio.create_task(self._launch_after(self._starting, grace_s))
+        return await self.start(worker_id)
+
+    async def serves_as(self) -> str:
+        return self._worker_id
+
+    async def _launch_after(self, before: asyncio.Task[Any], grace_s: float) -> Any:
+        return await self._launch(await (await before).release(grace_s))
+
+    async def _launch(self, engine: Any = None) -> Any:
+        if self._preparing is not None:  # two threads must not import the same modules
+            await asyncio.wait({self._preparing})
+        launch = importlib.import_module(self._launcher).start
+        loop = asyncio.get_running_loop()
+
+        def report(line: str) -> None:  # on any thread
+            loop.call_soon_threadsafe(self._add_stage, line)
+
+        return await launch(role_of(self._worker_id), self._settings, self._worker_id, report, engine)
+
+    async def stages(self, after: int) -> list[str]:
+        """Stages of start() after the first `after`; waits for the next one. Empty: the start is over."""
+        while len(self._stages) <= after and not self._all_stages_sent:
+            self._new_stage.clear()
+            await self._new_stage.wait()
+        return self._stages[after:]
+
+    def _add_stage(self, line: str) -> None:
+        self._stages.append(line)
+        self._new_stage.set()
+
+    async def wait(self) -> None:
+        assert self._starting is not None
+        await (await self._starting).wait()
+
+    async def stop(self, grace_s: float) -> None:
+        assert self._starting is not None
+        await (await self._starting).stop(grace_s)
+
+
+class SupervisorActor:
+    """One cluster's supervisor. Ray restarts it; it finds its workers again by their names."""
+
+    def __init__(self, settings: Settings, launcher: str, run_id: str, owner: str = "") -> None:
+        """`run_id` names the `tandem up` for all incarnations of this supervisor; `owner` is its OwnerActor, which the
+        cluster must not outlive."""
+        assert settings.redis is not None
+        exit_with_parent()
+        self._settings = settings
+        self._grace_s = settings.drain_grace_s
+        self._owner = owner
+        self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
+        self._loop = Supervisor(
+            RayHost(settings, launcher),
+            self._registry,
+            settings.drain_grace_s,
+            spares=settings.spares,
+            lease=Lease(self._registry, run_id),
+            start_s=settings.start_timeout_s,
+        )
+        self._scaling: asyncio.Task[None] | None = None
+        self._run: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Reconciles until stop(). Ray repeats this call on a restarted supervisor."""
+        if self._run is None:
+            self._run = asyncio.create_task(self._loop.run())
+            if self._owner:
+                self._ending = forever(self._end_with_owner, name="end with its owner")
+            if self._settings.autoscale != "off":
+                scaling = Autoscaler(self._settings, self._registry)
+                self._scaling = forever(scaling.run, name="autoscaler")
+        await asyncio.shield(self._run)
+
+    async def _end_with_owner(self) -> None:
+        try:
+            await ray.get_actor(self._owner, namespace=NAMESPACE).wait.remote()
+        except (RayActorError, ValueError):  # its `tandem up` has ended, perhaps while this supervisor was restarted
+            await self.stop(self._grace_s)
+            ray.kill(ray.get_runtime_context().current_actor)
+
+    async def events(self, after: int) -> list[Event]:
+        return await self._loop.events(after)
+
+    async def stop(self, grace_s: float) -> None:
+        await end(self._scaling)
+        await self._loop.stop(grace_s)
+        await self._registry.close()
+
+
+class OwnerActor:
+    """Represents a `tandem up` on an external Ray: not detached, so Ray ends it with that process."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+class RayHost:
+    """Starts workers as named detached actors, and finds them again."""
+
+    def __init__(self, settings: Settings, launcher: str) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._prefix = _worker_prefix(settings.cluster)
+        self._spares: dict[RayWorkerProcess, asyncio.Task[None]] = {}
+
+    def create(self, worker_id: str) -> WorkerProcess:
+        if role_of(worker_id) in POOLS:
+            for spare, prepared in self._spares.items():
+                if spare.placed and not (prepared.done() and prepared.exception()):
+                    del self._spares[spare]
+                    spare.become(worker_id)
+                    return spare
+        return self._create(worker_id, [role_of(worker_id)])
+
+    def keep_spares(self, count: int) -> None:
+        for spare, prepared in list(self._spares.items()):
+            if len(self._spares) > count or (prepared.done() and prepared.exception()):
+                del self._spares[spare]
+                prepared.cancel()
+                spare.kill()
+        while len(self._spares) < count:  # on a node where a worker of either pool may run
+            self._prepare(self._create(SPARE, POOLS))
+
+    def _prepare(self, spare: RayWorkerProcess) -> None:
+        self._spares[spare] = asyncio.create_task(spare.prepare(), name="spare")
+
+    def _create(self, worker_id: str, resources: Iterable[str]) -> RayWorkerProcess:
+        # Unique per actor: a dead actor's name is free only after Ray has noticed the death.
+        name = f"{self._prefix}{worker_id}/{secrets.token_hex(4)}"
+        actor = ray.remote(WorkerActor).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            resources=dict.fromkeys(resources, 1),
+            max_restarts=0,  # the supervisor starts a new actor instead
+        )
+        return RayWorkerProcess(actor.remote(worker_id, self._settings, self._launcher), worker_id)
+
+    async def survivors(self) -> dict[str, WorkerProcess]:
+        processes: list[RayWorkerProcess] = []
+        for name in _our_actors(self._prefix):
+            worker_id = name.removeprefix(self._prefix).partition("/")[0]
+            try:
+                processes.append(RayWorkerProcess(ray.get_actor(name, namespace=NAMESPACE), worker_id))
+            except ValueError:  # it died meanwhile
+                continue
+        survivors: dict[str, WorkerProcess] = {}
+        worker_ids = await asyncio.gather(*(process.serves_as() for process in processes))
+        for worker_id, process in zip(worker_ids, processes, strict=True):
+            if worker_id == SPARE:  # or it did not report what it has become: prepare() finds out
+                self._prepare(process)
+            elif worker_id in survivors:  # it did not report what it has become
+                process.kill()
+            else:
+                survivors[worker_id] = process
+        return survivors
+
+
+class RayWorkerProcess:
+    """One worker actor, with errors of the tree."""
+
+    def __init__(self, actor: Any, worker_id: str) -> None:
+        self._actor = actor
+        self._worker_id = worker_id
+        self.placed = False  # of a spare: its process runs, and has reported that it is one
+
+    async def prepare(self) -> None:
+        """Raises an error of the tree when this is not a spare, or a dead one."""
+        try:
+            if not self.placed and (worker_id := await self._call(self._actor.serves_as.remote())) != SPARE:
+                raise InternalError(f"it serves as {worker_id}")
+            self.placed = True
+            await self._call(self._actor.prepare.remote())
+        except TandemError as error:
+            log.warning("a spare process is of no use: %s", error)
+            raise
+
+    def become(self, worker_id: str) -> None:
+        """A spare becomes the worker that start() will start."""
+        self._worker_id = worker_id
+
+    async def start(self, report: Callable[[str], None]) -> Started:
+        return await self._with_stages(self._actor.start.remote(self._worker_id), report)
+
+    async def switch_role(self, worker_id: str, grace_s: float, report: Callable[[str], None]) -> Started:
+        self._worker_id = worker_id
+        return await self._with_stages(self._actor.switch_role.remote(worker_id, grace_s), report)
+
+    async def serves_as(self) -> str:
+        """The worker that it is now; the actor's name stays that of its first worker. Unchanged if it does not answer:
+        it is still loading, or dead, which start() will show."""
+        try:
+            async with asyncio.timeout(SERVES_AS_TIMEOUT_S):
+                self._worker_id = await self._call(self._actor.serves_as.remote())
+            self.placed = self._worker_id == SPARE
+        except (TimeoutError, TandemError) as error:
+            log.warning("%s does not say what it serves as: %r", self._worker_id, error)
+        return self._worker_id
+
+    async def _with_stages(self, answer: Awaitable[Started], report: Callable[[str], None]) -> Started:
+        """The answer; `report` receives the stages meanwhile."""
+        follow = asyncio.create_task(self._follow(report), name=f"stages of {self._worker_id}")
+        try:
+            started = await self._call(answer)
+            await asyncio.wait({follow}, timeout=LAST_STAGES_TIMEOUT_S)
+            return started
+        finally:
+            await end(follow)
+
+    async def _follow(self, report: Callable[[str], None]) -> None:
+        reported = 0
+        try:
+            while lines := await self._call(self._actor.stages.remote(reported)):
+                for line in lines:
+                    report(line)
+                reported += len(lines)
+        except TandemError:
+            return  # it is dead, and start() raises
+
+    async def wait(self) -> None:
+        await self._call(self._actor.wait.remote())
+
+    async def stop(self, grace_s: float) -> None:
+        await self._call(self._actor.stop.remote(grace_s))
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+    async def _call(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except RayError as error:
+            raise _as_tandem_error(error, self._worker_id) from error
+
+
+def _both_pools_here() -> bool:
+    """Whether this node may run workers of either pool."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return any(node["NodeID"] == here and set(POOLS) <= set(node["Resources"]) for node in nodes)

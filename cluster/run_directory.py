@@ -1,0 +1,87 @@
+"""The private directory of one `tandem up`: sockets, Ray's session, logs. Its name says whose it is, so that the next
+start removes what a killed one could not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+RAY_SOCKET_CHARACTERS = 66  # /session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store
+MAX_SOCKET_CHARACTERS = 107
+MAX_FAILED_RUNS = 10
+_NAME = re.compile(r"^tandem-(\d+)-(\d+)$")
+
+
+def create() -> Path:
+    """A new directory with mode 0700, after removing those whose process is gone."""
+    remove_stale()
+    path = _parent() / f"tandem-{os.getpid()}-{int(psutil.Process().create_time())}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # a file may vanish meanwhile; what stays is stale at the next start
+
+
+def logs(path: Path) -> Path:
+    """Where Ray writes the logs of all processes of this run; on somebody else's Ray they are there, and not here."""
+    return path / "session_latest" / "logs"
+
+
+def keep_logs(path: Path, into: Path) -> Path | None:
+    """Moves the logs of a run out of its directory, once its processes have ended. Where they are now; None if there
+    are none (left)."""
+    found = logs(path).resolve()
+    if not found.is_dir():
+        return None
+    kept = into / path.name.replace("tandem-", "logs-")  # else it would be taken for a stale run directory
+    shutil.copytree(found, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(found, ignore_errors=True)
+    return kept
+
+
+def failed_runs() -> Path:
+    """A directory of this user's for the logs of failed runs, with the oldest removed beyond some."""
+    into = _parent() / f"tandem-logs-{os.getuid()}"
+    into.mkdir(mode=0o700, exist_ok=True)
+    if into.is_symlink() or into.stat().st_uid != os.getuid():  # somebody else made it, in a directory for everybody
+        raise PermissionError(f"{into} is not this user's")
+    for old in sorted(into.iterdir(), key=lambda run: run.lstat().st_mtime)[: -MAX_FAILED_RUNS + 1]:
+        remove(old)
+    return into
+
+
+def remove_stale() -> list[Path]:
+    """Removes the directories of this user's processes that no longer run."""
+    stale = [path for path in _parent().glob("tandem-*") if _is_stale(path)]
+    for path in stale:
+        remove(path)
+    return stale
+
+
+def _parent() -> Path:
+    """The system's temporary directory, unless it is too deep for a unix socket."""
+    path = Path(tempfile.gettempdir())
+    longest = len(str(path)) + len("/tandem-1234567-1234567890") + RAY_SOCKET_CHARACTERS
+    return path if longest <= MAX_SOCKET_CHARACTERS else Path("/tmp")
+
+
+def _is_stale(path: Path) -> bool:
+    match = _NAME.match(path.name)
+    try:
+        if not match or path.is_symlink() or path.stat().st_uid != os.getuid():
+            return False
+    except FileNotFoundError:  # removed by another start
+        return False
+    pid, created = int(match[1]), int(match[2])
+    try:
+        # create_time is derived from the boot time, whose rounding may differ by a second between processes.
+        return abs(psutil.Process(pid).create_time() - created) > 2
+    except psutil.NoSuchProcess:
+        return True

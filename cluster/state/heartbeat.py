@@ -1,0 +1,81 @@
+"""Keeps a worker's record in the registry while the worker is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import time
+
+import structlog
+
+from cluster.state.registry import Registry, WorkerRecord
+from tandem.errors import PreconditionFailed, Unavailable
+from tandem.tasks import end, forever
+
+log = structlog.get_logger(__name__)
+
+
+class Heartbeat:
+    """Renews the record of one incarnation of one worker in the background, and at once when its state changes.
+
+    Of two incarnations with one id, the registry has the one that began last. The other one keeps trying, in case the
+    later one ends first.
+    """
+
+    def __init__(self, registry: Registry, describe: Callable[[], WorkerRecord], interval_s: float) -> None:
+        self._registry = registry
+        self._describe = describe
+        self._interval_s = interval_s
+        self._born = time()
+        self._superseded = False
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.beats = 0  # attempts
+
+    async def start(self) -> None:
+        """Writes the first record. Raises Unavailable if that fails: an unregistered worker must not start. Raises
+        PreconditionFailed if a later incarnation of this worker is alive."""
+        record = self._describe()
+        if not await self._registry.beat(record, announce=True, born=self._born):
+            raise PreconditionFailed(
+                f"another {record.worker_id} that started later is alive in cluster {self._registry.cluster!r}",
+                reason="SUPERSEDED",
+                field="cluster",
+                bound="a name that no other cluster on this registry has",
+            )
+        self._task = forever(self._run, name="heartbeat")
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    async def stop(self) -> None:
+        await end(self._task)
+        record = self._describe()
+        try:
+            await self._registry.withdraw(record.worker_id, record.incarnation)
+        except Unavailable as error:
+            log.warning("registry.withdraw_failed", error=error.message)  # the record expires by itself
+
+    async def _run(self) -> None:
+        while True:
+            announce = await _within(self._changed, self._interval_s)
+            self._changed.clear()
+            self.beats += 1
+            try:
+                kept = await self._registry.beat(self._describe(), announce=announce, born=self._born)
+            except Unavailable as error:
+                log.warning("registry.beat_failed", error=error.message)  # serving continues; the next beat tries again
+                continue
+            if kept == self._superseded:
+                self._superseded = not kept
+                log.log(40 if self._superseded else 20, "registry.superseded", now=self._superseded)
+
+
+async def _within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event came within that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

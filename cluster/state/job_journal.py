@@ -1,0 +1,365 @@
+"""Jobs and their tokens, kept so that any router can go on with them. All keys of jobs are in this file:
+
+    tandem:{<cluster>}:job:<id>        hash: what was asked, the state, whose it is (generation), and how many tokens
+                                       each completion has (tokens, tokens:1, tokens:2, ...)
+    tandem:{<cluster>}:events:<id>     stream: what its watchers get, one entry for each event
+    tandem:{<cluster>}:jobs            sorted set: id of each open job -> when its owner's lease ends, in ms
+    tandem:{<cluster>}:open            sorted set: the same ids, all with score 0, so that a tenant's are one range
+    tandem:{<cluster>}:wake:<router>   stream: ends the blocking read of a router that has another job to watch
+
+An id is TENANT/NAME, and no tenant has a `/` in its name. Each change is one script, which first asks whether the
+caller still owns the job: a router that was taken for dead and comes back can add nothing. The server's clock counts.
+
+A router holds the same number of connections however many jobs it runs and clients watch: some for changes, some for
+pages that watchers read by themselves, one for the blocking read (cluster/state/stream_watches.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from cluster.state.redis_store import RedisStore
+from cluster.state.stream_watches import Raw, StreamWatches, later
+from tandem import errors
+from tandem.errors import Busy, NotFound, PreconditionFailed, TandemError
+
+WRITE_CONNECTIONS, READ_CONNECTIONS = 32, 8  # connections
+PAGE_ENTRIES = 1000  # entries of one read
+LEASES_PER_SCRIPT = 500  # leases of one script
+
+_NOW = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+"""
+_OWNED = """
+local job = redis.call('HMGET', KEYS[1], 'generation', 'state', 'cancelled')
+if job[1] ~= ARGV[1] or job[2] ~= 'open' then return 'lost' end
+"""
+SUBMIT = (
+    _NOW
+    + """
+local fresh, new, answers = {}, 0, {'kept'}
+for i = 1, #KEYS - 2 do
+  local id, digest = ARGV[3 * i + 2], ARGV[3 * i + 4]
+  local known = fresh[id] or redis.call('HGET', KEYS[i + 2], 'digest')
+  if known and known ~= digest then return {'other', id} end
+  answers[i + 1] = known and 'known' or 'new'
+  if not known then
+    fresh[id] = digest
+    new = new + 1
+  end
+end
+if new > 0 and redis.call('ZCARD', KEYS[1]) + new > tonumber(ARGV[2]) then return {'full'} end
+if new > 0 and ARGV[4] ~= '' then
+  local open = redis.call('ZLEXCOUNT', KEYS[2], '[' .. ARGV[4] .. '/', '(' .. ARGV[4] .. '0')
+  if open + new > tonumber(ARGV[3]) then return {'full for it'} end
+end
+for i = 1, #KEYS - 2 do
+  if answers[i + 1] == 'new' then
+    local id, request, digest = ARGV[3 * i + 2], ARGV[3 * i + 3], ARGV[3 * i + 4]
+    redis.call('HSET', KEYS[i + 2], 'request', request, 'digest', digest, 'state', 'open', 'generation', 1, 'tokens', 0)
+    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
+    redis.call('ZADD', KEYS[2], 0, id)
+  end
+end
+return answers
+"""
+)
+APPEND = (
+    _OWNED
+    + """
+if job[3] then return 'cancelled' end
+if (redis.call('HGET', KEYS[1], ARGV[5]) or '0') ~= ARGV[2] then return 'gap' end
+redis.call('XADD', KEYS[2], '*', 'event', ARGV[4])
+redis.call('HSET', KEYS[1], ARGV[5], ARGV[3])
+return 'kept'
+"""
+)
+END = (
+    _OWNED
+    + """
+if ARGV[3] ~= '' then redis.call('XADD', KEYS[2], '*', 'event', ARGV[3]) end
+redis.call('HSET', KEYS[1], 'state', ARGV[2], 'error', ARGV[4])
+redis.call('ZREM', KEYS[3], ARGV[5])
+redis.call('ZREM', KEYS[4], ARGV[5])
+redis.call('XADD', KEYS[2], '*', 'end', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+redis.call('PEXPIRE', KEYS[2], ARGV[6])
+return 'kept'
+"""
+)
+RENEW = (
+    _NOW
+    + """
+local answers = {}
+for i = 2, #KEYS do
+  local id, generation = ARGV[2 * i - 2], ARGV[2 * i - 1]
+  local job = redis.call('HMGET', KEYS[i], 'generation', 'state', 'cancelled')
+  if job[1] ~= generation or job[2] ~= 'open' then
+    answers[i - 1] = 'lost'
+  else
+    redis.call('ZADD', KEYS[1], now + ARGV[1], id)
+    answers[i - 1] = job[3] and 'cancelled' or 'kept'
+  end
+end
+return answers
+"""
+)
+CLAIM = (
+    _NOW
+    + """
+local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1)[1]
+if not due then return false end
+local key = ARGV[1] .. due
+if redis.call('HGET', key, 'state') ~= 'open' then
+  redis.call('ZREM', KEYS[1], due)
+  redis.call('ZREM', KEYS[2], due)
+  return {due, '0'}
+end
+redis.call('ZADD', KEYS[1], now + ARGV[2], due)
+return {due, tostring(redis.call('HINCRBY', key, 'generation', 1))}
+"""
+)
+CANCEL = """
+if redis.call('HGET', KEYS[1], 'state') == 'open' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
+return redis.call('EXISTS', KEYS[1])
+"""
+
+
+class JobState(StrEnum):
+    OPEN = "open"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Kept(StrEnum):
+    """What became of a change."""
+
+    KEPT = "kept"
+    CANCELLED = "cancelled"  # somebody wants the job to end
+    LOST = "lost"  # it is another router's by now, or has ended
+    GAP = "gap"  # the tokens do not stand where those before them end
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    job_id: str
+    request: bytes
+    state: JobState
+    generation: int
+    tokens: int
+    error: TandemError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`at`: its place in the job's stream. Of the last one `ended` says how the job ended, and `event` is empty."""
+
+    at: str
+    event: bytes
+    ended: JobState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job to be kept; equal digests ask for the same."""
+
+    job_id: str
+    request: bytes
+    digest: str
+
+
+class JobJournal:
+    """Every call is bounded and raises Unavailable when Redis does not answer."""
+
+    def __init__(
+        self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int, most_each: int | None = None
+    ) -> None:
+        """`lease_s`: how long a job is its router's without a word of it; `kept_s`: how long an ended one is kept;
+        `most`: open jobs, `most_each`: of them those of one tenant that has a name."""
+        self.lease_s = lease_s
+        self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
+        self._prefix = f"tandem:{{{cluster}}}"
+        self._writes, self._reads = RedisStore(url, most=WRITE_CONNECTIONS), RedisStore(url, most=READ_CONNECTIONS)
+        self._watches = StreamWatches(RedisStore(url, most=1), self._reads, self._events, f"{self._prefix}:wake")
+
+    async def close(self) -> None:
+        await self._watches.close()
+        await self._writes.close()
+        await self._reads.close()
+
+    async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
+        """Keeps all of them or none. Whether each is new; the first owner of a new one has generation 1. Raises
+        PreconditionFailed for another request under the same id, Busy when too many are open."""
+        args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
+        for job in jobs:
+            args += [job.job_id, job.request, job.digest]
+        keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
+        found, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
+        if found == "other":
+            raise PreconditionFailed(
+                f"there is a job {about[0]!r:.140} already, and it asked for something else",
+                reason="JOB_DIFFERS",
+                field="request_id",
+                bound="a new one for a new request",
+            )
+        if found == "full":
+            raise Busy(f"{self._most} jobs are open, and more are not kept", reason="JOBS_FULL", retry_after=5.0)
+        if found == "full for it":
+            raise Busy(
+                f"{tenant} may have {self._most_each} open jobs, and with these it would have more",
+                reason="TENANT_JOBS",
+                retry_after=5.0,
+            )
+        return [one == "new" for one in about]
+
+    async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
+        """Tokens [first, end) of a completion; none where it has ended and others go on."""
+        keys = [self._job(job_id), self._events(job_id)]
+        place = f"tokens:{choice}" if choice else "tokens"
+        return Kept(await self._run(APPEND, keys, [generation, first, end, event, place]))
+
+    async def end(
+        self,
+        job_id: str,
+        generation: int,
+        state: JobState,
+        event: bytes = b"",
+        error: TandemError | None = None,
+    ) -> Kept:
+        keys = [self._job(job_id), self._events(job_id), *self._open]
+        said = _to_json(error) if error else ""
+        return Kept(await self._run(END, keys, [generation, state.value, event, said, job_id, self._kept_ms]))
+
+    async def renew(self, owned: Sequence[tuple[str, int]]) -> list[Kept]:
+        """The owner of these jobs, given by id and generation, is there."""
+        return await self._lease(owned, self._lease_ms)
+
+    async def release(self, owned: Sequence[tuple[str, int]]) -> None:
+        """Ends the leases at once, so that another router can claim the jobs."""
+        await self._lease(owned, 0)
+
+    async def _lease(self, owned: Sequence[tuple[str, int]], lease_ms: int) -> list[Kept]:
+        found: list[Kept] = []
+        for start in range(0, len(owned), LEASES_PER_SCRIPT):
+            some = owned[start : start + LEASES_PER_SCRIPT]
+            keys = [self._open[0], *(self._job(job_id) for job_id, _ in some)]
+            args = [lease_ms, *(part for one in some for part in one)]
+            found += [Kept(one.decode()) for one in await self._writes.run(RENEW, keys, args)]
+        return found
+
+    async def claim(self) -> JobRecord | None:
+        """A job whose owner's lease has ended, now the caller's; None when there is none."""
+        while True:
+            found = await self._writes.run(CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
+            if not found:
+                return None
+            if (generation := int(found[1])) and (record := await self.get(found[0].decode())).generation == generation:
+                return record
+
+    async def cancel(self, job_id: str) -> None:
+        """Its owner hears of it with the next token, or when it renews its lease. Raises NotFound."""
+        if not int(await self._run(CANCEL, [self._job(job_id)], [])):
+            raise _unknown(job_id)
+
+    async def get(self, job_id: str) -> JobRecord:
+        """Raises NotFound."""
+        async with self._reads.turn() as client:
+            found: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
+        if b"state" not in found:
+            raise _unknown(job_id)
+        error = found.get(b"error", b"").decode()
+        return JobRecord(
+            job_id,
+            found[b"request"],
+            JobState(found[b"state"].decode()),
+            int(found[b"generation"]),
+            sum(int(count) for name, count in found.items() if name.startswith(b"tokens")),
+            _from_json(error) if error else None,
+        )
+
+    async def entries(self, job_id: str, after: str = "0") -> list[Entry]:
+        """What was kept after `after`, in order, a page of it at most."""
+        async with self._reads.turn() as client:
+            found = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE_ENTRIES)
+        return [_entry(one) for one in found]
+
+    async def all(self, job_id: str) -> list[Entry]:
+        """Everything that was kept, however much."""
+        found: list[Entry] = []
+        while more := await self.entries(job_id, found[-1].at if found else "0"):
+            found += more
+        return found
+
+    async def watch(self, job_id: str, idle_s: float) -> AsyncGenerator[list[Entry], None]:
+        """Everything that was kept, and then what comes, as it comes; an empty list when nothing came for `idle_s`
+        seconds. A watcher that reads slowly delays itself only."""
+        at = "0"
+        while page := await self.entries(job_id, at):
+            yield page
+            at = page[-1].at
+        async with self._watches.joined(job_id, at) as tail:
+            while True:
+                if tail.catch_up():
+                    while page := await self.entries(job_id, at):
+                        yield page
+                        at = page[-1].at
+                found = [entry for entry in map(_entry, await tail.take(idle_s)) if later(entry.at, at)]
+                if found or not tail.behind:
+                    yield found
+                at = found[-1].at if found else at
+
+    def end_watches(self, error: TandemError) -> None:
+        """Those who watch get this error."""
+        self._watches.fail(error)
+
+    # ---- inside
+
+    @property
+    def _open(self) -> list[str]:
+        return [f"{self._prefix}:jobs", f"{self._prefix}:open"]
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self.lease_s * 1000)
+
+    def _job(self, job_id: str) -> str:
+        return f"{self._prefix}:job:{job_id}"
+
+    def _events(self, job_id: str) -> str:
+        return f"{self._prefix}:events:{job_id}"
+
+    async def _run(self, script: str, keys: list[str], args: list[Any]) -> str:
+        found = await self._writes.run(script, keys, args)
+        return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def _entry(raw: Raw) -> Entry:
+    at, fields = raw
+    ended = fields.get(b"end")
+    return Entry(at.decode(), fields.get(b"event", b""), JobState(ended.decode()) if ended else None)
+
+
+def _unknown(job_id: str) -> NotFound:
+    return NotFound(
+        f"there is no job {job_id!r:.140}; ended ones are forgotten after a while",
+        reason="NO_SUCH_JOB",
+        field="job_id",
+        bound="the id of a job that is kept",
+    )
+
+
+def _to_json(error: TandemError) -> str:
+    about = {name: getattr(error, name) for name in ("message", "reason", "field", "bound", "retry_after")}
+    return json.dumps({"class": type(error).__name__, **about})
+
+
+def _from_json(text: str) -> TandemError:
+    about = json.loads(text)
+    kind = getattr(errors, about.pop("class"), errors.InternalError)
+    return kind(about.pop("message"), **about)

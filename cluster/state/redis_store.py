@@ -1,0 +1,158 @@
+"""Connections to Redis or Valkey: which URLs there are, how many connections a client holds, and errors of the tree.
+
+    redis:// rediss:// unix://                     one server
+    redis+sentinel://HOST:PORT,HOST:PORT/SERVICE   the master of SERVICE, as these sentinels know it
+    redis+cluster://HOST:PORT,HOST:PORT            Redis Cluster, found through any of these nodes
+    rediss+sentinel:// rediss+cluster://           the same over TLS
+
+Each takes USER:PASSWORD@ before the host and the options of redis-py after `?`, such as ssl_ca_certs; sentinels with
+credentials of their own take sentinel_username and sentinel_password. Messages never contain the URL: it may hold a
+password.
+
+All keys of one Tandem cluster contain `{<cluster>}`, so Redis Cluster keeps them in one slot. Scripts over several keys
+and one blocking read over many streams need that. One cluster's load therefore stays on one node; several clusters
+spread over the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import parse_url
+from redis.exceptions import RedisClusterException, RedisError
+
+from tandem.errors import SettingsError, Unavailable
+
+CALL_TIMEOUT_S = 2.0
+HEALTH_CHECK_S = 30
+SINGLE_SERVER_SCHEMES = ("redis", "rediss", "unix")
+MULTI_SERVER_SCHEMES = ("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+FAILURES = (RedisError, RedisClusterException)
+
+
+class RedisStore:
+    """A client with at most `most` connections (to each node, of a Redis Cluster). Calls beyond that wait their turn
+    within their own time limit."""
+
+    def __init__(self, url: str, *, most: int) -> None:
+        """Raises SettingsError when the URL is not one of the forms above."""
+        self.client: Any = _client(url, most)
+        self._turns = asyncio.Semaphore(most)
+        self._scripts: dict[str, Any] = {}
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    @asynccontextmanager
+    async def turn(self, more_s: float = 0.0) -> AsyncIterator[Any]:
+        """The client, for one call that may take CALL_TIMEOUT_S and `more_s` seconds. Raises Unavailable."""
+        with answering():
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S + more_s), self._turns:
+                    yield self.client
+            except TimeoutError as error:
+                raise RedisError("no answer in time") from error
+
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """The script's answer. Raises Unavailable."""
+        found = self._scripts.get(script)
+        if found is None:
+            found = self._scripts[script] = self.client.register_script(script)
+        async with self.turn():
+            return await found(keys=list(keys), args=list(args))
+
+    async def xread(self, streams: Mapping[str, str], count: int, block_s: float = 0.0) -> list[Any]:
+        """New entries of each stream behind the given id: [(stream, [(id, fields)])]. All streams are in one slot."""
+        block = ("BLOCK", max(1, int(block_s * 1000))) if block_s else ()
+        command = ("XREAD", "COUNT", count, *block, "STREAMS", *streams, *streams.values())
+        async with self.turn(block_s) as client:
+            more = {}
+            if isinstance(client, redis.RedisCluster):  # otherwise it asks a server for the keys of each XREAD
+                await client.initialize()
+                more["target_nodes"] = client.get_node_from_key(next(iter(streams)))
+            return await client.execute_command(*command, **more) or []
+
+
+def _client(url: str, most: int) -> Any:
+    scheme, _, rest = url.partition("://")
+    if scheme not in (*SINGLE_SERVER_SCHEMES, *MULTI_SERVER_SCHEMES) or not rest:
+        raise _bad_url("the scheme is unknown")
+    options: dict[str, Any] = {
+        "socket_connect_timeout": CALL_TIMEOUT_S,
+        "socket_timeout": None,  # `turn` bounds each call; some block on purpose
+        "health_check_interval": HEALTH_CHECK_S,
+        "max_connections": most + 2,
+    }
+    plain, _, kind = scheme.partition("+")
+    try:
+        if not kind:
+            return redis.Redis.from_url(url, **options)
+        return _of_many(plain, kind, rest, options)
+    except SettingsError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise _bad_url("it cannot be read") from error
+
+
+def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
+    """A client of Sentinel or of Redis Cluster."""
+    parts = urlsplit(f"{plain}://{rest}")
+    login, _, hosts = parts.netloc.rpartition("@")
+    addresses = [_address(one, 26379 if kind == "sentinel" else 6379) for one in hosts.split(",")]
+    path = [unquote(one) for one in parts.path.strip("/").split("/") if one]
+    query = dict(parse_qsl(parts.query))
+    logins = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    database = "/" + path[1] if kind == "sentinel" and len(path) > 1 else ""
+    found = parse_url(f"{plain}://{login}{'@' if login else ''}localhost{database}?{urlencode(query)}")
+    given = {name: value for name, value in found.items() if name not in ("host", "port", "connection_class")}
+    tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    if plain == "rediss":
+        given["ssl"] = tls["ssl"] = True
+    if kind == "cluster":
+        if path:
+            raise _bad_url("Redis Cluster has one database")
+        return redis.RedisCluster(startup_nodes=[ClusterNode(*one) for one in addresses], **{**options, **given})
+    if not path:
+        raise _bad_url("the name of the Sentinel service is missing behind the hosts")
+    bounded = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
+    sentinel: Any = redis.Sentinel(addresses, sentinel_kwargs={**bounded, **tls, **logins})  # type: ignore[no-untyped-call]
+    return sentinel.master_for(path[0], **{**options, **given})
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    host, colon, number = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    host, number = (host, number) if colon else (text, str(port))
+    if not host or not number.isdigit():
+        raise _bad_url("a host is missing or a port is no number")
+    return host.strip("[]"), int(number)
+
+
+def _bad_url(why: str) -> SettingsError:
+    forms = "redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../SERVICE or redis+cluster://HOST:PORT,..."
+    return SettingsError(f"the URL of the registry: {why}", field="redis", bound=forms)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    try:
+        yield
+    except FAILURES as error:
+        raise_lost_cancel()
+        raise Unavailable(
+            f"the registry does not answer: {error}", reason="REGISTRY_UNREACHABLE", retry_after=1.0
+        ) from error
+    raise_lost_cancel()
+
+
+def raise_lost_cancel() -> None:
+    """The client writes inside asyncio.wait_for, which in Python 3.11 loses a cancellation that arrives just when the
+    write ends; the caller that cancelled it would wait for ever."""
+    task = asyncio.current_task()
+    if task and task.cancelling():
+        raise asyncio.CancelledError

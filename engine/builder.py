@@ -1,0 +1,270 @@
+"""From settings to a running engine: device, dtype, threads, and a KV pool sized by measurement."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+import torch
+
+from engine import kernels
+from engine.attention.forward_context import Batch
+from engine.core.scheduler import EXTRA_LOGITS
+from engine.core.step_time import MANY, StepTime
+from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
+from engine.decoding.structured_output import Grammars
+from engine.engine import Engine, EngineConfig
+from engine.kernels import speed_check
+from engine.kernels.weight_cache import WeightCache, default_folder
+from engine.loading import checkpoint
+from engine.loading.model_loader import load_model
+from engine.runner import cuda_graphs
+from engine.runner.model_runner import ModelRunner
+from tandem.errors import SettingsError, TooLarge
+from tandem.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CPU_SHARE, CUDA_SHARE = 0.15, 0.9
+CALIBRATION_TOKENS = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
+
+
+def build_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> Engine:
+    """Load the model, measure, allocate. An engine that only prefills (`generates` false) has no use for drafts.
+
+    Raises CheckpointRefused when the model would be served wrongly, SettingsError when the settings ask for what this
+    machine does not have, TooLarge when the memory does not hold one sequence of the longest length.
+    """
+    device = _device(settings)
+    torch.set_num_threads(_threads(settings))
+    dtype = _dtype(settings, device)
+    kernels.use(settings.sum_order, device, dtype)
+    model = load_model(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        max_model_len=settings.max_model_len,
+        block_size=settings.block_size,
+        adapters=settings.adapters,
+        adapter_slots=settings.adapter_slots,
+        weights=settings.weights,
+        kv_dtype=settings.kv_dtype,
+        cache=_cache(settings),
+        progress=say,
+    )
+    draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None
+    _return_memory()
+    blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
+    pace = _calibrate(model, settings)
+    say(
+        f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
+        f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
+    )
+    modules = [one.module for one in (model, draft) if one]
+    products = speed_check.run(modules, model.dtype, _cache(settings))
+    say(f"products: {products or 'none that is timed'}")
+    if products is not None and products.warning:
+        log.warning("%s", products.warning)
+    captures = generates and device.type == "cuda"
+    config = EngineConfig(
+        num_blocks=blocks,
+        block_size=settings.block_size,
+        token_budget=settings.max_num_batched_tokens,
+        max_running=settings.max_num_seqs,
+        stretch=settings.stretch,
+        beside_s=settings.beside_s,
+        spare_block=captures,
+        generates=generates or (settings.speculation == "off" and device.type != "cuda"),
+    )
+    grammars = Grammars(checkpoint.resolve(settings.model), model.vocab_size, model.eos_token_ids)
+    speculation = _speculation(settings, draft, blocks) if generates else None
+    engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
+    engine.products = products
+    say(f"{blocks} blocks of KV allocated")
+    if captures:
+        say(f"decode steps: {engine.capture(cuda_graphs.captured())}")
+    return engine
+
+
+def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
+    """Times a prompt and steps of one stream and of several, each the second time: the first warms up."""
+    length = min(model.max_model_len - 1, settings.max_num_batched_tokens, CALIBRATION_TOKENS)
+    several = min(1 + MANY, settings.max_num_seqs)
+    blocks = -(-(length + 1) // settings.block_size)
+    pages = model.allocate(blocks, settings.block_size)
+    table = list(range(blocks))
+
+    def seconds(first: int, count: int, sequences: int = 1) -> float:
+        batch = Batch()
+        for _ in range(sequences):
+            batch.add([at % model.vocab_size for at in range(first, first + count)], first, table, [count - 1])
+        model.forward(pages, batch)
+        start = perf_counter()
+        model.forward(pages, batch).cpu()  # on a GPU: waits for it
+        return perf_counter() - start
+
+    prompt = seconds(0, length)
+    one, many = seconds(length, 1), seconds(length, 1, several)
+    own = max(prompt - one, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
+    return StepTime(one, max(0.0, many - one) / max(1, several - 1), length / own)
+
+
+def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner:
+    """The smaller model that guesses; it must speak of the same tokens."""
+    draft = load_model(
+        settings.draft_model or "",
+        dtype=target.dtype,
+        device=target.device,
+        block_size=settings.block_size,
+        weights=settings.weights,
+        cache=_cache(settings),
+        progress=lambda line: say(f"draft model: {line}"),
+    )
+    if draft.vocab_size != target.vocab_size:
+        raise SettingsError(
+            f"draft_model has a vocabulary of {draft.vocab_size} tokens, the model one of {target.vocab_size};"
+            " a draft is a token id, so both must be the same",
+            field="draft_model",
+            bound=f"a checkpoint with vocab_size {target.vocab_size}",
+        )
+    return draft
+
+
+def _speculation(settings: Settings, draft: ModelRunner | None, blocks: int) -> Speculation | None:
+    drafter: Drafter | None = None
+    if draft is not None:
+        budget = settings.max_num_batched_tokens
+        drafter = ModelDrafter(draft, num_blocks=blocks, block_size=settings.block_size, token_budget=budget)
+    elif settings.speculation == "ngram":
+        drafter = Ngram()
+    return Speculation(drafter, settings.speculation_tokens) if drafter else None
+
+
+def _return_memory() -> None:
+    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
+    it to the system when asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _cache(settings: Settings) -> WeightCache | None:
+    if settings.weight_cache == "off":
+        return None
+    folder = default_folder() if settings.weight_cache == "auto" else Path(settings.weight_cache).expanduser()
+    return WeightCache(folder, int(settings.weight_cache_gib * 2**30))
+
+
+def _device(settings: Settings) -> torch.device:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device is cuda, but torch finds no CUDA device here", field="device", bound="auto or cpu")
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """auto on CUDA: what config.json says, float16 as bfloat16 (as many bytes, and nothing overflows)."""
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    config = checkpoint.read_json(checkpoint.resolve(settings.model) / "config.json")
+    own = next((one[key] for one in (config, config.get("text_config") or {}) for key in KEYS if one.get(key)), None)
+    return torch.bfloat16 if own == "float16" else DTYPES.get(str(own), torch.float32)
+
+
+def _threads(settings: Settings) -> int:
+    cores = len(os.sched_getaffinity(0))
+    return settings.threads or max(1, cores // max(1, settings.prefill + settings.decode))
+
+
+def _measured_blocks(
+    model: ModelRunner, draft: ModelRunner | None, settings: Settings, say: Callable[[str], None]
+) -> int:
+    """Blocks that fit into a share of what is free after loading and after the largest step has run once.
+
+    Never more than all places filled to the longest length could use.
+    """
+    working = _profile(model, settings)
+    free = _free_bytes(model.device, kept=sum(one.mapped_bytes for one in (model, draft) if one))
+    share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
+    block = sum(one.block_bytes(settings.block_size) for one in (model, draft) if one)
+    per_sequence = -(-model.max_model_len // settings.block_size)
+    fits = int((free - working) * share) // block
+    if fits < per_sequence:
+        raise TooLarge(
+            f"one sequence of {model.max_model_len} tokens needs {per_sequence * block / 2**20:.0f} MiB of KV,"
+            f" {max(0, fits) * block / 2**20:.0f} MiB may be used; lower max_model_len or raise memory_utilization",
+            field="max_model_len",
+            bound=f"<= {max(0, fits) * settings.block_size}",
+        )
+    blocks = min(fits, per_sequence * settings.max_num_seqs)
+    say(
+        f"KV pool: {blocks} blocks of {block / 1024:.0f} KiB ({blocks * block / 2**20:.0f} MiB;"
+        f" {free / 2**20:.0f} MiB free, largest step takes {working / 2**20:.0f} MiB)"
+    )
+    return blocks
+
+
+def _profile(model: ModelRunner, settings: Settings) -> int:
+    """Run the largest step once; bytes by which it raised the peak."""
+    length = min(model.max_model_len, settings.max_num_batched_tokens)
+    per_sequence = -(-length // settings.block_size)
+    pages = model.allocate(per_sequence, settings.block_size)
+    batch = Batch()
+    wanted = range(min(length, settings.max_num_seqs + EXTRA_LOGITS))
+    batch.add([index % model.vocab_size for index in range(length)], 0, list(range(per_sequence)), wanted)
+    if model.device.type == "cuda":  # not yet run on a GPU
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
+        model.forward(pages, batch)
+        torch.cuda.synchronize(model.device)
+        return torch.cuda.max_memory_allocated(model.device) - before
+    before = psutil.Process().memory_info().rss
+    peak = _peak_from_now()
+    model.forward(pages, batch)
+    return max(0, peak() - before)
+
+
+def _peak_from_now() -> Callable[[], int]:
+    """A function that says the most bytes this process has had resident since; since ever, where Linux cannot tell."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading, and nothing else
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _free_bytes(device: torch.device, kept: int) -> int:
+    """What is free now: of the device, or of the host and of this process's cgroup, whichever is less.
+
+    `kept` bytes of mapped files have to stay: the kernel counts them as free to be had. Workers that map the same file
+    each take them off, once, from the one number that holds them once.
+    """
+    if device.type == "cuda":  # not yet run on a GPU
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(psutil.virtual_memory().available, _cgroup_free()) - kept
+
+
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the container may still take, those that hold files included; a very large number without a limit.
+
+    cgroup v2.
+    """
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return 2**62
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        files = int(stat["active_file"]) + int(stat["inactive_file"])
+        return int(limit) - int((folder / "memory.current").read_text()) + files
+    except OSError:
+        return 2**62  # no cgroup v2 here: the host's number decides

@@ -1,0 +1,193 @@
+"""Which sequences take part in the next step, and with how many tokens. Pure Python: no clock, no tensors.
+
+    add ──▶ waiting ──(room for all its tokens)──▶ running ──▶ finished, or held for hand-off
+               ▲                                      │
+               └────────── preempted (blocks dropped, tokens kept) ◀──┘
+
+One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
+prompts, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them. What is left
+after that may be lent to drafted tokens, which must never cost anybody a place, a block or a turn.
+
+Of the prompts the one with the fewest tokens left comes first, and every token that a later one computes before it
+counts as one less for a prompt that waits. So a short prompt does not wait for a long one to end, equals keep their
+order, and those that came later delay a prompt by no more tokens than it has itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container
+from typing import NamedTuple
+
+from engine.core.block_pool import BlockPool
+from engine.core.sequence import Sequence
+
+# Rows of logits in one step beyond the one that each sequence may want: for prompt_logprobs and for drafts. A row is as
+# long as the vocabulary, so they are the largest tensor of a step.
+EXTRA_LOGITS = 128
+
+
+class Chunk(NamedTuple):
+    sequence: Sequence
+    tokens: int  # [done, done + tokens) are computed in this step
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, *, token_budget: int, max_running: int) -> None:
+        if token_budget < max_running:
+            raise ValueError(f"token_budget {token_budget} must be at least max_running {max_running}")
+        self.pool = pool
+        self.token_budget = token_budget
+        self.max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival; the last one is preempted first
+        self.preemptions = 0
+        self.arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def backlog(self) -> int:
+        """Prompt tokens that are still to be computed; of those that wait all, whatever may be cached. May be asked on
+        any thread, hence the copies."""
+        return sum(sequence.todo for sequence in (*self.waiting, *self.running) if sequence.todo > 1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
+        self.arrivals += 1
+        sequence.arrival = self.arrivals
+        if self.pool.owns(sequence.id):
+            self.running.append(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence; its blocks are the caller's business."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def plan(
+        self,
+        beside: Callable[[int], int | None] = lambda _: None,
+        alone: int | None = None,
+        most: int | None = None,
+        only: Container[str] | None = None,
+    ) -> list[Chunk]:
+        """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
+
+        `beside`: prompt tokens at most in a step in which so many streams advance too; `alone`: in any other; `most`:
+        tokens at most; `only`: ids of the sequences that may take part.
+        """
+
+        def may(sequence: Sequence) -> bool:
+            return only is None or sequence.id in only
+
+        plan: list[Chunk] = []
+        streams = [sequence for sequence in self.running if sequence.todo == 1 and may(sequence)]
+        budget = self.token_budget if most is None else min(most, self.token_budget)
+        budget, rows = self._advance(streams, budget, EXTRA_LOGITS, plan)
+        if (of_prompts := beside(len(plan)) if plan else alone) is not None:
+            budget = min(budget, of_prompts)
+        prompts = [sequence for sequence in self.running if sequence.todo > 1 and may(sequence)]
+        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_turn), budget, rows, plan)
+        self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])
+        return plan
+
+    def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
+        """Adds a chunk of each to the plan, in order, as far as the budget of tokens and of extra rows of logits goes;
+        returns what is left of both. The first that waits and cannot be admitted keeps all others waiting."""
+        closed = False
+        waiting = set(map(id, self.waiting))  # not those that are preempted from here on
+        for sequence in sequences:
+            if budget == 0:
+                break
+            if id(sequence) in waiting:
+                closed = closed or len(self.running) >= self.max_running or not self._admit(sequence)
+                if not closed and (count := _stretch(sequence, budget, rows)):
+                    plan.append(Chunk(sequence, count))
+                    budget -= count
+                    rows -= len(sequence.to_score(count))
+                continue
+            if sequence not in self.running:  # preempted by one before it
+                continue
+            count = _stretch(sequence, budget, rows)
+            if count and self._make_room(sequence, count):
+                plan.append(Chunk(sequence, count))
+                budget -= count
+                rows -= len(sequence.to_score(count))
+        return budget, rows
+
+    def _count_overtaken(self, plan: list[Chunk]) -> None:
+        for sequence in (*self.running, *self.waiting):
+            if sequence.todo > 1:
+                sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
+
+    def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
+        """How many drafted tokens each chunk may carry behind its own, at most as many as wanted. Their places are in
+        the tables then. Taken from what the step leaves over, from blocks that nobody holds, within the limit."""
+        left = min(EXTRA_LOGITS, self.token_budget - sum(chunk.tokens for chunk in plan))
+        lent: list[int] = []
+        for (sequence, count), most in zip(plan, wanted, strict=True):
+            # The step gives one token even if all drafts are wrong, so the last one before the limit needs no draft.
+            most = max(0, min(most, left, sequence.limit - len(sequence.tokens) - 1))
+            end = sequence.done + count
+            if most and not self.pool.grow(sequence.id, self.pool.blocks_for(end + most)):
+                most = min(most, len(self.pool.table(sequence.id)) * self.pool.block_size - end)
+            lent.append(most)
+            left -= most
+        return lent
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
+        reusable = sequence.reusable(self.pool.block_size)
+        reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
+        if reused is None:
+            return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.done = reused * self.pool.block_size
+        if sequence.preemptions == 0:
+            sequence.cached = sequence.done
+        return True
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Blocks for `count` more tokens; takes them from the youngest running sequences if it must.
+
+        Never from one that is in the step's plan already. Only streams can be short of blocks, since a prompt has all
+        of its own from its admission; streams are planned in the order of `running`; so those that are planned come
+        before this one there, and a search from the end meets this one first.
+        """
+        needed = self.pool.blocks_for(sequence.done + count)
+        while not self.pool.grow(sequence.id, needed):
+            # Never one whose blocks may have been announced to another worker: they are promised until they are read.
+            victim = next(s for s in reversed(self.running) if s is sequence or not s.handoff)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
+        assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
+        self.running.remove(sequence)
+        self.pool.drop(sequence.id)
+        sequence.done = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+
+def _turn(sequence: Sequence) -> tuple[bool, int, int]:
+    """Whose turn it is: preempted ones first, then by tokens left, less those that overtook it."""
+    return not sequence.preemptions, sequence.todo - sequence.overtaken, sequence.arrival
+
+
+def _stretch(sequence: Sequence, budget: int, rows: int) -> int:
+    """How many tokens of it a step computes: no more than `budget`, and no more than `rows` that are to be scored."""
+    count = min(sequence.todo, budget)
+    scored = sequence.to_score(count)
+    return count if len(scored) <= rows else scored.start + rows - sequence.done

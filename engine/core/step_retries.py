@@ -1,0 +1,92 @@
+"""What is tried again after a step that failed. Pure Python: ids and numbers.
+
+An exception does not say which sequence it is about, or whether the batch was merely too large. Nothing of the
+sequences has changed, so the step's work is tried again in halves:
+
+    [a b c d] fails ─▶ [a b] runs, [c d] fails ─▶ [c] runs, [d] fails alone: d is at fault, the others go on
+
+A step that ran out of memory is also cut by tokens, down to one, which is tried twice, and for a while all steps are
+kept to half of what failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from engine.core.sequence import Sequence
+
+GOOD_STEPS = 64  # after so many, twice the tokens are tried again
+
+
+class Part(NamedTuple):
+    """Sequences that are tried in a step of their own."""
+
+    ids: tuple[str, ...]
+    tokens: int  # at most
+
+
+class Retries:
+    def __init__(self, token_budget: int) -> None:
+        self._most = token_budget
+        self._parts: deque[Part] = deque()
+        self._good = 0
+        self._alone = ""  # the sequence that ran out of memory alone, with a single token
+        self.tokens = token_budget  # of any step, at most
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def next(self, living: Container[str]) -> Part | None:
+        """Takes the next part, without the sequences that have ended; None: a step may be planned freely."""
+        while self._parts:
+            ids, tokens = self._parts.popleft()
+            if left := tuple(one for one in ids if one in living):
+                return Part(left, min(tokens, self.tokens))
+        return None
+
+    def failed(self, ids: Seq[str], tokens: int, out_of_memory: bool) -> bool:
+        """A step of these sequences, with so many tokens, has failed. True: there is nothing smaller to try, so its
+        only sequence is at fault."""
+        self._good = 0
+        if out_of_memory:
+            self.tokens = max(1, min(self.tokens, tokens // 2))
+        if len(ids) > 1:
+            half = len(ids) // 2
+            self._parts.extendleft((Part(tuple(ids[half:]), self._most), Part(tuple(ids[:half]), self._most)))
+        elif out_of_memory and tokens > 1:
+            self._parts.appendleft(Part(tuple(ids), tokens // 2))
+        elif out_of_memory and self._alone != ids[0]:  # once more: somebody else may have had the memory
+            self._alone = ids[0]
+            self._parts.appendleft(Part(tuple(ids), 1))
+        else:
+            return True
+        return False
+
+    def succeeded(self) -> None:
+        """A step has run."""
+        self._alone = ""
+        if self.tokens < self._most:
+            self._good += 1
+            if self._good >= GOOD_STEPS:
+                self.tokens, self._good = min(self._most, 2 * self.tokens), 0
+
+
+class BeforeStep:
+    """A sequence as it was before a step."""
+
+    __slots__ = ("_done", "_scored", "_sequence", "_tokens")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._done, self._tokens, self._scored = sequence.done, len(sequence.tokens), len(sequence.prompt_logprobs)
+
+    def restore(self) -> bool:
+        """False: it has got tokens, on which memos of it depend by now."""
+        if len(self._sequence.tokens) != self._tokens:
+            return False
+        self._sequence.done = self._done
+        del self._sequence.prompt_logprobs[self._scored :]
+        return True

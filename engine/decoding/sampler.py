@@ -1,0 +1,280 @@
+"""From logits to tokens. The next token is a function of the request and its tokens so far, never of worker, batch or
+time: whoever has the tokens goes on exactly where another one stopped.
+
+    logits ─┬─▶ logprobs      the model's own, before everything below
+            └─▶ adjust ─▶ grammar ─▶ sample
+                  │         │         └── greedy: argmax
+                  │         │             else / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
+                  │         └── only tokens that the grammar allows; a stop token only where the text is complete
+                  └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
+
+The grammar has the last word: no bias makes a token possible that it forbids. Where nothing is left (a grammar that is
+complete before min_tokens, or one that needs a character which no token has), there is no token, and the request fails.
+
+The uniform number for a position picks from the cumulative distribution in the order of token ids. Any order would
+do for the distribution; this one makes the choice robust: a rounding difference in the logits moves the borders by as
+little, while an order by probability would swap neighbours of nearly equal probability.
+
+Rows that need the same work share a pass over one tensor, in which no row sees another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine import kernels
+from engine.attention.forward_context import on_device
+from engine.core.sequence import Logprob, Sequence
+from engine.decoding import structured_output
+from tandem.errors import InternalError, InvalidRequest, TandemError
+from tandem.sampling import Sampling
+
+# Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
+# three times slower), and what keeps a GPU busy without taking memory from the pages.
+PASS_ELEMENTS = {"cpu": 2**17, "cuda": 2**22}
+LIKELY = 1024  # top-p looks at so many tokens before it sorts the whole vocabulary
+
+
+class Choice(NamedTuple):
+    token: int | None  # None: no token is possible, see `error`
+    logprob: Logprob | None  # if the sequence asks for it
+    error: TandemError | None = None
+
+
+@torch.inference_mode()
+def choose(
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    filling: structured_output.Filling | None = None,
+    *,
+    compiled: bool = True,
+) -> list[Choice]:
+    """The next token of each sequence. `logits` is [sequences, vocab] float32; it is overwritten. `filling`: the masks
+    of those with a grammar. `compiled`: by the operator, where there is one."""
+    asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    raw = logits[asked] if asked else logits  # [asked, vocab], a copy
+    adjust(logits, sequences)
+    failed = _mask(logits, sequences, filling) if filling else {}
+    how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
+    tokens = sample(logits, how, positions, compiled=compiled)
+    failed |= {row: _unknown(sequences[row]) for row, token in enumerate(tokens) if token < 0}
+    known: dict[int, Logprob] = {}
+    if asked:
+        tops = [sequences[row].sampling.logprobs or 0 for row in asked]
+        known = dict(zip(asked, logprobs(raw, [max(0, tokens[row]) for row in asked], tops), strict=True))
+    return [
+        Choice(None, None, failed[row]) if row in failed else Choice(token, known.get(row))
+        for row, token in enumerate(tokens)
+    ]
+
+
+def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:
+    """Grammars, in place. Returns the rows for which no token is left, and why; what their logits say means nothing."""
+    filling.wait()
+    structured_output.apply(logits, filling)
+    failed = dict(filling.failed)
+    best = logits[filling.rows].amax(dim=-1).tolist()
+    for row, highest in zip(filling.rows, best, strict=True):
+        if row not in failed and highest == -torch.inf:
+            failed[row] = _dead_end(sequences[row])
+    if failed:
+        logits[list(failed)] = 0.0  # whatever is drawn there is thrown away; infinities must not reach the draw
+    return failed
+
+
+def _dead_end(sequence: Sequence) -> InvalidRequest:
+    if sequence.generated < sequence.sampling.min_tokens:
+        return InvalidRequest(
+            f"the grammar leaves nothing but the end after {sequence.generated} tokens",
+            reason="GRAMMAR_DEAD_END",
+            field="sampling.min_tokens",
+            bound=f"at most {sequence.generated} with this grammar and seed",
+        )
+    return InvalidRequest(
+        f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
+        reason="GRAMMAR_DEAD_END",
+        field="sampling.grammar",
+        bound="a grammar whose every beginning can be ended",
+    )
+
+
+def _unknown(sequence: Sequence) -> InternalError:
+    """Weights or KV with NaN or infinity in them, or a sum beyond the type's range: any token would be a guess."""
+    return InternalError(
+        f"the model's logits after {len(sequence.tokens)} tokens are no finite numbers; the stream was stopped to keep"
+        " it exact",
+        reason="LOGITS_NOT_FINITE",
+    )
+
+
+def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Logprob]:
+    """For each row its token's log probability, and those of its `tops` most likely tokens."""
+    norm = logits.logsumexp(dim=-1, keepdim=True)  # [rows, 1]
+    chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
+    best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
+    rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
+    return [Logprob(one, ids[:top], values[:top]) for one, ids, values, top in rows]
+
+
+def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    """Bias, penalties and min_tokens, in place. Every entry is touched for itself, so that neighbours do not matter."""
+    adjusted = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.sampling.adjusts]
+    if not adjusted:
+        return
+    bias = [(row, *pair) for row, s in adjusted for pair in s.sampling.logit_bias]
+    if bias:
+        rows, ids, amounts = zip(*bias, strict=True)
+        at = _places(logits, rows, ids)
+        logits[at] += torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
+    penalised = [(row, sequence) for row, sequence in adjusted if sequence.sampling.penalises]
+    if penalised:
+        _penalise(logits, penalised)
+    vocab = logits.shape[-1]
+    early = [(row, s.stop_ids) for row, s in adjusted if s.generated < s.sampling.min_tokens]
+    stops = [(row, token) for row, stop_ids in early for token in stop_ids if token < vocab]
+    if stops:
+        logits[_places(logits, *zip(*stops, strict=True))] = -torch.inf
+
+
+def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> None:
+    tallies = [sequence.tally() for _, sequence in penalised]
+    lengths = [len(tally.ids) for tally in tallies]
+
+    def spread(values: Seq[float]) -> torch.Tensor:
+        """A value of each row for each of its entries."""
+        return torch.from_numpy(np.repeat(np.array(values), lengths)).to(logits.device)
+
+    counts = torch.from_numpy(np.concatenate([tally.counts for tally in tallies])).to(logits.device)  # [entries]
+    ids = np.concatenate([tally.ids for tally in tallies])
+    at = _places(logits, np.repeat([row for row, _ in penalised], lengths), ids)
+    how = [sequence.sampling for _, sequence in penalised]
+    repetition = spread([one.repetition_penalty for one in how])
+    values = logits[at].double()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= spread([one.frequency_penalty for one in how]) * counts
+    values -= spread([one.presence_penalty for one in how]) * (counts > 0)
+    largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity
+    logits[at] = values.clamp(-largest, largest).to(logits.dtype)
+
+
+def _places(
+    logits: torch.Tensor, rows: Seq[int] | np.ndarray, ids: Seq[int] | np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.as_tensor(rows, device=logits.device), torch.as_tensor(ids, device=logits.device)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position`: 53 bits of blake2b(seed, position)."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8, person=b"tandem.sample")
+    return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> list[int]:
+    """Choose a token for each row; -1 where the largest logit is no finite number, so that nothing can be said.
+    `logits` is [rows, vocab] float32; `positions` are those of the new tokens.
+
+    `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
+    bits decide a token in some 10^13.
+    """
+    if not compiled or kernels.serving(logits.device) == kernels.REFERENCE:
+        return _sample(logits, sampling, positions)
+    chosen: list[int] = torch.ops.tandem.sample.default(
+        logits.contiguous(),
+        [how.temperature for how in sampling],
+        [how.top_k for how in sampling],
+        [how.top_p for how in sampling],
+        [how.min_p for how in sampling],
+        _numbers(sampling, positions),
+    ).tolist()
+    return chosen
+
+
+def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:
+    """In plain PyTorch. The device is waited for once, at the end (and once in each pass that filters by top-p)."""
+    tokens = logits.argmax(dim=-1)  # [rows], of NaN where there is one
+    known = logits.gather(1, tokens[:, None])[:, 0].isfinite()  # [rows]
+    drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
+    size = max(1, PASS_ELEMENTS[logits.device.type] // logits.shape[-1])
+    for start in range(0, len(drawn), size):
+        rows = drawn[start : start + size]
+        how = [sampling[row] for row in rows]
+        numbers = _numbers(how, [positions[row] for row in rows])
+        at = on_device(rows, torch.int64, logits.device)
+        some = logits[at].where(known[at][:, None], 0.0)  # what is drawn there is thrown away
+        tokens[at] = _draw(weights(some, how), numbers)
+    chosen: list[int] = tokens.where(known, -1).tolist()
+    return chosen
+
+
+def _numbers(sampling: Seq[Sampling], positions: Seq[int]) -> list[float]:
+    return [uniform(how.seed, at) if how.temperature > 0 else 0.0 for how, at in zip(sampling, positions, strict=True)]
+
+
+def weights(logits: torch.Tensor, sampling: Seq[Sampling]) -> torch.Tensor:
+    """What tokens are drawn by, in proportion: [rows, vocab] float64, 1 for the most likely. Tokens of equal
+    probability are kept or filtered out together."""
+
+    def column(values: Seq[float]) -> torch.Tensor:
+        return on_device(values, torch.float64, logits.device)[:, None]  # [rows, 1]
+
+    # The largest is taken off first: however small a temperature is, nothing overflows.
+    result = logits.double()  # [rows, vocab]
+    result.sub_(logits.amax(dim=-1, keepdim=True)).div_(column([how.temperature for how in sampling])).exp_()
+    vocab = logits.shape[-1]
+    if rows := [row for row, how in enumerate(sampling) if 0 < how.top_k < vocab]:
+        counts = [sampling[row].top_k for row in rows]
+        best = _rows(result, rows).topk(max(counts)).values
+        last = on_device([count - 1 for count in counts], torch.int64, logits.device)[:, None]  # [rows, 1]
+        _filter(result, rows, best.gather(1, last))
+    if rows := [row for row, how in enumerate(sampling) if how.top_p < 1.0]:
+        _filter(result, rows, _nucleus(_rows(result, rows), column([sampling[row].top_p for row in rows])))
+    if rows := [row for row, how in enumerate(sampling) if how.min_p > 0.0]:
+        _filter(result, rows, column([sampling[row].min_p for row in rows]))
+    return result
+
+
+def _filter(result: torch.Tensor, rows: list[int], least: torch.Tensor) -> None:
+    """Nothing below `least` ([rows, 1]) stays."""
+    kept = _rows(result, rows)
+    kept.masked_fill_(kept < least, 0.0)
+    if kept is not result:
+        result[on_device(rows, torch.int64, result.device)] = kept
+
+
+def _rows(result: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows; a copy unless they are all."""
+    return result if len(rows) == len(result) else result[on_device(rows, torch.int64, result.device)]
+
+
+def _nucleus(result: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest weight in the smallest set of that mass: [rows, 1]. The most likely token is always in it."""
+    mass = top_p * result.sum(dim=-1, keepdim=True)  # [rows, 1]
+    best = result.topk(min(LIKELY, result.shape[-1])).values  # [rows, likely], descending
+    if bool((best.sum(dim=-1, keepdim=True) < mass).any()):
+        best = result.sort(dim=-1, descending=True).values  # [rows, vocab]
+    before = best.cumsum(dim=-1) - best  # mass in front of each token
+    inside = (before < mass).sum(dim=-1, keepdim=True)  # [rows, 1], at least 1
+    return best.gather(1, inside - 1)
+
+
+def _draw(weighted: torch.Tensor, numbers: Seq[float]) -> torch.Tensor:
+    """A token for each row, [rows]; `numbers` are in [0, 1)."""
+    cumulative = weighted.cumsum(dim=-1)  # [rows, vocab]
+    # `right`, and a target strictly below the total: a token of weight zero can not be chosen, whatever the number is.
+    total = cumulative[:, -1:].contiguous()
+    wanted = total * on_device(numbers, torch.float64, weighted.device)[:, None]
+    target = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def score_prompt(sequence: Sequence, positions: range, logits: torch.Tensor) -> None:
+    """Log probabilities of the prompt tokens after these positions. `logits` is [positions, vocab]."""
+    top = sequence.sampling.prompt_logprobs or 0
+    follow = [sequence.tokens[position + 1] for position in positions]
+    sequence.prompt_logprobs += logprobs(logits, follow, [top] * len(follow))

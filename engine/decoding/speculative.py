@@ -1,0 +1,304 @@
+"""Speculative decoding: who guesses the next tokens, and whether guessing pays.
+
+    wanted() ─▶ scheduler.lend() ─▶ propose() ─▶ one packed step over [last token, draft 1, draft 2, ...]
+        ▲                                                 │ the target's own token at each place, with the place's own
+        │                                                 ▼ random number; a draft counts while it equals that token
+        └──────────── verified(), took() ◀──── accepted drafts and one more token
+
+A draft is a guess about a token that is a function of (request, position), so the stream is the same one whether a
+guess was right, wrong or never made: nothing here can change a token, only how many come out of one step.
+
+Two kinds of guess. `Ngram` continues as the text did where it last said the same. `ModelDrafter` asks a smaller model,
+with the same random numbers, so that its draws tend to fall where the target's do.
+
+Drafts pay while the tokens that they may bring are more than their price in tokens:
+
+    chance + chance ** 2 + ... + chance ** k  >  fixed + k * each         the j-th counts only if those before it do
+
+The price is what a drafting stream (`fixed`) and each of its drafts (`each`) add to a step, in units of the time that a
+token takes without drafts. It is measured as the engine runs, by the number of streams: with one stream a step is bound
+by the weights and drafts are nearly free; with many it is bound by arithmetic and a draft costs what a token costs, so
+that drafting ends by itself. The chance is a moving average of each request.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.attention.forward_context import Batch
+from engine.core.scheduler import Chunk
+from engine.core.sequence import Sequence
+from engine.decoding.sampler import sample
+from engine.runner.model_runner import ModelRunner
+
+FIRST_CHANCE = 0.5  # of a request that has shown nothing yet
+WEIGHT = 0.2  # of one verified draft in its request's moving average
+LOWEST, HIGHEST = 0.01, 0.98  # bounds of the average: it is never sure
+REMEMBERED = 15  # steps of each kind that a price is made from
+STALL = 3.0  # a step that took more than so many times the sum of its parts was held up by something else
+KNOWN = 3  # plain steps before the first drafts
+EVERY = 32  # one step in so many is plain, and one drafts against the odds: both prices and every chance stay known
+
+
+class Ask(NamedTuple):
+    sequence: Sequence
+    most: int  # drafts wanted, at most; 0 is fine
+    table: list[int]  # blocks with places for all its tokens and these drafts
+
+
+class Drafting(NamedTuple):
+    """The forward of a drafter that runs, or ran last."""
+
+    number: int = 0
+    tokens: int = 0  # 0: none runs
+
+
+class Drafter(Protocol):
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        """Drafts for each, at most as many as asked for."""
+        ...
+
+    def verified(self, sequence: Sequence) -> None:
+        """Its drafts have been accepted or not; `tokens` is what is true now."""
+        ...
+
+    def forget(self, sequence_id: str) -> None: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last proposal did work that will not come again soon; then its time says nothing."""
+        ...
+
+    @property
+    def under_way(self) -> Drafting:
+        """For a watchdog, on any thread."""
+        ...
+
+
+# ---- whether it pays
+
+
+@dataclass
+class _Steps:
+    """Measured steps with about the same number of streams."""
+
+    turn: int = 0
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds of a step without drafts
+    drafted: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    # (streams that drafted, drafts, seconds more than without)
+
+    def price(self, streams: int) -> tuple[float, float]:
+        """(fixed, each) in tokens. 0 while it is not known: to learn it, somebody must draft."""
+        seconds = median(self.plain)
+        if not self.drafted or seconds <= 0:
+            return 0.0, 0.0
+        fixed, each = fit(self.drafted)
+        return fixed * streams / seconds, each * streams / seconds
+
+
+class Speculation:
+    """`tokens` is the most that one request drafts for one step; `clock` gives seconds."""
+
+    def __init__(self, drafter: Drafter, tokens: int, clock: Callable[[], float] = perf_counter) -> None:
+        self.drafter = drafter
+        self.tokens = tokens
+        self.clock = clock
+        self._chance: dict[str, float] = {}
+        self._steps: defaultdict[int, _Steps] = defaultdict(_Steps)
+
+    def wanted(self, plan: list[Chunk]) -> list[int]:
+        """How many drafts of each chunk would pay. None in a step that also computes prompts: it is bound by
+        arithmetic already."""
+        if any(chunk.sequence.todo != 1 for chunk in plan):
+            return [0] * len(plan)
+        steps = self._steps[len(plan).bit_length()]
+        turn, steps.turn = steps.turn, steps.turn + 1
+        if len(steps.plain) < KNOWN or turn % EVERY == 0:
+            return [0] * len(plan)
+        (fixed, each), least = steps.price(len(plan)), int(turn % EVERY == EVERY // 2)
+        chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
+        return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
+
+    def propose(self, asked: list[Ask]) -> list[list[int]]:
+        return self.drafter.propose(asked) if any(ask.most for ask in asked) else [[] for _ in asked]
+
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """The first `accepted` drafts were right; the next one, if there was one, is known to be wrong."""
+        sequence.drafted += drafted
+        sequence.accepted += accepted
+        chance = self._chance.get(sequence.id, FIRST_CHANCE)
+        for right in [1.0] * accepted + [0.0] * (accepted < drafted):
+            chance += WEIGHT * (right - chance)
+        self._chance[sequence.id] = min(max(chance, LOWEST), HIGHEST)
+        self.drafter.verified(sequence)
+
+    def took(self, plan: list[Chunk], drafts: Seq[int], seconds: float) -> None:
+        """How long a step over this plan, with so many drafts behind each chunk, lasted, drafting included."""
+        total = sum(drafts)
+        if any(chunk.tokens != 1 for chunk in plan) or (total and self.drafter.busy):
+            return
+        steps = self._steps[len(plan).bit_length()]
+        if total == 0:
+            steps.plain.append(seconds)
+        else:
+            plain = median(steps.plain)
+            longest = STALL * plain * (1 + total / len(plan))
+            steps.drafted.append((sum(map(bool, drafts)), total, min(seconds, longest) - plain))
+
+    def forget(self, sequence_id: str) -> None:
+        self._chance.pop(sequence_id, None)
+        self.drafter.forget(sequence_id)
+
+
+def worth(chance: float, fixed: float, each: float, most: int) -> int:
+    """How many drafts bring the most over their price, at most `most`; 0 if none do. Ones that cost nothing do."""
+    count = most if each <= 0.0 else max(0, min(most, int(math.log(each) / math.log(chance))))  # chance ** j >= each
+    brings = sum(chance**place for place in range(1, count + 1))
+    return count if brings >= fixed + count * each else 0
+
+
+def fit(steps: Iterable[tuple[int, int, float]]) -> tuple[float, float]:
+    """(fixed, each) that explain `seconds = streams * fixed + drafts * each` best, neither of them negative."""
+    ss = sd = dd = st = dt = 0.0
+    for streams, drafts, seconds in steps:
+        ss, sd, dd = ss + streams * streams, sd + streams * drafts, dd + drafts * drafts
+        st, dt = st + streams * seconds, dt + drafts * seconds
+    determinant = ss * dd - sd * sd
+    if determinant > 1e-9 * ss * dd:
+        fixed, each = (st * dd - dt * sd) / determinant, (dt * ss - st * sd) / determinant
+        if fixed >= 0.0 and each >= 0.0:
+            return fixed, each
+    # One of them alone, whichever leaves less unexplained. Always as many drafts a stream: their number says nothing.
+    return (max(0.0, st / ss), 0.0) if st * st / ss >= dt * dt / dd else (0.0, max(0.0, dt / dd))
+
+
+# ---- who guesses
+
+
+SHORTEST, LONGEST = 2, 8  # tokens at the end that must have stood somewhere before, and beyond which nobody looks
+
+
+class Ngram:
+    """Prompt lookup: finds the end of the text earlier in it (the longest match, then the latest) and goes on as it
+    went on there. A match that reaches into itself repeats with its period."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, array[int]] = {}  # a copy of each sequence's tokens that numpy can look at
+
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        return [self._continue(ask.sequence, ask.most) if ask.most else [] for ask in asked]
+
+    def verified(self, sequence: Sequence) -> None: ...
+
+    def forget(self, sequence_id: str) -> None:
+        self._ids.pop(sequence_id, None)
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @property
+    def under_way(self) -> Drafting:
+        return Drafting()
+
+    def _continue(self, sequence: Sequence, most: int) -> list[int]:
+        ids = self._ids.setdefault(sequence.id, array("q"))
+        ids.extend(sequence.tokens[len(ids) :])
+        seen = np.frombuffer(ids, dtype=np.int64)
+        last = len(seen) - 1
+        ends, length = np.flatnonzero(seen[:-1] == seen[-1]), 1
+        while len(ends) and length < LONGEST:
+            longer = ends[ends >= length]
+            longer = longer[seen[longer - length] == seen[last - length]]
+            if not len(longer):
+                break
+            ends, length = longer, length + 1
+        if not len(ends) or length < SHORTEST:
+            return []
+        end = int(ends[-1])
+        period = last - end
+        return [int(seen[end + 1 + place % period]) for place in range(most)]
+
+
+class ModelDrafter:
+    """A smaller model with the same vocabulary, with pages of its own.
+
+    Block b of its pages belongs to whoever has block b of the target's, so that one table serves both and nobody has to
+    account for its blocks. What it holds there is this class's own business: `_done` says how far a sequence has come,
+    from nothing, whatever the target found in its prefix cache or got from another worker.
+    """
+
+    def __init__(self, model: ModelRunner, *, num_blocks: int, block_size: int, token_budget: int) -> None:
+        self.model = model
+        self.pages = model.allocate(num_blocks, block_size)
+        self._budget = token_budget  # of one forward: a long prompt is caught up with in several steps
+        self._done: dict[str, tuple[int, int]] = {}  # id -> (its preemptions then, leading tokens whose KV is here)
+        self._busy = False
+        self._under_way = Drafting()
+
+    def propose(self, asked: Seq[Ask]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in asked]
+        most = [min(ask.most, self.model.max_model_len - len(ask.sequence.tokens)) for ask in asked]
+        going = [index for index in range(len(asked)) if most[index] > 0]
+        self._busy = False
+        while going:
+            going = [index for index in self._round(asked, drafts, going) if len(drafts[index]) < most[index]]
+        self._under_way = Drafting(self._under_way.number + 1)  # the target's forward comes next
+        return drafts
+
+    def verified(self, sequence: Sequence) -> None:
+        """Forgets the KV of drafts that were wrong: all tokens but the last are what they were for it."""
+        preemptions, done = self._done.get(sequence.id, (0, 0))
+        self._done[sequence.id] = preemptions, min(done, len(sequence.tokens) - 1)
+
+    def forget(self, sequence_id: str) -> None:
+        self._done.pop(sequence_id, None)
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+    @property
+    def under_way(self) -> Drafting:
+        return self._under_way
+
+    def _round(self, asked: Seq[Ask], drafts: list[list[int]], going: list[int]) -> list[int]:
+        """One forward: what each sequence lacks up to its last draft. Those that lacked no more got a draft."""
+        batch = Batch()
+        ready: list[int] = []
+        for index in going:
+            sequence, _, table = asked[index]
+            done = self._progress(sequence)
+            known = len(sequence.tokens)
+            missing = sequence.tokens[done:] + drafts[index][max(0, done - known) :]
+            count = min(len(missing), self._budget - len(batch.token_ids))
+            if count == 0:
+                continue
+            # After a step with drafts it lacks two tokens at most; more is a prompt, or steps in which nobody drafted.
+            self._busy |= count > 2
+            batch.add(missing[:count], done, table, [count - 1] if count == len(missing) else [])
+            self._done[sequence.id] = sequence.preemptions, done + count
+            if count == len(missing):
+                ready.append(index)
+        self._under_way = Drafting(self._under_way.number + 1, len(batch.token_ids))
+        logits = self.model.forward(self.pages, batch)
+        sequences = [asked[index].sequence for index in ready]
+        places = [len(one.tokens) + len(drafts[index]) for one, index in zip(sequences, ready, strict=True)]
+        for index, token in zip(ready, sample(logits, [one.sampling for one in sequences], places), strict=True):
+            drafts[index].append(max(0, token))  # where nothing can be said any guess will do: the target decides
+        return ready
+
+    def _progress(self, sequence: Sequence) -> int:
+        """Leading tokens whose KV is in its present blocks; a preemption took the earlier ones."""
+        preemptions, done = self._done.get(sequence.id, (0, 0))
+        return done if preemptions == sequence.preemptions else 0

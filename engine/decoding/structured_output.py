@@ -1,0 +1,397 @@
+"""Text that fits a grammar: xgrammar says which tokens may come next, as one bit for each of the vocabulary.
+
+    GrammarSpec ──Grammars.compile──▶ Compiled ──▶ Matcher of a sequence ──Masks.begin──▶ Filling ──▶ logits
+                  a thread, once                 a memo of its tokens     a thread, while the forward runs
+
+Nothing here is state of its own: whoever has the request and its tokens matches them again and gets the same bits. So
+preemption, handoff and resume need nothing from here.
+
+Compiling and matching are native calls that nobody can interrupt, and a hostile grammar may make one last for hours. So
+they run on threads that are left behind when a call has taken too much CPU time: the request fails, nobody else's does.
+CPU time, because a machine that is busy with something else is no reason to refuse a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from time import clock_gettime, pthread_getcpuclockid, thread_time
+
+import structlog
+import torch
+import xgrammar
+
+from engine.core.sequence import Sequence
+from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
+from tandem.sampling import GrammarSpec
+
+log = structlog.get_logger(__name__)
+Compiled = xgrammar.CompiledGrammar
+
+COMPILE_CPU_S = 5.0
+TOKEN_CPU_S = 1.0  # for one mask; typical are 0.2 ms
+REPLAY_CPU_S = 0.005  # for each token that is matched again, on top
+MAX_GRAMMAR_BYTES = 64 * 2**20
+CACHE_BYTES = 256 * 2**20
+CACHE_REFUSED = 256
+MAX_WHITESPACE = 4  # between two parts of JSON; a small model may never end otherwise
+MAX_LEFT_BEHIND = 2  # threads in calls that may never end; with more, grammars are refused here
+POLL_S = 0.05
+
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
+
+
+class _Thread:
+    """Runs native calls, one after another. Its clock counts their CPU time in seconds."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._clock = pthread_getcpuclockid(self._thread.ident or 0)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def cpu_s(self) -> float:
+        """Only while it runs: ask before `leave`."""
+        return clock_gettime(self._clock)
+
+    def leave(self) -> None:
+        """It ends when its call does, if that ever happens."""
+        self._work.put(None)
+
+    def lives(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class _LeftBehind:
+    """The threads of a process that were left in a call."""
+
+    def __init__(self) -> None:
+        self.threads: list[_Thread] = []
+
+    def add(self, thread: _Thread) -> None:
+        thread.leave()
+        self.threads.append(thread)
+
+    def count(self) -> int:
+        self.threads = [thread for thread in self.threads if thread.lives()]
+        return len(self.threads)
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, and remembers them."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._vocabulary: Vocabulary | None = None  # loaded by the first who needs it
+        self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
+        self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(1, "grammar")  # who waits for the thread below
+        self._thread: _Thread | None = None
+        self.left_behind = _LeftBehind()
+
+    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
+        """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
+        with self._lock:
+            known = self._compiled.get(spec)
+            if known is not None:
+                self._compiled.move_to_end(spec)
+                done: Future[Compiled] = Future()
+                done.set_result(known)
+                return done
+        return self._executor.submit(self._compile, spec)
+
+    def _compile(self, spec: GrammarSpec) -> Compiled:
+        with self._lock:
+            if spec in self._compiled:
+                return self._compiled[spec]
+            if spec in self._refused:
+                raise self._refused[spec]
+        if self.left_behind.count() > MAX_LEFT_BEHIND:
+            raise Busy(
+                "this worker still computes grammars that it has given up; `tandem drain` restarts it",
+                reason="GRAMMARS_STUCK",
+                retry_after=5.0,
+            )
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary(self._folder, self._vocab_size, self._eos)
+        try:
+            compiled = self._bounded(spec, self._vocabulary)
+        except InvalidRequest as error:
+            with self._lock:
+                self._refused[spec] = error
+                while len(self._refused) > CACHE_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        with self._lock:
+            self._compiled[spec] = compiled
+            while sum(one.memory_size_bytes for one in self._compiled.values()) > CACHE_BYTES:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
+        thread = self._thread = self._thread or _Thread("grammar-compile")
+        done: Future[Compiled] = Future()
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                done.set_result(_compiled(spec, vocabulary))
+            except (RuntimeError, ValueError) as error:  # what xgrammar raises for whatever it does not like
+                done.set_exception(_refusal(spec, error))
+            except Exception as error:  # a bug: the caller's answer, not this thread's end
+                done.set_exception(error)
+            finally:
+                ended.set()
+
+        before = thread.cpu_s()
+        thread.submit(work)
+        while not ended.wait(POLL_S):
+            if thread.cpu_s() - before > COMPILE_CPU_S:
+                self.left_behind.add(thread)
+                self._thread = None
+                raise InvalidRequest(
+                    f"{spec.field} takes too long to compile; make it smaller",
+                    reason="GRAMMAR_TOO_COMPLEX",
+                    field=spec.field,
+                    bound=f"{COMPILE_CPU_S:g} s of CPU time",
+                )
+        compiled = done.result()
+        if compiled.memory_size_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"{spec.field} needs {compiled.memory_size_bytes} bytes when compiled",
+                reason="GRAMMAR_TOO_COMPLEX",
+                field=spec.field,
+                bound=f"at most {MAX_GRAMMAR_BYTES} bytes",
+            )
+        return compiled
+
+
+class Vocabulary:
+    """The text of each token: for grammars in general, and for JSON."""
+
+    @classmethod
+    def of(cls, texts: list[bytes], vocab_size: int, end: int) -> Vocabulary:
+        """Of tokens whose bytes are known. Places without one are never allowed."""
+        return cls(xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[end]))
+
+    def __init__(self, plain: xgrammar.TokenizerInfo) -> None:
+        self.plain = plain
+        # xgrammar would let raw control characters into strings of limited length, which are not JSON. It keeps line
+        # ends out of them; without the other control characters no token can do it.
+        texts = [b"" if _CONTROL.search(text) else text for text in plain.decoded_vocab]
+        self.json = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=plain.vocab_size,
+            stop_token_ids=plain.stop_token_ids,
+            add_prefix_space=plain.add_prefix_space,
+        )
+
+
+def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocabulary:
+    """The text of each token, as the detokeniser shows it: special tokens have none, so no grammar ever allows them.
+    Raises PreconditionFailed."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise PreconditionFailed(f"a grammar needs the checkpoint's tokenizer, and {path.name} is not there")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
+    found = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids or [0]
+    )
+    special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts = [""] * vocab_size
+    for text, place in tokenizer.get_vocab().items():
+        if place < vocab_size and place not in special:
+            texts[place] = text
+    plain = xgrammar.TokenizerInfo(
+        texts,
+        found.vocab_type,
+        vocab_size=vocab_size,
+        stop_token_ids=eos_token_ids or [0],
+        add_prefix_space=found.add_prefix_space,
+    )
+    return Vocabulary(plain)
+
+
+def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
+    tokens = vocabulary.json if spec.kind in ("json_schema", "json", "calls") else vocabulary.plain
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+    match spec.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(spec.text, max_whitespace_cnt=MAX_WHITESPACE)
+        case "json":
+            return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_WHITESPACE)
+        case "regex":
+            return compiler.compile_regex(spec.text)
+        case "ebnf":
+            return compiler.compile_grammar(spec.text)
+        case "choice":
+            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
+            return compiler.compile_grammar("root ::= " + " | ".join(texts))
+        case "calls":
+            return compiler.compile_structural_tag(_calls(*json.loads(spec.text)))
+    raise ValueError(f"no kind of grammar is named {spec.kind}")
+
+
+def _calls(separator: str | None, calls: list[tuple[str, str, str]]) -> str:
+    """In xgrammar's words. Each schema stays one of its own: `$ref` means the same as if it were alone."""
+    how = {"type": "json_schema", "max_whitespace_cnt": MAX_WHITESPACE}
+    tags = [
+        {"type": "tag", "begin": before, "content": {**how, "json_schema": json.loads(arguments)}, "end": after}
+        for before, arguments, after in calls
+    ]
+    one_or_more = {"separator": separator or "", "at_least_one": True, "stop_after_first": separator is None}
+    return json.dumps(
+        {"type": "structural_tag", "format": {"type": "tags_with_separator", "tags": tags, **one_or_more}}
+    )
+
+
+def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
+    what = _WHERE.sub("", str(error).strip())[:300]
+    return InvalidRequest(
+        f"{spec.field} cannot be compiled: {what}", reason="BAD_GRAMMAR", field=spec.field, bound="what xgrammar takes"
+    )
+
+
+class Matcher:
+    """How far a sequence's generated tokens have been matched: a memo of them, never a state of its own."""
+
+    __slots__ = ("_matcher", "matched")
+
+    def __init__(self, compiled: Compiled, stop_ids: Iterable[int]) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
+        self.matched = 0  # leading tokens of the sequence, its prompt included
+
+    def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
+        """Bits of the tokens that may come after the sequence's: [rows, vocab / 32] int32. A stop token may come only
+        where the text is complete. Raises InternalError for tokens that do not fit the grammar themselves."""
+        for place in range(max(self.matched, sequence.prompt_len), len(sequence.tokens)):
+            if not self._matcher.accept_token(sequence.tokens[place]):
+                raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar that it was made by")
+            self.matched = place + 1
+        self._matcher.fill_next_token_bitmask(bits, row)
+
+
+def matcher_of(sequence: Sequence) -> Matcher:
+    """Of a sequence with a grammar; made once, since it has a state."""
+    if sequence.matcher is None:
+        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids)
+    matcher: Matcher = sequence.matcher
+    return matcher
+
+
+class Filling:
+    """The masks of one step. Made by Masks.begin; the sequences must not change until `wait` has returned."""
+
+    def __init__(self, masks: Masks, rows: dict[int, Sequence], count: int, vocab_size: int) -> None:
+        # A row for each sequence. Nothing is allowed where nothing was filled in.
+        self.bits = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32)
+        self.rows = list(rows)  # those that have a grammar
+        self.failed: dict[int, TandemError] = {}
+        self._masks = masks
+        self._sequences = list(rows.values())
+        self._ended = threading.Event()
+        self._start(0)
+
+    def wait(self) -> Filling:
+        """Until every row is filled or failed."""
+        self._masks.waits += 1
+        try:
+            while not self._ended.wait(POLL_S):
+                self._skip_a_slow_row()
+        finally:  # or every later step would have a waiting step's time before it counts as hung
+            self._masks.waits += 1
+        return self
+
+    def _skip_a_slow_row(self) -> None:
+        index, began, allowed = self._at
+        if self._masks.thread().cpu_s() - began > allowed and index == self._at[0]:
+            self.failed[self.rows[index]] = InvalidRequest(
+                "the grammar takes too long to find the next token; make it less ambiguous",
+                reason="GRAMMAR_TOO_COMPLEX",
+                field="sampling.grammar",
+                bound=f"{TOKEN_CPU_S:g} s of CPU time for a token",
+            )
+            self._masks.leave()
+            self._start(index + 1)
+
+    def _start(self, index: int) -> None:
+        thread = self._masks.thread()
+        self._turn = turn = object()
+        self._at = (index, thread.cpu_s(), TOKEN_CPU_S)
+        thread.submit(lambda: self._fill(index, turn))
+
+    def _fill(self, start: int, turn: object) -> None:
+        for index in range(start, len(self.rows)):
+            sequence, row = self._sequences[index], self.rows[index]
+            matched = sequence.matcher.matched if sequence.matcher else 0
+            replayed = len(sequence.tokens) - max(sequence.prompt_len, matched)
+            self._at = (index, thread_time(), TOKEN_CPU_S + REPLAY_CPU_S * replayed)
+            try:
+                matcher_of(sequence).fill(sequence, self.bits, row)
+            except InternalError as error:
+                self.failed[row] = error
+            except Exception as error:  # a bug, ours or the library's, fails its row; the thread goes on
+                log.exception("grammar.broken", sequence=sequence.id)
+                self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
+            if turn is not self._turn:
+                return  # left behind meanwhile; somebody else does the rest
+        self._ended.set()
+
+
+class Masks:
+    """The thread that fills them."""
+
+    waits = 0
+    """Odd while a step waits for its masks; a watchdog reads it on another thread."""
+
+    def __init__(self, left_behind: _LeftBehind | None = None) -> None:
+        self.left_behind = left_behind or _LeftBehind()
+        self._thread: _Thread | None = None
+
+    def begin(self, sequences: list[Sequence], vocab_size: int) -> Filling | None:
+        """Start filling, while the caller does something else; None when no sequence has a grammar."""
+        rows = {row: sequence for row, sequence in enumerate(sequences) if sequence.grammar is not None}
+        return Filling(self, rows, len(sequences), vocab_size) if rows else None
+
+    def thread(self) -> _Thread:
+        self._thread = self._thread or _Thread("grammar-masks")
+        return self._thread
+
+    def leave(self) -> None:
+        self.left_behind.add(self.thread())
+        self._thread = None
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.leave()
+            self._thread = None
+
+
+def apply(logits: torch.Tensor, filling: Filling) -> None:
+    """Tokens that the grammars do not allow become impossible, in place: [sequences, vocab] float32. Not yet run on a
+    GPU."""
+    bits = filling.bits.to(logits.device, non_blocking=True)
+    xgrammar.apply_token_bitmask_inplace(logits, bits, vocab_size=logits.shape[-1], indices=filling.rows)

@@ -1,0 +1,223 @@
+"""Weights of 4, 8 or 16 bits for the products of a model: rounded, packed, proven, and put in the weights' place.
+
+    int8    -128 to 127, one scale for each output row
+    fp8     e4m3 (4 bits of exponent, 3 of mantissa), one scale for each output row; the head has int8
+    int4    -8 to 7, one scale for each 32 neighbours along the input; the head has int8
+    bf16    bfloat16 under a model that computes in float32
+
+A replaced layer keeps its object, bias and hooks. Its weight is gone: what stands in its place has the weight's shape
+and type, no memory, and is NaN, so that whoever reads it otherwise is found out by the self-check. An embedding that is
+tied to the head keeps its own weight; it is looked up by rows and hardly costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.core.weight_formats import group_of, of_head, weight_bytes
+from engine.kernels import huge_pages, modules
+from tandem.errors import CheckpointRefused
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: what of a group's range to try to cover
+SUM_GAP = 1e-5  # of a float32 sum in another order, to the sum of what it adds up without signs
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
+ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
+_CODES = "_tandem_codes"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight `[n, k]` as codes times scales, packed for `torch.ops.tandem.linear_codes`.
+
+    With `order` the codes are those of its columns in that order: then neighbours share scales that were none before.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    n: int
+    k: int
+    group: int
+    format: str
+    order: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Without what fills up the last panel."""
+        return weight_bytes(self.n, self.k, self.format, self.group)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        out: torch.Tensor = torch.ops.tandem.linear_codes.default(
+            x, self.codes, self.scales, bias, self.n, self.k, self.group, self.format
+        )
+        return out
+
+    def weight(self) -> torch.Tensor:
+        """What the codes stand for: float32 `[n, k]`."""
+        out: torch.Tensor = torch.ops.tandem.unpack_codes.default(
+            self.codes, self.scales, self.n, self.k, self.group, self.format
+        )
+        return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
+
+
+def quantise(weight: torch.Tensor, format: str) -> Codes:
+    """Rounds a weight `[n, k]` to the nearest codes, and proves what was packed."""
+    wide = weight.float()
+    n, k = wide.shape
+    group = group_of(format, k)
+    if format == "bf16":
+        return packed(wide.bfloat16().view(torch.int16), torch.ones(n, 1), group, format)
+    parts = F.pad(wide, (0, -k % group)).view(n, -1, group)  # [n, groups, group]
+    scales = _int4_scales(parts) if format == "int4" else parts.abs().amax(2) / LARGEST[format]
+    scales = torch.where(scales == 0, 1.0, scales)
+    units = parts / scales.unsqueeze(2)
+    return packed(codes_of(units, format).view(n, -1)[:, :k], scales, group, format)
+
+
+def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
+    """The codes (int16) nearest to numbers in units of their scale."""
+    if format == "fp8":
+        return units.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
+    whole = units.round()
+    if format == "int4":
+        return whole.clamp(-8, 7).to(torch.int16) & 15
+    whole = whole.clamp(-128, 127).to(torch.int16)
+    return torch.where(whole == -128, 128, whole.abs() | (whole < 0).to(torch.int16) << 7)
+
+
+def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
+    """The inverse of `codes_of`, by torch alone: what the compiled operators are held against."""
+    if format == "fp8":
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    if format == "bf16":
+        return codes.view(torch.bfloat16).float()
+    if format == "int4":
+        return (codes - 16 * (codes > 7)).float()
+    return torch.where(codes == 128, -128, (codes & 127) * (1 - (codes >> 7) * 2)).float()
+
+
+def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -> Codes:
+    """Codes `[n, k]` (int16) and scales `[n, groups]` in panels. Raises CheckpointRefused if they differ."""
+    n, k = codes.shape
+    flat = torch.ops.tandem.pack_codes.default(codes, format)
+    ours = Codes(
+        huge_pages(torch.empty_like(flat)).copy_(flat),
+        torch.ops.tandem.pack_scales.default(scales.contiguous()),
+        n,
+        k,
+        group,
+        format,
+    )
+    weight = values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
+    same = torch.equal(ours.weight(), weight)
+    generator = torch.Generator().manual_seed(0)
+    for rows in ROWS_TRIED if same else ():
+        x = torch.randn(rows, k, generator=generator).bfloat16()
+        theirs = F.linear(x.float(), weight)
+        size = F.linear(x.float().abs(), weight.abs())  # of what is summed
+        for dtype, rounding in ROUNDING.items():
+            gap = (ours.multiply(x.to(dtype), None).float() - theirs).abs()
+            same &= bool((gap <= rounding * theirs.abs() + SUM_GAP * size).all())  # false for NaN
+    if not same:
+        raise CheckpointRefused(
+            f"a weight of {n} x {k} packed as {format} differs from its codes; serve it with weights = checkpoint"
+        )
+    return ours
+
+
+def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
+    """The scale of each group with the least squared error among some that cover its range, or nearly."""
+    low, high = parts.amin(2), parts.amax(2)
+    signed = torch.where(low.abs() >= high, low, high)  # goes to -8, which has no counterpart
+    best, error = signed / -8, torch.full_like(signed, float("inf"))
+    for part in CLIPPED:
+        for scales in (signed / -8 * part, signed / 7 * part):
+            steps = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
+            found = ((parts / steps).round().clamp(-8, 7) * steps - parts).square().sum(2)
+            best, error = torch.where(found < error, scales, best), torch.minimum(found, error)
+    return best
+
+
+# ---- in a model
+
+
+def apply(model: PreTrainedModel, format: str) -> int:
+    """Replaces the weight of every plain product below `model`; returns how many there were."""
+    done: dict[tuple[int, torch.Size], Codes] = {}  # tied weights are packed once
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers = [(layer, weight) for layer in model.modules() if (weight := modules.weight_of(layer)) is not None]
+    for layer, weight in layers:
+        own = of_head(format) if layer is head else format
+        key = (weight.data_ptr(), weight.shape)
+        if key not in done:
+            done[key] = quantise(weight, own)
+        put(layer, done[key])
+    return len(layers)
+
+
+def put(layer: Any, codes: Codes) -> None:
+    """Gives a layer codes in the place of its weight."""
+    shape, dtype = layer.weight.shape, layer.weight.dtype
+    layer.weight = nn.Parameter(nothing(shape, dtype), requires_grad=False)
+    layer.__dict__[_CODES] = codes
+    kind: Any = type(layer)  # mypy holds nn.Module's classes for unhashable
+    layer.__class__ = modules.compiled(kind, Dequantised)
+
+
+def nothing(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """NaN without memory."""
+    return torch.full((), float("nan"), dtype=dtype).expand(shape)
+
+
+def is_nothing(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def weight_in(layer: Any) -> Any:
+    """A layer's weight, also where codes stand for it; None if it has none."""
+    codes: Codes | None = layer.__dict__.get(_CODES)
+    return codes.weight() if codes is not None else getattr(layer, "weight", None)
+
+
+def codes_in(model: nn.Module) -> Iterator[Codes]:
+    """Those of each weight, once."""
+    found = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
+    yield from found.values()
+
+
+def switch(model: nn.Module, on: bool) -> None:
+    """Products by the compiled operators, or by torch with the same weights; after `modules.switch`."""
+    for layer in model.modules():
+        kind: Any = type(layer)
+        wanted = Quantised if on else Dequantised
+        if _CODES in layer.__dict__ and not issubclass(kind, wanted):
+            own = kind.__bases__[1] if issubclass(kind, Quantised | Dequantised) else kind
+            layer.__class__ = modules.compiled(own, wanted)
+
+
+class Quantised(modules.Compiled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = self.bias  # type: ignore[attr-defined]  # the module's own
+        return _codes(self).multiply(x, bias)
+
+
+class Dequantised:
+    """torch's product with the weights that the codes stand for, made anew for each call: the self-check's oracle."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = self.bias  # type: ignore[attr-defined]  # the module's own
+        return F.linear(x.float(), _codes(self).weight(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def _codes(layer: Any) -> Codes:
+    codes: Codes = layer.__dict__[_CODES]
+    return codes

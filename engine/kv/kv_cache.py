@@ -1,0 +1,129 @@
+"""The KV memory of one engine: one allocation, one contiguous run of bytes for each block.
+
+    buffer  [num_blocks, block_bytes] uint8
+    block   | K of call 0 | V of call 0 | K of call 1 | ... | V of the last call |     each starts at a multiple of 64 B
+    K       [kv_heads, block_size, k_dim] in the model's dtype: what one task of attention reads lies in one piece
+
+Quantised (engine/kv/kv_quantization.py), an element is one byte, and the scales lie behind V, those of one head side by
+side:
+
+    block   | K of call 0 | V of call 0 | scales of K, scales of V of call 0 | K of call 1 | ...
+    scales  [kv_heads, block_size] bfloat16
+
+A block is contiguous across all attention calls, so that one block is one transfer descriptor. The attention function
+sees strided views of the same memory; nothing is ever copied to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.core.kv_layout import SCALE_DTYPE, VERSION, KvLayout, plan_calls
+from engine.kernels import huge_pages
+from engine.kv.kv_cache_spec import CallFacts
+
+
+class KvCache:
+    """Owns the buffer. `layout` says what its bytes mean; `num_blocks` blocks, with ids from 0."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
+        self.dtype = dtype_named(layout.dtype)
+        self.buffer = huge_pages(torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device))
+        self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
+        typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
+        self._k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
+        self._v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
+        self.quantised = bool(layout.scale_dtype)
+        self._k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
+        self._v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
+
+    def k(self, call: int) -> torch.Tensor:
+        """The keys of attention call `call`: a view, `[num_blocks, block_size, kv_heads, k_dim]`."""
+        return self._k[call]
+
+    def v(self, call: int) -> torch.Tensor:
+        """The values of attention call `call`: a view, `[num_blocks, block_size, kv_heads, v_dim]`."""
+        return self._v[call]
+
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        """What the keys' elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised."""
+        return self._k_scales[call]
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        """The same of the values."""
+        return self._v_scales[call]
+
+    @property
+    def base_address(self) -> int:
+        """Address of block 0; block `i` starts at `base_address + i * block_bytes`."""
+        return self.buffer.data_ptr()
+
+    @property
+    def device_id(self) -> int:
+        """Index of the device that holds the buffer; 0 for host memory."""
+        return self.buffer.device.index or 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+    def block_view(self, block: int) -> memoryview:
+        """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
+        assert self.buffer.device.type == "cpu", f"block_view reads host memory, the pages are on {self.buffer.device}"
+        return self.buffer[block].numpy().data
+
+    def _window(self, typed: torch.Tensor, offset: int, heads: int, dim: int) -> torch.Tensor:
+        size = (self.num_blocks, self.block_size, heads, dim)
+        stride = (typed.shape[1], dim, self.block_size * dim, 1)
+        return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+
+    def _scales(self, offset: int, heads: int) -> torch.Tensor | None:
+        if not self.quantised:
+            return None
+        typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
+        size, stride = (self.num_blocks, self.block_size, heads), (typed.shape[1], 1, self.block_size)
+        return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+
+
+def layout_of(
+    facts: Sequence[CallFacts],
+    block_size: int,
+    dtype: torch.dtype,
+    fingerprint: str,
+    kept: torch.dtype | None = None,
+) -> KvLayout:
+    """The layout that `KvCache` will have for these facts; `fingerprint` names the model whose KV it is.
+
+    `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are.
+    """
+    shapes = [(fact.kv_heads, fact.k_dim, fact.v_dim) for fact in facts]
+    element = dtype if kept is None else kept
+    calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
+    scale = SCALE_DTYPE if kept is not None else ""
+    return KvLayout(VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls)
+
+
+def block_bytes(
+    facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> int:
+    """Bytes of one block across all calls, padding included; for sizing a pool before it is allocated."""
+    return layout_of(facts, block_size, dtype, "", kept).block_bytes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`. Raises ValueError for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype

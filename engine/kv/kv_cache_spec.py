@@ -1,0 +1,147 @@
+"""What one attention call of a model needs, learnt from the model itself and not from its config.
+
+`CallFacts` is the record for one attention *call*, in the order of a forward. `engine.loading.attention_probe` fills it
+by running three tokens through the model; pages, kernels and the self-check read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+
+Position = TypeVar("Position", int, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """A token sees everything before it."""
+
+    def __str__(self) -> str:
+        return "full"
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec:
+    """The token at `p` sees `p - window + 1` to `p`."""
+
+    window: int
+
+    def __str__(self) -> str:
+        return f"sliding {self.window}"
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec:
+    """The token at `p` sees the part of its own chunk of `size` positions that is not after it."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunked {self.size}"
+
+
+Reach = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec
+
+
+def first_visible(reach: Reach, position: Position) -> Position:
+    """The first position that the token at `position` sees; for an int, or elementwise for a tensor."""
+    if isinstance(reach, SlidingWindowSpec):
+        start = position - reach.window + 1
+        return start.clamp(min=0) if isinstance(start, torch.Tensor) else max(start, 0)
+    if isinstance(reach, ChunkedLocalAttentionSpec):
+        return position // reach.size * reach.size
+    return position * 0
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """One attention call.
+
+    `heads` are query heads; pages hold `kv_heads` heads of `k_dim` and `v_dim` elements a token. `latent` says that
+    pages hold the compressed latent (`k_dim`) and the rotated key (`v_dim`) of an MLA module, one head each, which the
+    module expands after they are read. `scaling` multiplies the scores before `softcap`.
+    """
+
+    kv_heads: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    reach: Reach
+    softcap: float | None
+    sinks: bool
+    scaling: float
+    latent: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, so that it can be written as JSON; `reach` becomes its name, such as "sliding 4096"."""
+        return {**asdict(self), "reach": str(self.reach)}
+
+
+def describe(facts: Sequence[CallFacts]) -> str:
+    """A table for people: one line for each run of equal calls."""
+    lines = [f"{'calls':>9}  {'heads':>5}  {'kv':>3}  {'k_dim':>5}  {'v_dim':>5}  {'reach':<14}  notes"]
+    start = 0
+    for index, fact in enumerate(facts):
+        if index + 1 < len(facts) and facts[index + 1] == fact:
+            continue
+        calls = f"{start}" if start == index else f"{start}-{index}"
+        notes = [f"scaling {fact.scaling:.4g}"]
+        notes += [f"softcap {fact.softcap:g}"] if fact.softcap is not None else []
+        notes += ["sinks"] if fact.sinks else []
+        notes += ["latent"] if fact.latent else []
+        lines.append(
+            f"{calls:>9}  {fact.heads:>5}  {fact.kv_heads:>3}  {fact.k_dim:>5}  {fact.v_dim:>5}  "
+            f"{fact.reach!s:<14}  {', '.join(notes)}"
+        )
+        start = index + 1
+    return "\n".join(lines)
+
+
+def smallest_reach(facts: Sequence[CallFacts]) -> int | None:
+    """The smallest window or chunk among the calls, in tokens; None when every call sees everything."""
+    sizes = [
+        fact.reach.window if isinstance(fact.reach, SlidingWindowSpec) else fact.reach.size
+        for fact in facts
+        if not isinstance(fact.reach, FullAttentionSpec)
+    ]
+    return min(sizes, default=None)
+
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+def name_reach(mask_function: MaskFunction, local_size: int | None, device: torch.device) -> Reach | None:
+    """The reach that a mask function of `transformers.masking_utils` has, found by asking it; None if none fits.
+
+    `mask_function(batch, head, q, kv)` says elementwise whether the token at `q` sees the one at `kv`. Asking makes
+    this independent of how the function was composed. `local_size` is the window or chunk that the builder announced;
+    for a function that announces none, the edges of windows and chunks of all powers of two to 2^20 are asked about.
+    """
+    if local_size is not None and local_size < 1:
+        return None  # a config that switches its window off by 0 still builds the mask, and then uses it nowhere
+    candidates: list[Reach] = (
+        [SlidingWindowSpec(local_size), ChunkedLocalAttentionSpec(local_size)]
+        if local_size is not None
+        else [FullAttentionSpec()]
+    )
+    lengths = [local_size] if local_size is not None else [1 << power for power in range(21)]
+    pairs = sorted({pair for length in lengths for pair in _edges(length)})
+    q, kv = (torch.tensor(column, device=device) for column in zip(*pairs, strict=True))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    seen = torch.as_tensor(mask_function(zero, zero, q, kv), device=device)
+    for reach in candidates:
+        if torch.equal(seen.expand_as(q), (first_visible(reach, q) <= kv) & (kv <= q)):
+            return reach
+    return None
+
+
+def _edges(length: int) -> set[tuple[int, int]]:
+    """(q, kv) pairs around every edge that a window or chunk of `length` would have."""
+    pairs = set()
+    for q in (0, 1, 2, length - 1, length, length + 1, 2 * length - 1, 2 * length, 2 * length + 1, 3 * length + 2):
+        for edge in (q - length, q // length * length, q // 2, q, 1):
+            pairs |= {(q, kv) for kv in range(edge - 2, edge + 3) if kv >= 0}
+    return pairs

@@ -1,0 +1,241 @@
+"""Learns a model's attention facts with one small forward, and refuses models whose KV pages would not be the truth.
+
+Two forwards of three tokens, under two names in transformers' registry:
+
+- `probe_kv` has a mask function that returns a `ProbeMask` in place of a tensor; the model hands it to every attention
+  call, where it is recorded next to the shapes and keywords of the call.
+- `isolation_kv` lets every token attend to itself alone. Then a token's logits may depend on its own id and position
+  and on nothing else; if permuting the packed tokens changes them, the layers carry state that is not in pages
+  (recurrent, linear, convolutional), or something is computed from the whole packed batch (dynamic rope).
+
+Before the second one the model's state is refused by structure, however little it weighs in the logits: the layers of
+the cache that transformers makes for the config, and a forward over a cache that takes K and V and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from engine.attention.implementation import switch
+from engine.attention.mla import expander
+from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
+from tandem.errors import CheckpointRefused
+
+PROBE, ISOLATION = "probe_kv", "isolation_kv"
+
+# Keywords without a meaning that pages must know: no dropout in eval, no cache, nothing that we switch on.
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
+)
+STATEFUL = ("linear", "conv", "mamba", "recurrent", "hybrid", "ssm", "rwkv", "sparse", "compressed", "indexed")
+ISOLATION_TOLERANCE = 0.05  # of the logits' standard deviation; other tokens' influence is of order one
+
+
+@dataclass(frozen=True)
+class ProbeMask:
+    """What stands in for a mask tensor during the probe; `reach` is None when no reach of ours fits."""
+
+    reach: Reach | None
+
+
+def _probe_mask(*, mask_function: Any, device: torch.device, local_size: int | None = None, **_sizes: Any) -> ProbeMask:
+    """Called by transformers' mask builders; the rest of their arguments is about sizes and dtypes."""
+    return ProbeMask(name_reach(mask_function, local_size, device))
+
+
+KV_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # of a cache; a dummy one keeps nothing
+STATE_CALLS = (
+    *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
+)
+
+_seen: list[CallFacts] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
+
+
+def _probe_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Records one call. Raises CheckpointRefused for whatever `CallFacts` cannot express."""
+    where = f"attention call {len(_seen)} ({type(module).__name__})"
+    unknown = sorted(set(others) - HARMLESS)
+    if unknown:
+        raise CheckpointRefused(
+            f"{where} passes keywords that Tandem's attention does not implement: {', '.join(unknown)}"
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise CheckpointRefused(f"{where} is not causal; only decoder models can be served")
+    if not key.shape[2] == value.shape[2] == query.shape[2]:
+        raise CheckpointRefused(
+            f"{where} has {key.shape[2]} keys for {query.shape[2]} new tokens; pages hold one K and V for each token"
+        )
+    if key.shape[1] != value.shape[1] and expander(module) is None:
+        raise CheckpointRefused(
+            f"{where} has {key.shape[1]} key heads and {value.shape[1]} value heads; they must be equal"
+        )
+    _seen.append(
+        CallFacts(
+            kv_heads=key.shape[1],
+            heads=query.shape[1],
+            k_dim=key.shape[3],
+            v_dim=value.shape[3],
+            reach=_reach(attention_mask, sliding_window, where),
+            softcap=softcap,
+            sinks=s_aux is not None,
+            scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
+            latent=expander(module) is not None,
+        )
+    )
+    return _own_value(module, query, key, value), None
+
+
+def _isolation_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_known: Any
+) -> tuple[torch.Tensor, None]:
+    return _own_value(module, query, key, value), None
+
+
+def _own_value(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Every token attends to itself alone: `[1, T, heads, v_dim]`."""
+    expand = expander(module)
+    if expand is not None:
+        key, value = expand(key, value)
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+def _reach(mask: Any, sliding_window: int | None, where: str) -> Reach:
+    """The reach that the mask says, checked against the `sliding_window` keyword where there is one."""
+    if mask is None:  # the model builds no mask here: then eager attention has none either, and only the keyword speaks
+        return SlidingWindowSpec(sliding_window) if sliding_window is not None else FullAttentionSpec()
+    if not isinstance(mask, ProbeMask):
+        raise CheckpointRefused(f"{where} gets a mask that the model built or edited itself ({type(mask).__name__})")
+    if mask.reach is None:
+        raise CheckpointRefused(f"{where} has a mask that is neither full, sliding nor chunked causal")
+    if sliding_window is not None and mask.reach != SlidingWindowSpec(sliding_window):
+        raise CheckpointRefused(f"{where} has a {mask.reach} mask but passes sliding_window={sliding_window}")
+    return mask.reach
+
+
+AttentionInterface.register(PROBE, _probe_attention)
+AttentionMaskInterface.register(PROBE, _probe_mask)
+AttentionInterface.register(ISOLATION, _isolation_attention)
+
+
+def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
+    """One `CallFacts` for each attention call of a forward, in order.
+
+    Leaves the model under the probe's name; the caller switches it to what comes next. Raises CheckpointRefused with
+    the reason for a model that pages cannot serve.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
+    switch(model, PROBE)
+    _seen.clear()
+    try:
+        _forward(model, ids, torch.tensor([[0, 1, 2]], device=device))
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointRefused(
+            f"{type(model).__name__} edits or indexes its attention mask, or cannot run on token ids and positions "
+            f"alone: {error}"
+        ) from error
+    facts = tuple(_seen)
+    _check_calls(model, facts)
+    switch(model, ISOLATION)
+    _check_state(model, ids)
+    _check_isolation(model, ids)
+    return facts
+
+
+def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...]) -> None:
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
+    if len(facts) >= layers:
+        return
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
+    if not facts:
+        reason = "makes no call to transformers' attention interface"
+    else:
+        reason = f"makes {len(facts)} attention calls in {layers} decoder layers"
+    state = f"; layers of type {', '.join(kinds)} keep state that is not in KV pages" if kinds else ""
+    raise CheckpointRefused(f"{type(model).__name__} {reason}{state}, so its sequences cannot be kept in KV pages")
+
+
+def _is_stateful(kind: str) -> bool:
+    return any(word in kind for word in STATEFUL)
+
+
+class _KvOnly(DynamicCache):
+    """A cache that refuses whatever is not K or V of a token."""
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise CheckpointRefused(f"its layers call {name}")
+
+    return call
+
+
+for _name in STATE_CALLS:
+    setattr(_KvOnly, _name, _refusing(_name))
+
+
+def _check_state(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Raises CheckpointRefused for a model that keeps more of a sequence than K and V of its tokens."""
+    beside = "keeps state beside the K and V of its tokens, which KV pages do not hold"
+    try:
+        cache = _KvOnly(config=model.config)
+        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KV_LAYERS})
+        if others:
+            raise CheckpointRefused(f"transformers makes {', '.join(others)} for its cache")
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=_positions(ids), past_key_values=cache, use_cache=True)
+    except CheckpointRefused as error:
+        raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointRefused(
+            f"{type(model).__name__} does not run over a cache of K and V alone, so it may keep other state: {error!r}"
+        ) from error
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+
+
+def _check_isolation(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Permutes packed tokens and their positions together; under self-only attention the logits must follow."""
+    order = torch.tensor([2, 1, 0], device=ids.device)  # not a rotation: a neighbour on either side changes
+    positions = torch.tensor([[0, 1, 2]], device=ids.device)
+    straight = _forward(model, ids, positions)
+    permuted = _forward(model, ids[:, order], positions[:, order])
+    gap = ((straight[order] - permuted).abs().amax() / straight.std()).item()
+    if not gap <= ISOLATION_TOLERANCE:
+        raise CheckpointRefused(
+            f"{type(model).__name__} lets packed tokens influence each other outside of attention (by {gap:.2g} "
+            "standard deviations of the logits): its layers carry recurrent, linear or convolutional state that is "
+            "not in KV pages, or it ignores position_ids"
+        )
+
+
+def _forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `[T, vocab]` in float32."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return logits[0].float()

@@ -1,0 +1,133 @@
+"""A checkpoint folder on disk: is it complete, and which weights are these?
+
+Everything here is answered from the files before any weight is loaded, so that a bad path costs a second and one clear
+sentence, not minutes and a stack trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tandem.checkpoint import folder_of
+from tandem.errors import CheckpointRefused
+
+WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; larger weight files are sampled
+SAMPLES = 4096
+SAMPLE_BYTES = 4096
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def resolve(path: str) -> Path:
+    """The local folder of a checkpoint: `path` itself if it is one, else the hub repository of that name.
+
+    Raises CheckpointRefused when there is neither.
+    """
+    return folder_of(path) or _download(path)
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # only needed for hub ids, and slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors"]))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        if isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
+            raise CheckpointRefused(f"the hub refuses {hub_id}: {_first_line(error)}") from error
+        raise CheckpointRefused(
+            f"there is no folder {hub_id}, and the hub cannot be reached to download it; pass a checkpoint folder"
+        ) from error
+    except HFValidationError as error:
+        raise CheckpointRefused(f"{hub_id} is neither a folder nor a hub id: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def check_folder(folder: Path) -> list[Path]:
+    """The weight files of a complete checkpoint folder, sorted by name. Raises CheckpointRefused otherwise."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CheckpointRefused(f"{folder} has no config.json; pass the folder of a transformers checkpoint")
+    if "model_type" not in read_json(config):
+        raise CheckpointRefused(f"{config} names no model_type; it is not the config of a transformers model")
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointRefused(f"{index} has no weight_map; download the checkpoint again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointRefused(f"{folder} lacks {', '.join(missing)}, which its index names; finish the download")
+    elif (folder / SINGLE).is_file():
+        files = [folder / SINGLE]
+    else:
+        raise CheckpointRefused(f"{folder} has no {SINGLE} and no {INDEX}; only safetensors weights are read")
+    for file in files:
+        check_safetensors(file)
+    return files
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointRefused if it cannot be read or is something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointRefused(f"{file} holds no JSON object")
+    return found
+
+
+def check_safetensors(file: Path) -> None:
+    """Compares the length that the header promises with the file's. Raises CheckpointRefused if they differ.
+
+    The format: 8 bytes little-endian header length, a JSON header with `data_offsets` of each tensor, the data
+    (huggingface/safetensors, README).
+    """
+    actual = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > actual - 8:
+                raise CheckpointRefused(f"{file} is cut off inside its header; download it again")
+            header = json.loads(stream.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointRefused(f"{file} is no readable safetensors file ({error}); download it again") from error
+    promised = 8 + length + max(ends, default=0)
+    if promised != actual:
+        raise CheckpointRefused(f"{file} has {actual} bytes where its header promises {promised}; download it again")
+
+
+def fingerprint(folder: Path, files: list[Path]) -> str:
+    """32 hex digits (xxh3_128) that tell two pools whether they serve the same weights.
+
+    Over config.json and, for each weight file in order, its name, length and content: all of it up to 256 MiB; beyond,
+    the safetensors header and 4,096 evenly spaced samples of 4 KiB. It finds different checkpoints and fine-tunes, and
+    is no protection against someone who wants two to look equal.
+    """
+    digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            if size <= WHOLE_FILE_LIMIT:
+                while chunk := stream.read(1 << 22):
+                    digest.update(chunk)
+                continue
+            (length,) = struct.unpack("<Q", stream.read(8))
+            digest.update(stream.read(length))
+            span = size - 8 - length - SAMPLE_BYTES
+            for sample in range(SAMPLES):
+                stream.seek(8 + length + span * sample // (SAMPLES - 1), os.SEEK_SET)
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

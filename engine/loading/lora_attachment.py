@@ -1,0 +1,163 @@
+"""Gives a loaded model room for LoRA adapters, and proves that it is served right with them.
+
+    attach(model, folders, slots) ─▶ read and compare with the base ─▶ places of the layers ─▶ room in slots
+    check(model) ─▶ the compiled operator against the plain one, the self-check with random adapters in the slots
+
+Which linear layers can carry an adapter is learnt, not known: those that see one row for each packed token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.attention.forward_context import BASE, Batch
+from engine.kernels import REFERENCE, weight_quantization
+from engine.kernels.modules import Compiled
+from engine.loading import lora_loader, self_check
+from engine.runner.lora import NARROW, WIDE, Adapter, Lora, LowRank, Place, compiled, padded, plain
+from engine.runner.model_runner import ModelRunner
+from tandem.errors import CheckpointRefused
+
+ROWS_TRIED = (3, 1, 9)  # of two slots and without one
+PROBED = [(9, 3), (0, 5)]  # (done, new): no part of this batch is as long as all its new tokens
+GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
+
+
+def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int) -> Lora:
+    """Gives a model on its paged path room for adapters, at most `slots` at a time. Raises CheckpointRefused for a
+    folder that is not served, or not with this model."""
+    known = [lora_loader.read(name, folder) for name, folder in folders.items()]
+    places = _places(model, known)
+    lora = Lora(model.module, places, known, min(slots, len(known)), dtype=model.dtype, device=model.device)
+    model.lora = lora
+    model.use_paged_attention()
+    return lora
+
+
+def check(model: ModelRunner) -> self_check.Report:
+    """The self-check with random adapters in the slots, packed together and beside the base. Leaves them there, for
+    the recording to be proven with. Raises CheckpointRefused."""
+    lora = _lora(model)
+    random = [_random(lora, seed) for seed in range(min(2, len(lora.slots)))]
+    for slot, adapter in enumerate(random):
+        lora.put(slot, adapter)
+    if model.kernels != REFERENCE:
+        _prove(lora)
+    report = self_check.run(model, [0, len(random) - 1, BASE, 0])
+    if not report.passed:
+        raise CheckpointRefused(
+            f"adapters cannot be served with {type(model.module).__name__}: the paged step with random ones"
+            f" differs from the eager model with them ({report})"
+        )
+    return report
+
+
+def _prove(lora: Lora) -> None:
+    """Compares the compiled operator with the plain one in the dtype that serves, once for each shape of layer."""
+    rows = lora.rows(
+        Batch([], [], list(ROWS_TRIED), [], [], [], adapters=[0, len(lora.slots) - 1, BASE])
+    )  # a slot that is empty adds nothing
+    generator = torch.Generator().manual_seed(0)
+    for place in {(one.width, one.height, one.rank): one for one in lora.places.values()}.values():
+        x = torch.randn(sum(ROWS_TRIED), place.width, generator=generator).to(lora.pool.dtype)
+        with torch.inference_mode():
+            ours = compiled(x.new_zeros(len(x), place.height), x, rows, place).float()
+            theirs = plain(x.new_zeros(len(x), place.height), x, rows, place).float()
+        allowed = GAP[lora.pool.dtype] * theirs.square().mean().sqrt()
+        if not (ours - theirs).abs().max() <= allowed:  # also for NaN
+            raise CheckpointRefused(
+                f"the compiled operator for adapters of a weight of {place.height} x {place.width} in"
+                f" {lora.pool.dtype} differs from torch's"
+            )
+
+
+def _lora(model: ModelRunner) -> Lora:
+    assert model.lora is not None, "attach comes first"
+    return model.lora
+
+
+def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
+    """Of every layer that some adapter touches, in the order of the model."""
+    able = _row_by_row(model)
+    linear = dict(_linear_layers(model.module))
+    ranks: dict[str, int] = {}
+    for adapter in known:
+        file = adapter.folder / lora_loader.WEIGHTS
+        for name, layer in adapter.layers.items():
+            if name not in linear:
+                raise CheckpointRefused(f"{file}: {name:.200} is no linear layer of {type(model.module).__name__}")
+            if name not in able:
+                raise CheckpointRefused(
+                    f"{file}: {name:.200} does not see the tokens row by row, so an adapter on it cannot be served"
+                )
+            height, width = linear[name]
+            if (layer.b.shape[0], layer.a.shape[1]) != (height, width):
+                raise CheckpointRefused(
+                    f"{file}: {name:.200} has lora_A {tuple(layer.a.shape)} and lora_B {tuple(layer.b.shape)},"
+                    f" the base's weight is {height} x {width}"
+                )
+            ranks[name] = max(ranks.get(name, 0), layer.rank)
+    places: dict[str, Place] = {}
+    at = 0
+    for name, (height, width) in linear.items():
+        if name in ranks:
+            behind = at + padded(ranks[name], NARROW) * width
+            places[name] = Place(len(places), at, behind, width, height, ranks[name])
+            at = behind + padded(height, WIDE) * ranks[name]
+    return places
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The name and (out, in) of each; not of what only builds on one, such as a router of experts."""
+    for name, layer in module.named_modules():
+        kind: Any = type(layer)
+        while issubclass(kind, Compiled):
+            kind = kind.__bases__[1]
+        if kind is nn.Linear:
+            yield name, (layer.out_features, layer.in_features)
+        elif kind is Conv1D:
+            yield name, (layer.nf, layer.nx)
+
+
+def _row_by_row(model: ModelRunner) -> set[str]:
+    """The linear layers that are called with one row for each packed token, and with nothing else."""
+    total = sum(new for _, new in PROBED)
+    seen: dict[str, set[int]] = {}
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        rows = args[0].numel() // args[0].shape[-1] if args and isinstance(args[0], torch.Tensor) else 0
+        seen.setdefault(name, set()).add(rows)
+
+    batch = Batch()
+    for (done, new), table in zip(PROBED, ([0, 1, 2], [3, 4]), strict=True):
+        batch.add([number % model.vocab_size for number in range(new)], done, table, [new - 1])
+    with ExitStack() as stack:
+        for name, _ in _linear_layers(model.module):
+            layer = model.module.get_submodule(name)
+            hook = functools.partial(lambda _layer, args, name: note(name, args), name=name)
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
+        model.forward(model.allocate(5, 4), batch)
+    return {name for name, rows in seen.items() if rows == {total}}
+
+
+def _random(lora: Lora, seed: int) -> Adapter:
+    """An adapter on every layer, each term about as large as what the layer's weight gives."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = {}
+    for name, place in lora.places.items():
+        weight = weight_quantization.weight_in(lora.module.get_submodule(name))
+        plain = isinstance(weight, torch.Tensor) and weight.is_floating_point()
+        spread = weight.detach().float().std().item() if plain else place.width**-0.5
+        rank = max(1, place.rank - seed)
+        a = torch.randn(rank, place.width, generator=generator) / place.width**0.5
+        b = torch.randn(place.height, rank, generator=generator) * spread * (place.width / rank) ** 0.5
+        layers[name] = LowRank(a, b, 0.5 + 0.25 * seed)
+    return Adapter(f"random {seed}", Path(), bytes([seed]), layers)

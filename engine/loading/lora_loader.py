@@ -1,0 +1,142 @@
+"""LoRA adapters on disk, as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+
+What an adapter does is known from its tensors, so an adapter is what they say; the config gives the scale, and every
+field of it that could mean more than y += scale * B A x on a linear layer is refused, known by name or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+
+from engine.core.block_hash import DIGEST_BYTES
+from engine.loading.checkpoint import check_safetensors, read_json
+from engine.runner.lora import Adapter, LowRank
+from tandem.errors import CheckpointRefused
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Fields that say nothing about what the tensors do: which layers they are on is in their names.
+HARMLESS = frozenset(
+    {
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules"),
+        *("fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+        *("megatron_core", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "target_modules"),
+        *("task_type", "use_rslora"),
+    }
+)
+# Values that ask for nothing, where they are not simply empty. Some initialisations change the base's weights.
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+
+
+def read(name: str, folder: str | Path) -> Adapter:
+    """Raises CheckpointRefused with one sentence that names the file and the field or tensor."""
+    folder = Path(folder).expanduser()
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise CheckpointRefused(f"adapter {name}: {folder} has no {file}; pass a folder that PEFT has saved")
+    config = _config(folder / CONFIG)
+    tensors, digest = _tensors(folder / WEIGHTS)
+    layers: dict[str, LowRank] = {}
+    for layer in sorted({layer for layer, _ in tensors}):
+        layers[layer] = _layer(layer, tensors, config, folder)
+    digest.update(json.dumps([(layer, one.scale) for layer, one in layers.items()]).encode())
+    return Adapter(name, folder, digest.digest(), layers)
+
+
+def read_again(known: Adapter) -> Adapter:
+    """From its folder. May run on any thread. Raises CheckpointRefused if it is not what it was."""
+    adapter = read(known.name, known.folder)
+    if adapter.fingerprint != known.fingerprint:
+        raise CheckpointRefused(
+            f"adapter {known.name}: {known.folder} has changed since this worker started; restart the workers to serve"
+            " it"
+        )
+    return adapter
+
+
+def _config(file: Path) -> dict[str, Any]:
+    config = read_json(file)
+    for field, values in ALLOWED.items():
+        if config.get(field, values[0]) not in values:
+            raise _refused(file, field, config[field])
+    for field, value in config.items():
+        if value and field not in HARMLESS and field not in ALLOWED:
+            raise _refused(file, field, value)
+    if "peft_type" not in config:
+        raise CheckpointRefused(f"{file} names no peft_type; it is not the config of a PEFT adapter")
+    for field in ("r", "lora_alpha"):
+        if type(config.get(field)) not in (int, float) or not 0 < config[field] < math.inf:
+            raise CheckpointRefused(f"{file}: {field} is {config.get(field)!r:.80}; it must be a number over 0")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise _refused(file, field, config[field])
+    return config
+
+
+def _refused(file: Path, field: str, value: object) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{file}: {field} is {value!r:.80}, which is not served; only plain LoRA on linear layers is"
+    )
+
+
+def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
+    """By (layer, "A" or "B"), and a digest of the very bytes that they were read from."""
+    check_safetensors(file)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointRefused(f"{file} cannot be read: {error.strerror}") from error
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    for name, tensor in load(content).items():
+        found = TENSOR.fullmatch(name)
+        if found is None:
+            raise CheckpointRefused(f"{file} holds {name:.200}, which is not served; only lora_A and lora_B are")
+        if tensor.dim() != 2 or tensor.dtype not in DTYPES or tensor.numel() == 0:
+            raise CheckpointRefused(f"{file}: {name:.200} is {tensor.dtype} {tuple(tensor.shape)}, no matrix of floats")
+        tensors[found["layer"], found["part"]] = tensor
+    if not tensors:
+        raise CheckpointRefused(f"{file} holds no tensors")
+    return tensors, hashlib.blake2b(content, digest_size=DIGEST_BYTES, person=b"tandem.lora")
+
+
+def _layer(layer: str, tensors: dict[tuple[str, str], torch.Tensor], config: dict[str, Any], folder: Path) -> LowRank:
+    file = folder / WEIGHTS
+    a, b = tensors.get((layer, "A")), tensors.get((layer, "B"))
+    if a is None or b is None:
+        raise CheckpointRefused(f"{file} has only one of lora_A and lora_B for {layer:.200}")
+    rank = _patterned(config, "rank_pattern", "r", layer, folder)
+    alpha = _patterned(config, "alpha_pattern", "lora_alpha", layer, folder)
+    if not a.shape[0] == b.shape[1] == rank:
+        raise CheckpointRefused(
+            f"{file}: {layer:.200} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, its rank is {rank}"
+        )
+    return LowRank(a, b, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _patterned(config: dict[str, Any], pattern: str, plain: str, layer: str, folder: Path) -> float:
+    """The value of the first key that is a regular expression for the end of the layer's name, as PEFT reads it."""
+    for key, value in (config.get(pattern) or {}).items():
+        try:
+            matches = re.match(rf"(.*\.)?({key})$", layer)
+        except re.error as error:
+            raise CheckpointRefused(f"{folder / CONFIG}: {pattern} has {key!r:.80}, no regular expression") from error
+        if matches:
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise CheckpointRefused(f"{folder / CONFIG}: {pattern} has {value!r:.80}; it must be over 0")
+            return float(value)
+    return float(config[plain])

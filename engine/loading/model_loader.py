@@ -1,0 +1,197 @@
+"""Loads a checkpoint as a ModelRunner, or refuses it if it would be served wrongly.
+
+load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages ─▶ probe ─▶ self-check ─▶ paged, for good
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.attention import mla
+from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
+from engine.kernels.weight_cache import WeightCache
+from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
+from engine.loading.gptq_awq_fp8 import Weights
+from engine.loading.position_limits import check_positions, max_length
+from engine.runner import traced_forward
+from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
+from tandem.errors import CheckpointRefused, SettingsError
+
+GENERATION = "generation_config.json"
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    block_size: int = 16,
+    kernels: Literal["auto", "reference"] = "auto",
+    adapters: Mapping[str, str | Path] | None = None,
+    adapter_slots: int = 8,
+    weights: str = CHECKPOINT,
+    kv_dtype: KvDtype = "auto",
+    cache: WeightCache | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ModelRunner:
+    """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
+
+    `max_model_len` limits a sequence, in tokens; the config's own limit if None. `kernels` "reference" leaves the
+    compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
+    (engine.runner.lora). `weights` is the format that products are rounded to (engine/core/weight_formats.py),
+    `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py). `cache` keeps packed weights for other
+    workers and the next start. `progress` receives a line for each stage that is over.
+    Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
+    the config's and for `weights` that cannot be here.
+    """
+    say = progress if progress is not None else log.info
+    folder = checkpoint.resolve(path)
+    files = checkpoint.check_folder(folder)
+    config, limit, method = _checked_config(folder, max_model_len, weights)
+    fingerprint = checkpoint.fingerprint(folder, files)
+    say(f"fingerprint of {len(files)} weight files")
+    served_by = serving(device) if kernels == "auto" else REFERENCE
+    module, packed = _load_module(folder, files, config, dtype, device)
+    say(f"{config.model_type} loaded from {folder}")
+    if method is not None:
+        say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
+    del packed
+    latent = mla.use_latent_pages(module)
+    facts = attention_probe.learn_facts(module)
+    say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    served = RunnerConfig(
+        max_model_len=limit,
+        fingerprint=fingerprint,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        kernels=served_by,
+        sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype),
+        kv_dtype=kv_dtype,
+    )
+    model = ModelRunner(module, facts, served)
+    model.weights = method or CHECKPOINT
+    _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
+    if adapters:
+        lora = lora_attachment.attach(model, adapters, adapter_slots)
+        say(f"{len(adapters)} adapters in {len(lora.slots)} slots: self-check passed: {lora_attachment.check(model)}")
+    say(f"step: {traced_forward.install(model)}")
+    if model.lora:
+        model.lora.clear()
+    return model
+
+
+def _prepare(
+    model: ModelRunner, weights: str, cache: WeightCache | None, say: Callable[[str], None], *, attention: bool
+) -> None:
+    """Weights in their format, operators and `attention` for a GPU, and the proof that all of it serves exactly."""
+    say(f"operators: {described(model.kernels, model.sum_order)}")
+    if weights != CHECKPOINT:
+        say(quantise(model, weights))
+    if model.kernels != REFERENCE:
+        say(modules.prepare(model.module, cache))
+    if attention:
+        say(f"attention: {model.choose_attention()}")
+    say(f"self-check passed: {self_check.check(model)}")
+
+
+def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
+    """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
+    config = _read_config(folder)
+    limit = max_length(config, max_model_len)
+    check_positions(config, limit)
+    method = quantized_checkpoint.check(config)
+    if method is not None and weights != CHECKPOINT:
+        raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
+    return config, limit, method
+
+
+def quantise(model: ModelRunner, format: str) -> str:
+    """Rounds the products' weights to a format, and drops what they were; says what that saved.
+
+    The fingerprint changes with it: KV of other weights is other KV.
+    """
+    if format == "bf16" and model.dtype == torch.bfloat16:
+        return "weights: bf16, as they are"
+    if model.kernels == REFERENCE:
+        raise SettingsError(
+            f"weights = {format} needs the compiled operators, which serve on CPU when they have been built"
+            " (`python -m engine.kernels.build`)",
+            field="weights",
+            bound=CHECKPOINT,
+        )
+    before = model.weight_bytes
+    count = weight_quantization.apply(model.module, format)
+    model.weights, model.fingerprint = format, f"{model.fingerprint}-{format}"
+    return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        with _quiet():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return config
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+
+
+def _load_module(
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, Weights | None]:
+    packed = quantized_checkpoint.read(files, config)
+    if config.is_encoder_decoder:
+        raise CheckpointRefused(f"{config.model_type} is an encoder-decoder model; only decoders can be served")
+    auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
+    try:
+        with _quiet():
+            options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+            if packed is None:
+                module, report = auto.from_pretrained(
+                    folder, config=config, trust_remote_code=False, use_safetensors=True, **options
+                )
+            else:
+                with torch.device("meta"):  # transformers' factory takes no tensors, and the class that it finds does
+                    found = auto.from_config(config, trust_remote_code=False)
+                module, report = type(found).from_pretrained(
+                    None, config=found.config, state_dict=packed.tensors, **options
+                )
+                if (folder / GENERATION).is_file():
+                    module.generation_config = GenerationConfig.from_pretrained(folder)
+    except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        names = sorted(map(str, report.get(problem) or ()))
+        if names:  # transformers would fill these with random numbers and go on
+            raise CheckpointRefused(
+                f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
+            )
+    quantized_checkpoint.check_keys(sorted(map(str, report.get("unexpected_keys") or ())), packed)
+    return module.to(device).eval(), packed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and warnings off the terminal while loading; errors still appear."""
+    noise: Any = transformers_logging  # not typed
+    verbosity, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
+    noise.set_verbosity_error()
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.set_verbosity(verbosity)
+        if bars:
+            noise.enable_progress_bar()

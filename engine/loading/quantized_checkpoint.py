@@ -1,0 +1,211 @@
+"""Checkpoints that somebody else has quantised: which are served, and how their integers come into our products.
+
+transformers loads them with the quantiser that their config names; compressed-tensors is the one that runs on any
+machine. Its library makes the dense weight of each layer, and the codes are found again from that and the scales: they
+are used only where they give that very weight, bit for bit. A layer whose codes we have no format for is served from
+its dense weight. Whatever else a config asks for, quantised activations above all, is refused.
+
+transformers' quantisers of GPTQ and AWQ want GPTQModel, that of FP8 a GPU, and torchao's makes tensors with kernels of
+their own; `engine.loading.gptq_awq_fp8` reads these instead, and transformers gets the weights that they stand for,
+one at a time, as if they were in the file. The codes take their place under the same condition.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.core import packing_scheme
+from engine.kernels import weight_quantization
+from engine.loading import gptq_awq_fp8
+from tandem.errors import CheckpointRefused
+
+METHOD = "compressed-tensors"
+LIBRARY = "compressed_tensors"
+KINDS = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"})
+LEFTOVERS = (
+    *("_scale", "_scale_inv", "_zero_point", "_packed", "_g_idx", "_qdata"),
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+)
+
+
+def check(config: PreTrainedConfig) -> str | None:
+    """The method by which a checkpoint is quantised, None if it is not. Raises CheckpointRefused with what to do."""
+    if getattr(config, "quantization_config", None) is None:
+        return None
+    asked = _asked(config)
+    method = asked.get("quant_method")
+    if method in packing_scheme.METHODS:
+        packing_scheme.scheme_of(asked)
+        return str(method)
+    if method != METHOD:
+        raise CheckpointRefused(
+            f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve one"
+            f" of {', '.join((METHOD, *packing_scheme.METHODS))}, or the original one with weights = int8, int4 or fp8"
+        )
+    groups = list((asked.get("config_groups") or {}).values())
+    for group in groups:
+        for what in ("input_activations", "output_activations"):
+            if group.get(what) is not None:
+                raise _refused(f"quantises {what.replace('_', ' ')} too, and only weights are served quantised")
+    for what in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        if asked.get(what) and (what != "sparsity_config" or asked[what].get("format", "dense") != "dense"):
+            raise _refused(f"has a {what}, which is not served")
+    kinds = {kind for kind in (asked.get("format"), *(group.get("format") for group in groups)) if kind is not None}
+    if kinds - KINDS:
+        raise _refused(f"has the format {', '.join(sorted(kinds - KINDS))}; served are {', '.join(sorted(KINDS))}")
+    if importlib.util.find_spec(LIBRARY) is None:
+        raise _refused(f"needs its library to be read: pip install {METHOD}")
+    return METHOD
+
+
+def _asked(config: PreTrainedConfig) -> dict[str, Any]:
+    found: Any = config.quantization_config
+    asked: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    return asked
+
+
+def _refused(why: str) -> CheckpointRefused:
+    return packing_scheme.refused(METHOD, why)
+
+
+def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | None:
+    """The tensors of a checkpoint that transformers does not unpack here; None if it reads the files itself.
+
+    Takes the quantisation out of the config: to transformers the checkpoint is a plain one.
+    """
+    if (
+        getattr(config, "quantization_config", None) is None
+        or _asked(config)["quant_method"] not in packing_scheme.METHODS
+    ):
+        return None
+    weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_asked(config)))
+    del config.quantization_config
+    return weights
+
+
+def check_keys(unexpected: list[str], weights: gptq_awq_fp8.Weights | None = None) -> None:
+    """Raises CheckpointRefused when the files hold scales or codes that no layer has taken: the rest means nothing.
+
+    Beside packed weights nothing at all may be left over, but biases of 0 that packers add to layers without one.
+    """
+    if weights is not None:
+        left = [name for name in unexpected if not _is_no_bias(name, weights)]
+        if left:
+            raise packing_scheme.refused(
+                weights.method,
+                f"holds {len(left)} tensors that no layer takes, such as {left[0]}: it is of another model",
+            )
+    names = sorted(name for name in unexpected if name.endswith(LEFTOVERS))
+    if names:
+        raise CheckpointRefused(
+            f"{len(names)} scales or codes in the checkpoint belong to no layer, such as {names[0]}: its"
+            " quantization_config does not say what its weights are"
+        )
+
+
+def _is_no_bias(name: str, weights: gptq_awq_fp8.Weights) -> bool:
+    layer, _, last = name.rpartition(".")
+    return last == "bias" and layer in weights.products and not weights.tensors[name][...].any()
+
+
+def adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights | None) -> str:
+    """Makes plain layers of the library's; with `compiled`, over packed codes where exact. Says what it did.
+
+    `weights` are what `read` has given. Raises CheckpointRefused where a layer's weight is not the one that was read.
+    """
+    if weights is not None:
+        return _adopt(model, compiled, weights)
+    from compressed_tensors.compressors import ModelCompressor
+
+    layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
+    ModelCompressor.decompress_model(_compressor(model), model)
+    over_codes = 0
+    for layer in layers:
+        if type(layer) is not nn.Linear:
+            raise _refused(f"quantises a {type(layer).__name__}, and only plain linear layers are served so")
+        codes = _codes(layer) if compiled else None
+        _strip(layer)
+        if codes is not None:
+            weight_quantization.put(layer, codes)
+            over_codes += 1
+    return _line(len(layers), METHOD, over_codes)
+
+
+def _line(count: int, method: str, over_codes: int) -> str:
+    return f"weights: {count} products of the {method} checkpoint, {over_codes} of them over its own codes"
+
+
+def _adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights) -> str:
+    layers = dict(model.named_modules())
+    if any(isinstance(layer, Conv1D) for layer in layers.values()):
+        raise packing_scheme.refused(
+            weights.method, "is of a model that keeps its weights turned, and these are not turned here"
+        )
+    accessors: Any = model  # transformers', not typed
+    head = accessors.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    over_codes = 0
+    for name, product in weights.products.items():
+        layer: Any = layers.get(name, layers.get(f"{model.base_model_prefix}.{name}"))
+        if layer is None:
+            continue  # transformers has made it a part of something, such as a mixture's experts
+        if type(layer) is not nn.Linear:
+            raise packing_scheme.refused(
+                weights.method, f"quantises a {type(layer).__name__}, and only linear layers are served"
+            )
+        if layer is head:
+            raise packing_scheme.refused(weights.method, f"has {name} packed, and its config ties it to the embedding")
+        if not torch.equal(product.weight().to(layer.weight.dtype), layer.weight.detach().cpu()):
+            raise packing_scheme.refused(
+                weights.method, f"has weights of {name} that are not what the model computes with"
+            )
+        codes = product.codes() if compiled else None
+        if codes is not None:
+            weight_quantization.put(layer, codes)
+            over_codes += 1
+    return _line(len(weights.products), weights.method, over_codes)
+
+
+def _compressor(model: PreTrainedModel) -> Any:
+    quantizer: Any = model.hf_quantizer  # transformers', not typed
+    return quantizer.compressor
+
+
+def _codes(layer: Any) -> weight_quantization.Codes | None:
+    """The codes of a layer whose dense weight the library has made; None where ours would not be that weight."""
+    wanted, scale = layer.quantization_scheme.weights, getattr(layer, "weight_scale", None)
+    weight = layer.weight.detach()
+    n, k = weight.shape
+    if wanted is None or scale is None or not wanted.symmetric or getattr(layer, "weight_g_idx", None) is not None:
+        return None
+    if wanted.num_bits > 8 or wanted.strategy not in ("channel", "group", "tensor"):
+        return None
+    format = "fp8" if wanted.type == "float" else "int4" if wanted.num_bits <= 4 else "int8"
+    group = wanted.group_size if wanted.strategy == "group" else k + k % 2
+    if group % 2 == 1 or (wanted.type == "float" and wanted.num_bits != 8):
+        return None
+    scales = scale.detach().float().reshape(-1, -(-k // group)).expand(n, -1).contiguous()  # [n, groups]
+    units = weight.float() / scales.repeat_interleave(group, 1)[:, :k]
+    codes = weight_quantization.codes_of(units.nan_to_num(0.0), format)
+    again = weight_quantization.values_of(codes, format) * scales.repeat_interleave(group, 1)[:, :k]
+    if not torch.equal(again.to(weight.dtype), weight):
+        return None
+    return weight_quantization.packed(codes, scales, group, format)
+
+
+def _strip(layer: Any) -> None:
+    """Leaves a layer its weight and bias, and its class's own forward."""
+    for name in [*layer._parameters, *layer._buffers]:
+        if name not in ("weight", "bias"):
+            delattr(layer, name)
+    layer.__dict__.pop("forward", None)
+    layer._forward_pre_hooks.clear()
+    layer._forward_hooks.clear()
+    for name in ("quantization_scheme", "quantization_status"):
+        layer.__dict__.pop(name, None)

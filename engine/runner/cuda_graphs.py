@@ -1,0 +1,237 @@
+"""Decode steps of fixed shapes: captured as CUDA graphs before the first request, replayed with new contents.
+
+A step in which each sequence adds one token takes the smallest bucket that has a row for each. The rows left over are
+padding: each writes to and reads from one place of the spare block, which is in nobody's table, and its logits are
+dropped. Two sequences in a bucket of four, s the spare block:
+
+    token_ids  b6 c9  0  0      slot_block   7 12  s  s      cu_seq_q   0 1 2 3 4
+    positions   6  9  0  0      slot_offset  2  1  0  0      seqused_k  7 10 1 1      block_table  7    s s ...
+                                                                                                   5 12 s s ...
+    every other step (a prompt's chunk, drafts) takes the model's forward as ever              s  s s s ...
+
+The tensors of a bucket stay where they are. A step fills one pinned buffer, copies it to the device in one transfer and
+replays. What a bucket records is compared with the same step unrecorded before it serves.
+
+`captured` has not yet run on a GPU. With `plain` in its place all else runs, and is tested, on any device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.attention import varlen
+from engine.attention.forward_context import Batch, Step
+from engine.kernels import REFERENCE
+
+if TYPE_CHECKING:
+    from engine.kv.kv_cache import KvCache
+    from engine.runner.model_runner import ModelRunner
+
+Call = Callable[[], torch.Tensor]
+Capture = Callable[[Call], Call]  # what gives, call after call, what the given function would give now
+
+LARGEST = 512  # rows: its logits are kept, a row of them is as long as the vocabulary
+WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
+GAP = 0.02  # of the logits' standard deviation, between the recorded and the unrecorded step on CUDA; none elsewhere
+
+
+class Uncapturable(Exception):
+    """Why."""
+
+
+def plain(call: Call) -> Call:
+    """Runs the step as it is."""
+    return call
+
+
+def captured() -> Capture:
+    """Makes CUDA graphs that share their memory, so they may only run one after the other. A graph's output is its own
+    and is overwritten by its next replay. Not yet run on a GPU."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(call: Call) -> Call:
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            out = call()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return capture
+
+
+class Decode:
+    """The buckets of one engine: 1, 2, 4, ... rows, up to `max_running` and at most LARGEST.
+
+    `spare` is the id of the spare block, the last one of `pages`. Made before the pages have any content: the first
+    blocks are written to and zeroed again. Raises Uncapturable.
+    """
+
+    def __init__(self, model: ModelRunner, pages: KvCache, *, spare: int, max_running: int, capture: Capture) -> None:
+        if (why := unfit(model, pages)) is not None:
+            raise Uncapturable(why)
+        self._block_size, self._spare = pages.block_size, spare
+        self._width = -(-model.max_model_len // pages.block_size)
+        self._buckets: list[_Bucket] = []
+        sizes = buckets(min(max_running, LARGEST))
+        with torch.inference_mode():
+            for rows in reversed(sizes):  # the largest first: the others fit into its memory
+                try:
+                    self._buckets.insert(0, _Bucket(model, pages, rows, self._width, spare, capture))
+                except (RuntimeError, AttributeError) as error:  # a step that asks the device or the batch for numbers
+                    raise Uncapturable(str(error).strip().partition("\n")[0]) from error
+        self.sizes = tuple(sizes)
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Float32 `[sequences, vocab]` after each sequence's token, valid until the next call; writes the pages.
+
+        None where this is not a step of single tokens that fits: then nothing was done.
+        """
+        rows = len(batch.query_lens)
+        fits = rows <= self.sizes[-1] and max(map(len, batch.block_tables)) <= self._width
+        if not fits or batch.adapters or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
+            return None
+        batch.check(self._block_size, self._spare)  # so nobody's table has the spare block
+        bucket = next(one for one in self._buckets if one.rows >= rows)
+        with torch.inference_mode():
+            bucket.fill(batch.token_ids, batch.positions, batch.block_tables)
+            return bucket.replay()[:rows]
+
+
+def buckets(most: int) -> list[int]:
+    """Powers of two below `most`, and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def unfit(model: ModelRunner, pages: KvCache) -> str | None:
+    """Why a step of this model takes more than a bucket's tensors; None if it does not."""
+    if model.lora is not None:
+        return "adapters"
+    if pages.quantised:
+        return "quantised KV"
+    if model.kernels != REFERENCE and model.dtype in (torch.float32, torch.bfloat16):
+        return "latent pages" if model.latent else None
+    if model.varlen is None:
+        return "attention by the reference plans each step on the host"
+    reasons = [varlen.refusal(model.varlen, fact, pages.dtype, pages.block_size) for fact in model.facts]
+    refused = sorted({reason for reason in reasons if reason is not None})
+    return f"attention by the reference ({'; '.join(refused)}) plans each step on the host" if refused else None
+
+
+class _Static(Step):
+    """A Step of single tokens whose tensors belong to a bucket."""
+
+    def __init__(self, model: ModelRunner, pages: KvCache, rows: int, spare: int) -> None:
+        ones, zeros = [1] * rows, [0] * rows
+        padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[])
+        compiled = model.kernels != REFERENCE
+        super().__init__(padding, pages, model.facts, model.device, compiled=compiled, varlen=model.varlen)
+        del self.batch, self.cu_seq_q_host  # whoever asks for this batch's lists must fail: the next has others
+
+    def begin(self) -> None:
+        """Before each forward."""
+        self.calls = 0
+        self.plans.clear()
+
+
+class _Bucket:
+    def __init__(self, model: ModelRunner, pages: KvCache, rows: int, width: int, spare: int, capture: Capture) -> None:
+        self.rows, self._spare, self._size = rows, spare, pages.block_size
+        cuda = model.device.type == "cuda"
+        longs, ints = 4 * rows, rows * (1 + width)
+        self._host = torch.zeros(8 * longs + 4 * ints, dtype=torch.uint8, pin_memory=cuda)
+        self._device = torch.zeros(self._host.shape, dtype=torch.uint8, device=model.device)
+        self._copied: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]  # see `fill`
+        lists, used, table = _views(self._host, rows, width)
+        self._lists, self._used, self._table = lists.numpy(), used.numpy(), table.numpy()
+        self._tables: list[list[int]] = [[] for _ in range(rows)]  # what `_table` holds; beyond it the spare block
+        self._table.fill(spare)
+
+        self._step = _Static(model, pages, rows, spare)
+        lists, self._step.seqused_k, self._step.block_table = _views(self._device, rows, width)
+        self._step.input_ids, self._step.position_ids = lists[0:1], lists[1:2]
+        self._step.slot_block, self._step.slot_offset = lists[2], lists[3]
+        self._step.max_k = width * pages.block_size
+        self._wanted = torch.arange(rows, device=model.device)
+        self._model, self._pages = model, pages
+        self.fill([], [], [])
+        self.replay = capture(self._call)
+        if (differs := self._differs()) is not None:
+            raise Uncapturable(differs)
+
+    def fill(self, token_ids: list[int], positions: list[int], tables: list[list[int]]) -> None:
+        """Puts one token of each sequence where the recorded step reads it; all other rows are padding."""
+        if self._copied is not None:
+            self._copied.synchronize()  # until then the buffer belongs to the last copy
+        count, size = len(tables), self._size
+        self._lists[:2, count:] = 0
+        self._lists[2, count:], self._lists[3, count:] = self._spare, 0
+        self._used[count:] = 1
+        if count:
+            self._lists[0, :count], self._lists[1, :count] = token_ids, positions
+            self._lists[2, :count] = [table[p // size] for table, p in zip(tables, positions, strict=True)]
+            self._lists[3, :count] = self._lists[1, :count] % size
+            self._used[:count] = self._lists[1, :count] + 1
+        for row in range(self.rows):
+            new, old = tables[row] if row < count else [], self._tables[row]
+            if new != old:  # a table grows by a block now and then
+                self._table[row, : len(new)] = new
+                self._table[row, len(new) : len(old)] = self._spare
+                self._tables[row] = list(new)  # a copy: the pool's own list grows
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _call(self) -> torch.Tensor:
+        self._step.begin()
+        return self._model.run(self._step, self._wanted).float()
+
+    def _differs(self) -> str | None:
+        """Compares the replay with the step itself, over another batch than the recorded one; None if it is the same.
+
+        Takes as many sequences as fit into blocks 0 and on, with random KV in them, and leaves those zeroed.
+        """
+        pages, size = self._pages, self._size
+        per = 2 if self._model.max_model_len > size and self._spare > 1 else 1
+        count = min(self.rows, self._spare // per)
+        rng = random.Random(self.rows)
+        positions = [rng.randrange(min(per * size, self._model.max_model_len)) for _ in range(count)]
+        ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
+        tables = [[per * row + block for block in range(per)] for row in range(count)]
+        mine = pages.buffer[: per * count]
+        generator = torch.Generator(mine.device).manual_seed(self.rows)
+        for call in range(len(self._model.facts)):
+            for view in (pages.k(call), pages.v(call)):
+                view[: per * count].normal_(generator=generator)
+        before = mine.clone()
+        self.fill(ids, positions, tables)
+        expected, left = self._call().clone(), mine.clone()
+        mine.copy_(before)
+        found = self.replay()
+        exact = pages.buffer.device.type == "cpu"
+        gap = ((found - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
+        same = torch.equal(found[:count], expected[:count]) and torch.equal(mine, left) if exact else gap <= GAP
+        mine.zero_()
+        self.fill([], [], [])
+        if same:
+            return None
+        return f"{self.rows} rows: the recorded step differs from the step itself by {gap:.2g} of the logits' spread"
+
+
+def _views(buffer: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts of a bucket's bytes: int64 `[4, rows]`, int32 `[rows]` and int32 `[rows, width]`."""
+    longs, ints = buffer[: 32 * rows].view(torch.int64), buffer[32 * rows :].view(torch.int32)
+    return longs.view(4, rows), ints[:rows], ints[rows:].view(rows, width)

@@ -1,0 +1,262 @@
+"""Operators of a recording that are done together: fewer calls, fewer passes over memory, the same bits.
+
+A rule looks for a few operators that feed one another, wherever they are in the graph, and puts one operator of ours
+in their place, which rounds between them as they did. Nothing here knows a model; what matches nothing stays as it was,
+and `engine.runner.traced_forward` proves the result against the modules, bit for bit, whatever the rules did.
+
+    three linear layers of the same rows          tandem::linears
+    x + linear(y)                                 tandem::linear_add
+    x * cos + cat(-x[half:], x[:half]) * sin      tandem::rotate
+    silu(x) * y, gelu(x) * y                      tandem::gated
+    the same of two linear layers of one x        tandem::linears_gated
+
+And what comes behind the last attention is computed for those tokens only whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+Node = Any  # torch._C.Node
+Value = Any  # torch._C.Value
+Graph = Any  # torch._C.Graph
+
+TO_THE_END = 2**63 - 1
+GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def fuse(graph: Graph) -> None:
+    """Rewrites `graph` in place."""
+    passes: Any = torch._C
+    passes._jit_pass_inline(graph)
+    passes._jit_pass_constant_pooling(graph)
+    passes._jit_pass_cse(graph)
+    for rule in (_detours, _rotations, _sums, _siblings, _gates, _gated_siblings, _wanted_rows):
+        rule(graph)
+        passes._jit_pass_dce(graph)
+    passes._jit_pass_lint(graph)
+
+
+def _detours(graph: Graph) -> None:
+    """The tracer takes each size through a tensor and back; a dropout does nothing where nothing learns."""
+    for node in graph.findAllNodes("aten::Int"):
+        if (boxed := _made_by(node.input(), "prim::NumToTensor")) is not None:
+            node.output().replaceAllUsesWith(boxed.input())
+    for node in graph.findAllNodes("aten::dropout"):
+        if _is(node.inputsAt(2), 0):
+            node.output().replaceAllUsesWith(node.inputsAt(0))
+
+
+def _rotations(graph: Graph) -> None:
+    for node in graph.findAllNodes("aten::add"):
+        straight, across = _made_by(node.inputsAt(0), "aten::mul"), _made_by(node.inputsAt(1), "aten::mul")
+        if straight is None or across is None or not _is(node.inputsAt(2), 1):
+            continue
+        x, cos = straight.inputsAt(0), straight.inputsAt(1)
+        turned, sin = across.inputsAt(0), across.inputsAt(1)
+        if _turned(turned, x) and _one_type(x, cos, sin):
+            _replace(graph, node, "tandem::rotate", [x, cos, sin])
+
+
+def _turned(value: Value, x: Value) -> bool:
+    """Whether `value` is cat(-x[half:], x[:half]) along the last of four dimensions."""
+    cat = _made_by(value, "aten::cat")
+    if cat is None or not (_is(cat.inputsAt(1), -1) or _is(cat.inputsAt(1), 3)):
+        return False
+    parts = list(cat.inputsAt(0).node().inputs())
+    if len(parts) != 2 or (minus := _made_by(parts[0], "aten::neg")) is None:
+        return False
+    high, low = _made_by(minus.input(), "aten::slice"), _made_by(parts[1], "aten::slice")
+    if high is None or low is None or not all(each.inputsAt(0) == x for each in (high, low)):
+        return False
+    half = low.inputsAt(3)
+    last = all(_is(each.inputsAt(1), 3) and _is(each.inputsAt(4), 1) for each in (high, low))
+    ends = _is(low.inputsAt(2), 0) and high.inputsAt(2) == half and _is(high.inputsAt(3), TO_THE_END)
+    return last and ends and _is_half(half, x)
+
+
+def _is_half(half: Value, x: Value) -> bool:
+    """Whether it is the last of four sizes of x, halved."""
+    if (whole := _made_by(half, "aten::Int")) is None:
+        return False
+    if (division := _made_by(whole.input(), "aten::floor_divide")) is None or not _is(division.inputsAt(1), 2):
+        return False
+    if (boxed := _made_by(division.inputsAt(0), "prim::NumToTensor")) is None:
+        return False
+    size = _made_by(boxed.input(), "aten::size")
+    return size is not None and size.inputsAt(0) == x and _is(size.inputsAt(1), 3)
+
+
+def _sums(graph: Graph) -> None:
+    for node in graph.findAllNodes("aten::add"):
+        for beside, product in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
+            linear = _made_by(product, "tandem::linear")
+            plain = len(product.uses()) == 1 and _is(node.inputsAt(2), 1) and _one_type(product, beside)
+            if linear is not None and plain:
+                _replace(graph, node, "tandem::linear_add", [*linear.inputs(), beside])
+                break
+
+
+def _siblings(graph: Graph) -> None:
+    """Linear layers of the same rows, all in the place of the first: their other inputs are constants."""
+    groups: dict[str, list[Node]] = defaultdict(list)
+    for node in graph.findAllNodes("tandem::linear"):
+        if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
+            groups[node.inputsAt(0).debugName()].append(node)
+    for nodes in groups.values():
+        if len(nodes) == 1:
+            continue
+        first = nodes[0]
+        lists = [_list_of(graph, first, [node.inputsAt(at) for node in nodes], of) for at, of in _LISTS]
+        together = graph.create("tandem::linears", [first.inputsAt(0), *lists, first.inputsAt(4)], 1)
+        together.insertBefore(first)
+        together.output().setType(torch._C.ListType.ofTensors())
+        apart = graph.create("prim::ListUnpack", [together.output()], len(nodes))
+        apart.insertBefore(first)
+        for node, output in zip(nodes, apart.outputs(), strict=True):
+            output.setType(node.output().type())
+            node.output().replaceAllUsesWith(output)
+
+
+_LISTS = (
+    (1, torch._C.TensorType.get()),
+    (2, torch._C.OptionalType(torch._C.TensorType.get())),
+    (3, torch._C.IntType.get()),
+)
+
+
+def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:
+    node = graph.create("prim::ListConstruct", values, 1)
+    node.insertBefore(before)
+    node.output().setType(torch._C.ListType(of))
+    return node.output()
+
+
+def _gates(graph: Graph) -> None:
+    for node in graph.findAllNodes("aten::mul"):
+        for gate, up in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
+            if (silu := _made_by(gate, "aten::silu")) is not None:
+                act = "silu"
+            elif (silu := _made_by(gate, "aten::gelu")) is not None:
+                act = GELUS[silu.inputsAt(1).toIValue()]
+            else:
+                continue
+            if not _one_type(gate, up):
+                continue
+            name = graph.insertConstant(act)
+            name.node().moveBefore(node)
+            _replace(graph, node, "tandem::gated", [silu.inputsAt(0), up, name])
+            break
+
+
+def _gated_siblings(graph: Graph) -> None:
+    for node in graph.findAllNodes("tandem::gated"):
+        gate, up = node.inputsAt(0), node.inputsAt(1)
+        apart = _made_by(gate, "prim::ListUnpack")
+        if apart is None or [gate, up] not in (pair := list(apart.outputs()), pair[::-1]):
+            continue
+        linears = _made_by(apart.input(), "tandem::linears")
+        once = all(len(value.uses()) == 1 for value in (gate, up))
+        if linears is None or not once:
+            continue
+        x, *lists, k = list(linears.inputs())
+        columns = [value.toIValue() for value in lists[2].node().inputs()]
+        if columns[0] != columns[1]:
+            continue
+        if gate != pair[0]:
+            lists = [
+                _list_of(graph, node, list(each.node().inputs())[::-1], of)
+                for each, (_, of) in zip(lists, _LISTS, strict=True)
+            ]
+        _replace(graph, node, "tandem::linears_gated", [x, *lists, k, node.inputsAt(2)])
+
+
+# Operators whose rows do not depend on each other: the places of their inputs that have as many rows as they give.
+_BY_ROWS = {
+    "tandem::rms_norm": (0,),
+    "tandem::linear": (0,),
+    "tandem::linear_add": (0, 5),
+    "tandem::linears_gated": (0,),
+    "tandem::gated": (0, 1),
+    "aten::add": (0, 1),
+}
+
+
+def _wanted_rows(graph: Graph) -> None:
+    """x[:, wanted] is taken from what x is made of, as long as nobody wants more of it."""
+    nodes = list(graph.nodes())
+    for last in (node for node in nodes if node.kind() == "aten::index"):
+        rows = last.inputsAt(1).node()
+        kinds = [each.type().kind() for each in rows.inputs()]
+        if kinds != ["NoneType", "TensorType"] or last.inputsAt(0).type().dim() != 3:
+            continue
+        late = {last}
+        for node in reversed(nodes[: nodes.index(last)]):
+            users = [use.user for use in node.output().uses()] if node.outputsSize() == 1 else []
+            if users and late.issuperset(users) and (_is_by_rows(node) or _is_whole(node)):
+                late.add(node)
+        fewer: dict[str, Value] = {}
+        for node in nodes:
+            if node not in late or node is last or _is_whole(node):
+                continue
+            for at in _BY_ROWS[node.kind()]:
+                value = node.inputsAt(at)
+                if value.node() in late:
+                    continue
+                if value.debugName() not in fewer:
+                    index = _list_of(graph, node, list(rows.inputs()), rows.output().type().getElementType())
+                    taken = graph.create("aten::index", [value, index], 1)
+                    taken.insertBefore(node)
+                    taken.output().setType(last.output().type())
+                    fewer[value.debugName()] = taken.output()
+                node.replaceInput(at, fewer[value.debugName()])
+        if fewer:
+            last.output().replaceAllUsesWith(last.inputsAt(0))
+
+
+def _is_by_rows(node: Node) -> bool:
+    rows = [node.inputsAt(at).type() for at in _BY_ROWS.get(node.kind(), ())]
+    counts = {tuple(each.sizes() or ())[:-1] if each.kind() == "TensorType" else () for each in rows}
+    return len(counts) == 1 and len(counts.pop()) == 2  # as many as each other while recording: nothing is stretched
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether it is x[:] of any dimension."""
+    return (
+        node.kind() == "aten::slice"
+        and _is(node.inputsAt(2), 0)
+        and _is(node.inputsAt(3), TO_THE_END)
+        and _is(node.inputsAt(4), 1)
+    )
+
+
+def _replace(graph: Graph, node: Node, kind: str, inputs: list[Value]) -> None:
+    """Puts one operator in the place of `node`; what fed it goes with the next removal of dead code."""
+    new = graph.create(kind, inputs, 1)
+    new.insertBefore(node)
+    new.output().setType(node.output().type())
+    node.output().replaceAllUsesWith(new.output())
+    node.destroy()
+
+
+def _made_by(value: Value, kind: str) -> Node | None:
+    node = value.node()
+    return node if node.kind() == kind else None
+
+
+def _one_type(*values: Value) -> bool:
+    """Whether the tensors that were seen here while recording are of one type, and of one number of dimensions."""
+    kinds = {(value.type().dtype(), value.type().dim()) for value in values}
+    return len(kinds) == 1 and None not in kinds.pop()
+
+
+def _is(value: Value, number: int) -> bool:
+    if value.node().kind() != "prim::Constant":
+        return False
+    found = value.toIValue()
+    if isinstance(found, torch.Tensor):
+        return found.numel() == 1 and found.item() == number
+    return isinstance(found, int) and found == number

@@ -1,0 +1,216 @@
+"""LoRA adapters in a loaded model: a bounded number of slots, and linear layers that add what a row's slot holds.
+
+    put(slot, adapter) ─▶ Batch.adapters names a slot for each sequence ─▶ y += scale * (x A^T) B^T, row by row
+
+A slot is one row of the pool: the matrices of one adapter for every layer that some adapter touches, at fixed places.
+The pool, the slots' ranks and scales, and which row belongs to which slot are inputs of a recorded step
+(engine.runner.traced_forward), so that a slot may get another adapter between any two steps. Models without adapters
+have nothing of this.
+
+engine/loading/lora_attachment.py gives a model its slots and proves them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.attention.forward_context import BASE, Batch, Rows, current_step
+from engine.core.sequence import LoraSlot
+
+NARROW, WIDE = 16, 64  # columns of a panel of A and of B (engine/kernels/lora.cpp)
+_PLACE = "_tandem_lora"
+
+
+class LowRank(NamedTuple):
+    """What is added to one linear layer: scale * (x A^T) B^T."""
+
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+class Adapter(NamedTuple):
+    name: str
+    folder: Path
+    fingerprint: bytes  # of what it does: equal in two processes that would give the same tokens
+    layers: dict[str, LowRank]  # by the layer's name in the base model
+
+
+class Place(NamedTuple):
+    """Where a layer's matrices are in each slot."""
+
+    number: int  # column in the tables of ranks and scales
+    a: int  # first element
+    b: int
+    width: int  # in
+    height: int  # out
+    rank: int  # at most
+
+
+class Lora:
+    """`slots` has what lies in each slot. Its methods are called between two steps."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: dict[str, Place],
+        known: Sequence[Adapter],
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`places`: of every layer of the module that one of the adapters touches."""
+        self.module = module
+        self.known = {one.name: one._replace(layers={}) for one in known}
+        self.slots: list[Adapter | None] = [None] * slots
+        self.places = places
+        last = [place.b + padded(place.height, WIDE) * place.rank for place in self.places.values()]
+        options: dict[str, Any] = {"device": device}
+        self.pool = torch.zeros(slots, max(last), dtype=dtype, **options)
+        self.ranks = torch.zeros(slots, len(self.places), dtype=torch.int32, **options)
+        self.scales = torch.zeros(slots, len(self.places), dtype=torch.float32, **options)
+        for name, place in self.places.items():
+            module.get_submodule(name).__dict__[_PLACE] = place
+
+    # ---- what lies where
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """In the place of what the slot held, which no sequence may use any more."""
+        self.slots[slot] = None
+        self.ranks[slot] = 0
+        for name, layer in adapter.layers.items():
+            self._put(slot, self.places[name], layer)
+        self.slots[slot] = adapter._replace(layers={})
+
+    def _put(self, slot: int, place: Place, layer: LowRank) -> None:
+        a = torch.zeros(padded(layer.rank, NARROW), place.width)
+        a[: layer.rank] = layer.a
+        b = torch.zeros(padded(place.height, WIDE), layer.rank)
+        b[: place.height] = layer.b
+        for start, panels in (
+            (place.a, a.view(-1, NARROW, place.width).transpose(1, 2)),  # [rank / NARROW, in, NARROW]
+            (place.b, b.view(-1, WIDE, layer.rank).transpose(1, 2)),  # [out / WIDE, rank, WIDE]
+        ):
+            self.pool[slot, start : start + panels.numel()] = panels.reshape(-1).to(self.pool)
+        self.ranks[slot, place.number] = layer.rank
+        self.scales[slot, place.number] = layer.scale
+
+    def clear(self) -> None:
+        self.slots = [None] * len(self.slots)
+        self.pool.zero_()
+        self.ranks.zero_()
+        self.scales.zero_()
+
+    # ---- a step
+
+    def rows(self, batch: Batch) -> Rows:
+        """Which rows of a step belong to which slot."""
+        count = len(self.slots)
+        slots = batch.adapters or [BASE] * len(batch.query_lens)
+        assert all(slot == BASE or 0 <= slot < count for slot in slots), f"slots {slots} of {count}"
+        last = torch.tensor([count if slot == BASE else slot for slot in slots])
+        by_row = last.repeat_interleave(torch.tensor(batch.query_lens))
+        ordered, rows = by_row.sort(stable=True)
+        bounds = torch.searchsorted(ordered, torch.arange(count + 1))
+        device = self.pool.device
+        groups = tuple(
+            (slot, rows[begin:end].to(device))
+            for slot, (begin, end) in enumerate(pairwise(bounds.tolist()))
+            if begin < end
+        )
+        return Rows((rows.to(device), bounds.to(device), self.pool, self.ranks, self.scales), groups)
+
+    def slot_of(self, adapter: LoraSlot | None) -> int:
+        """For Batch.adapters. AssertionError if another adapter lies in the slot: a wrong answer is worse than none."""
+        if adapter is None:
+            return BASE
+        there = self.slots[adapter.slot]
+        assert there is not None, f"slot {adapter.slot} is empty"
+        assert there.fingerprint == adapter.fingerprint, f"slot {adapter.slot} has adapter {there.name} by now"
+        return adapter.slot
+
+    def switch(self, on: bool) -> None:
+        """Gives the layers their adapters, or their own class back. On top of whatever else changes their class."""
+        for name in self.places:
+            module: Any = self.module.get_submodule(name)
+            kind: Any = type(module)
+            if on and not issubclass(kind, Adapted):
+                module.__class__ = _adapted(kind)
+            elif not on and issubclass(kind, Adapted):
+                module.__class__ = kind.__bases__[1]
+
+    @contextmanager
+    def eagerly(self, slot: int) -> Iterator[None]:
+        """Inside, the eager model has the slot's adapter in every row: what the self-check compares with."""
+        with ExitStack() as stack:
+            for name, place in self.places.items():
+                hook = functools.partial(_beside, lora=self, slot=slot, place=place)
+                if slot != BASE:
+                    stack.callback(self.module.get_submodule(name).register_forward_hook(hook).remove)
+            yield
+
+
+class Adapted:
+    """First base of every class that is made here; the second is the class that the layer had."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)  # type: ignore[misc]  # the layer's own
+        rows = current_step().lora
+        if rows is None:
+            return y
+        pool = rows.tensors[2]
+        fast = current_step().compiled and x.dtype == y.dtype == pool.dtype
+        return (compiled if fast else plain)(y, x, rows, self.__dict__[_PLACE])
+
+
+@functools.cache
+def _adapted(own: Any) -> Any:
+    return type(own.__name__, (Adapted, own), {"__module__": own.__module__})
+
+
+def compiled(y: torch.Tensor, x: torch.Tensor, rows: Rows, place: Place) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.tandem.lora_.default(y, x, *rows.tensors, place.number, place.a, place.b)
+    return out
+
+
+def plain(y: torch.Tensor, x: torch.Tensor, rows: Rows, place: Place) -> torch.Tensor:
+    order, _, pool, ranks, scales = rows.tensors
+    flat_x, flat_y = x.reshape(-1, place.width), y.view(-1, place.height)
+    assert len(flat_x) == len(flat_y) == len(order), f"{len(flat_x)} rows of {len(order)} packed tokens"
+    for slot, own in rows.groups:
+        if rank := int(ranks[slot, place.number]):
+            flat_y[own] += _product(flat_x[own], pool[slot], rank, float(scales[slot, place.number]), place)
+    return y
+
+
+def _product(x: torch.Tensor, words: torch.Tensor, rank: int, scale: float, place: Place) -> torch.Tensor:
+    """scale * (x A^T) B^T in the type of x."""
+    a = words[place.a : place.a + padded(rank, NARROW) * place.width].view(-1, place.width, NARROW)
+    b = words[place.b : place.b + padded(place.height, WIDE) * rank].view(-1, rank, WIDE)
+    down = a.transpose(1, 2).flatten(0, 1)[:rank].to(x)  # [rank, in]
+    up = b.transpose(1, 2).flatten(0, 1)[: place.height].to(x)  # [out, rank]
+    return (x @ down.T) @ up.T * scale
+
+
+def _beside(_module: Any, args: tuple[Any, ...], y: torch.Tensor, *, lora: Lora, slot: int, place: Place) -> Any:
+    rank = int(lora.ranks[slot, place.number])
+    if rank == 0:
+        return y
+    return y + _product(args[0], lora.pool[slot], rank, float(lora.scales[slot, place.number]), place)
+
+
+def padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

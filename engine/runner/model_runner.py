@@ -1,0 +1,183 @@
+"""One model on one device: runs packed forwards over KV pages.
+
+    forward(pages, batch) ─▶ logits of the packed tokens that were asked for
+
+engine/loading/model_loader.py makes it. One forward runs at a time in a thread, and the model is switched between
+attention implementations only while it is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention import implementation, paged, varlen
+from engine.attention.forward_context import BASE, Batch, Kernel, Step, running
+from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
+from engine.kv.kv_cache import KvCache, block_bytes, layout_of
+from engine.kv.kv_cache_spec import CallFacts
+from engine.kv.kv_quantization import element_dtype
+from engine.runner.lora import Lora
+
+CHECKPOINT = "checkpoint"  # weights as the checkpoint has them, in the model's dtype
+
+KvDtype = Literal["auto", "int8", "fp8"]
+
+# (step, indices of the packed tokens whose logits are wanted) -> logits; writes the pages
+RecordedForward = Callable[[Step, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """How a module is served. `fingerprint` is equal in two processes that serve the same weights."""
+
+    max_model_len: int
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int = 16
+    kernels: str = REFERENCE  # the level of the compiled operators that serve it, or "reference"
+    sum_order: str = PLAIN  # where it is equal in two processes, bits are (engine.kernels)
+    kv_dtype: KvDtype = "auto"
+
+
+class ModelRunner:
+    """A model on its device. engine.loading.model_loader.load_model makes one that has been checked.
+
+    `facts` has one record per attention call.
+    """
+
+    def __init__(self, module: PreTrainedModel, facts: tuple[CallFacts, ...], served: RunnerConfig) -> None:
+        config = module.config.get_text_config()
+        parameters = list(module.parameters())
+        accepted = inspect.signature(module.forward).parameters
+        self.module = module
+        self.facts = facts
+        self.config: PreTrainedConfig = module.config
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = served.max_model_len
+        self.eos_token_ids = _eos_token_ids(module)
+        self.dtype, self.device = served.dtype, served.device
+        self.fingerprint = served.fingerprint
+        self.block_size, self.kv_dtype = served.block_size, served.kv_dtype
+        self.kernels, self.sum_order = served.kernels, served.sum_order
+        self.parameters = sum(parameter.numel() for parameter in parameters)
+        self.weights = CHECKPOINT  # or the format that their products have
+        self.varlen: Kernel | None = None  # set by `choose_attention`: attends on CUDA
+        self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
+        self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
+        self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
+        self._keeps_logits = "logits_to_keep" in accepted
+        # A forward without **kwargs cannot carry `step=`; the attention function then asks for the thread's step.
+        self._passes_step = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are served; what is packed a second time for speed is not counted."""
+        own = sum(each.nbytes for each in self.module.parameters() if not weight_quantization.is_nothing(each))
+        return own + sum(codes.nbytes for codes in weight_quantization.codes_in(self.module))
+
+    @property
+    def step_bytes(self) -> int:
+        """Which of them every step reads: not an embedding that is only looked up."""
+        module: Any = self.module  # transformers' accessors are not typed
+        table: torch.Tensor = module.get_input_embeddings().weight
+        head = getattr(module.get_output_embeddings(), "weight", None)
+        return self.weight_bytes - (0 if head is table else table.nbytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes that steps read from mapped files, which the host counts as free memory."""
+        return modules.mapped_bytes(self.module) if self.device.type == "cpu" else 0
+
+    def allocate(self, num_blocks: int, block_size: int | None = None) -> KvCache:
+        """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
+        kept = element_dtype(self.kv_dtype)
+        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
+        return KvCache(layout, num_blocks, self.device)
+
+    def block_bytes(self, block_size: int | None = None) -> int:
+        """Bytes of one block of `block_size` tokens."""
+        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
+
+    def forward(self, pages: KvCache, batch: Batch) -> torch.Tensor:
+        """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.
+
+        Returns float32 `[len(batch.logits_at), vocab_size]`, in the order of `logits_at`.
+        """
+        step = self.step(pages, batch)
+        return self.run(step, step.tensor(batch.logits_at)).float()
+
+    def run(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits `[len(wanted), vocab_size]` after the packed tokens `wanted`, by the recording if there is one."""
+        with torch.inference_mode(), self.exact():
+            if self.recorded is not None and step.compiled and step.facts is self.facts:
+                return self.recorded(step, wanted)
+            return self.by_modules(step, wanted)
+
+    def step(self, pages: KvCache, batch: Batch) -> Step:
+        """The tensors of one forward."""
+        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
+        if self.lora is not None:
+            step.lora = self.lora.rows(batch)
+        assert self.lora is not None or all(slot == BASE for slot in batch.adapters), "a model without adapters"
+        return step
+
+    def by_modules(self, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+        """The forward as transformers has it: logits `[len(wanted), vocab_size]` after the packed tokens `wanted`."""
+        extra: dict[str, Any] = {"step": step} if self._passes_step else {}
+        if self._keeps_logits:
+            extra["logits_to_keep"] = wanted
+        with running(step):
+            out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
+        assert step.calls == len(self.facts), f"{step.calls} attention calls where the probe saw {len(self.facts)}"
+        logits: torch.Tensor = out.logits[0]
+        return logits if self._keeps_logits else logits[wanted]
+
+    def choose_attention(self) -> str:
+        """Tries what CUDA has for attention over pages; says what serves."""
+        if self.kv_dtype != "auto":
+            return f"{REFERENCE}, because K and V are kept in {self.kv_dtype}"
+        self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device, paged.attend)
+        return line
+
+    def exact(self) -> AbstractContextManager[None]:
+        return exact(self.device) if self.kernels != REFERENCE else nullcontext()
+
+    def use_paged_attention(self) -> None:
+        """Switches to the paged path; the state in which the model serves."""
+        self._without_adapters()
+        implementation.switch(self.module, paged.NAME)
+        modules.switch(self.module, self.kernels != REFERENCE)
+        weight_quantization.switch(self.module, on=True)
+        if self.lora is not None:
+            self.lora.switch(True)
+
+    def use_eager_attention(self, name: str = "eager") -> None:
+        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+
+        `name` is that of `engine.attention.stored_kv`, whose K and V are those that pages keep.
+        """
+        self._without_adapters()
+        implementation.switch(self.module, name)
+        modules.switch(self.module, False)
+        weight_quantization.switch(self.module, on=False)
+
+    def _without_adapters(self) -> None:
+        if self.lora is not None:
+            self.lora.switch(False)
+
+
+def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
+    found = getattr(module.generation_config, "eos_token_id", None)
+    if found is None:
+        found = module.config.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (int(found),)

@@ -1,0 +1,202 @@
+"""A model's forward as one recorded list of operators, replayed without the modules' Python between them.
+
+Recording runs the forward once over a small batch (torch.jit's tracer) with everything that a step brings as an input:
+sizes stay symbolic, so one recording serves every batch. What could differ in another batch and is no tensor operation
+is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could hold fast. Then the
+replay is compared with the modules, bit for bit, over batches of other shapes. A model that cannot be recorded runs by
+its modules as before, a few milliseconds slower, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.jit import TracerWarning, _get_trace_graph, optimized_execution  # type: ignore[attr-defined]
+
+from engine.attention.forward_context import BASE, Batch, Rows, Step
+from engine.kernels import REFERENCE
+from engine.kv.kv_cache import KvCache
+from engine.kv.kv_cache_spec import CallFacts, smallest_reach
+from engine.runner.graph_fusion import fuse
+from engine.runner.model_runner import ModelRunner, RecordedForward
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 4
+CHECKS = str(Path(torch.nn.__file__).parent)  # the arguments' checks of torch's own layers: they look at sizes only
+Replay = Callable[..., torch.Tensor]
+
+
+class _Pages:
+    """The pages as inputs of the recording: another worker's, or of another size, may come next."""
+
+    def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
+        self._views, self.block_size = views, block_size
+        self._calls, self._scaled = calls, len(views) == 4 * calls  # the scales come behind all K and V
+
+    def k(self, call: int) -> torch.Tensor:
+        return self._views[2 * call]
+
+    def v(self, call: int) -> torch.Tensor:
+        return self._views[2 * call + 1]
+
+    def k_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call)] if self._scaled else None
+
+    def v_scales(self, call: int) -> torch.Tensor | None:
+        return self._views[2 * (self._calls + call) + 1] if self._scaled else None
+
+
+class _Recorded:
+    """A Step with its tensors and nothing else."""
+
+    compiled = True
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], facts: tuple[CallFacts, ...], block_size: int, adapters: int
+    ) -> None:
+        """`adapters` of the tensors are those of engine.runner.lora."""
+        self.input_ids, self.position_ids, self.slot_block, self.slot_offset = tensors[:4]
+        self.cu_seq_q, self.seqused_k, self.block_table = tensors[4:7]
+        self.lora = Rows(tuple(tensors[7 : 7 + adapters])) if adapters else None
+        self.pages = _Pages(tensors[7 + adapters :], len(facts), block_size)
+        self.facts = facts
+        self.calls = 0
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+
+class Unrecordable(Exception):
+    """Why."""
+
+
+def inputs(step: Step) -> tuple[torch.Tensor, ...]:
+    """What `_Recorded` is made of."""
+    calls = range(len(step.facts))
+    pages = [view for call in calls for view in (step.pages.k(call), step.pages.v(call))]
+    scales = [view for call in calls for view in (step.pages.k_scales(call), step.pages.v_scales(call))]
+    pages += [view for view in scales if view is not None]
+    own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
+    adapters = step.lora.tensors if step.lora is not None else ()
+    return (*own, step.cu_seq_q, step.seqused_k, step.block_table, *adapters, *pages)
+
+
+def install(model: ModelRunner) -> str:
+    """Replaces the modules' Python in `model.forward` where that can be proven right; says what serves."""
+    if model.kernels == REFERENCE:
+        return "by modules"
+    try:
+        model.recorded = record(model)
+    except Unrecordable as error:
+        return f"by modules, because it cannot be recorded: {error}"
+    return "recorded"
+
+
+def record(model: ModelRunner) -> RecordedForward:
+    """Records and proves. Raises Unrecordable.
+
+    Only the graph, which the function owns: torch.jit.trace would keep it, weights included, until the process ends.
+    """
+    for parameter in model.module.parameters():
+        parameter.requires_grad_(False)  # nothing here learns, and the tracer takes no constant that could
+
+    def forward(wanted: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        step: Any = _Recorded(tensors, model.facts, BLOCK_SIZE, adapters)
+        return model.by_modules(step, wanted)
+
+    batches = _batches(model)
+    pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
+    first = model.step(pages, batches[0])
+    adapters = len(first.lora.tensors) if first.lora is not None else 0
+    with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
+        warnings.simplefilter("always")
+        wanted = first.tensor(batches[0].logits_at)
+        try:
+            graph, _ = _get_trace_graph(forward, (wanted, *inputs(first)))  # type: ignore[no-untyped-call]
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise Unrecordable(str(error).strip().partition("\n")[0]) from error
+    for each in told:
+        if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
+            where = f"{Path(each.filename).name}:{each.lineno}"
+            raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
+    shorter = graph.copy()
+    fuse(shorter)
+    for chosen, what in ((shorter, "fused"), (graph, "plain")):
+        candidate: Replay = torch._C._create_function_from_graph("step", chosen)
+        try:
+            forward_again = partial(run, candidate)
+            differs = _differs(forward_again, model, pages, batches[1:])
+        except RuntimeError as error:
+            differs = str(error).strip().rpartition("\n")[2]
+        if differs is None:
+            return forward_again
+        log.warning("the %s recording does not serve: %s", what, differs)
+    raise Unrecordable(f"the recording differs for {differs}")
+
+
+def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batches: list[Batch]) -> str | None:
+    """Says for which batch the replay is not the modules, bit for bit; None if there is none."""
+    for batch in batches:
+        step = model.step(pages, batch)
+        wanted = step.tensor(batch.logits_at)
+        pages.buffer.zero_()
+        with torch.inference_mode(), model.exact():
+            expected = model.by_modules(step, wanted)
+        left = pages.buffer.clone()
+        pages.buffer.zero_()
+        with torch.inference_mode(), model.exact():
+            found = recorded(step, wanted)
+        if not (torch.equal(found, expected) and torch.equal(pages.buffer, left)):
+            return f"{batch.query_lens} new tokens"
+    return None
+
+
+def run(replay: Replay, step: Step, wanted: torch.Tensor) -> torch.Tensor:
+    """Logits [len(wanted), vocab]; writes the pages. The caller is in inference mode and has made torch exact."""
+    with optimized_execution(False):
+        return replay(wanted, *inputs(step))
+
+
+def _batches(model: ModelRunner) -> list[Batch]:
+    """The one to record, which is none of the shapes that code likes to treat apart, and others to compare."""
+    longest = model.max_model_len
+    reach = smallest_reach(model.facts)
+    beyond = min(longest, 40 if reach is None else min(reach, 256) + 9)
+    shapes: list[list[tuple[int, int]]] = [  # (done, new) for each sequence
+        [(7, 3), (0, 5), (2, 2)],
+        [(9, 1)],
+        [(0, 1)],
+        [(5, 1), (13, 1), (0, 1), (beyond - 1, 1)],
+        [(0, beyond)],
+        [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
+        [(0, 3)],  # of a prompt that goes on, with no logits
+    ]
+    rng = random.Random(0)
+    batches: list[Batch] = []
+    for number, shape in enumerate(shapes, 1):
+        shape = [(min(done, longest - new), new) for done, new in shape if new <= longest]
+        batch, used = Batch(adapters=_slots(model, len(batches), len(shape))), 0
+        for done, new in shape:
+            table = list(range(used, used - (-(done + new) // BLOCK_SIZE)))
+            tokens = [rng.randrange(model.vocab_size) for _ in range(new)]
+            batch.add(tokens, done, table, [] if number == len(shapes) else [new - 1])
+            used += len(table)
+        batches.append(batch)
+    return batches
+
+
+def _slots(model: ModelRunner, number: int, sequences: int) -> list[int]:
+    """Adapters in turn with the base, other ones in every batch; none if the model has none."""
+    if model.lora is None:
+        return []
+    each = [*range(len(model.lora.slots)), BASE]
+    return [each[(number + sequence) % len(each)] for sequence in range(sequences)]

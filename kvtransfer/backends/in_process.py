@@ -1,0 +1,124 @@
+"""A Transport between workers of one process: memmove, with the failures of the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvtransfer.transport import Pair, batches, check_pairs, settle
+from kvtransfer.types import Peer, ReadStats, Region, agent_name, check_compatible
+from tandem.errors import InvalidRequest, TandemError, WorkerLost
+
+_open: dict[str, InProcessTransport] = {}
+
+
+class InProcessTransport:
+    """Finds its peers by agent name in this process. Host memory only."""
+
+    kind = "inprocess"
+
+    def __init__(self, region: Region, worker_id: str, incarnation: str, layout_hash: str) -> None:
+        if region.memory != "dram":
+            raise InvalidRequest("the in-process transport copies host memory only", field="memory", bound='"dram"')
+        self.region = region
+        self.layout_hash = layout_hash
+        self.broken: TandemError | None = None
+        self.on_broken: Callable[[], object] | None = None
+        self._worker_id, self._incarnation = worker_id, incarnation
+        self._name = agent_name(worker_id, incarnation)
+        self._connected: dict[str, Peer] = {}
+        self._closed = False
+        # Held during each copy: a region is not given back while a transport reads from it or writes into it.
+        self._lock = threading.RLock()
+        if self._name in _open:
+            raise InvalidRequest(f"{self._name} is already open in this process", field="worker_id")
+        _open[self._name] = self
+
+    @property
+    def under_way(self) -> None:
+        """It has no thread that could hang."""
+        return None
+
+    def peer(self) -> Peer:
+        region = self.region
+        return Peer(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            agent_name=self._name,
+            metadata=b"",
+            layout_hash=self.layout_hash,
+            address=region.address,
+            num_blocks=region.num_blocks,
+            block_bytes=region.block_bytes,
+            device=region.device,
+            memory=region.memory,
+            transport=self.kind,
+        )
+
+    async def connect(self, peer: Peer, timeout: float) -> None:
+        check_compatible(self.region, self.layout_hash, peer, self.kind)
+        self._find(peer)
+        self._connected = {n: p for n, p in self._connected.items() if p.worker_id != peer.worker_id}
+        self._connected[peer.agent_name] = peer
+
+    async def read(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
+        """A copy within one process cannot stall."""
+        check_compatible(self.region, self.layout_hash, peer, self.kind)
+        check_pairs(self.region, peer, pairs)
+        started = time.monotonic()
+        for batch in batches(pairs, self.region.block_bytes):
+            if peer.agent_name not in self._connected:
+                raise WorkerLost(f"{peer.agent_name} is not connected")
+            copy = asyncio.ensure_future(asyncio.to_thread(self._copy, peer, batch))
+            try:
+                await asyncio.shield(copy)
+            except asyncio.CancelledError:
+                await settle(copy, f"the read from {peer.agent_name}")
+                raise
+        return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        yield
+
+    def one_sided(self, peer: Peer) -> bool:
+        return True
+
+    def link(self, peer: Peer) -> str:
+        return self.kind
+
+    def forget(self, peer: Peer) -> None:
+        self._connected.pop(peer.agent_name, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if _open.get(self._name) is self:
+                del _open[self._name]
+        self._connected.clear()
+
+    def _find(self, peer: Peer) -> InProcessTransport:
+        source = _open.get(peer.agent_name)
+        if self._closed or source is None:
+            raise WorkerLost(f"{peer.agent_name} is not there")
+        return source
+
+    def _copy(self, peer: Peer, batch: Sequence[Pair]) -> None:
+        source = self._find(peer)
+        # Both locks, always in the order of the names, so that two workers may read from each other.
+        first, second = sorted((self, source), key=lambda transport: transport._name)
+        with first._lock, second._lock:
+            self._find(peer)
+            size = self.region.block_bytes
+            for remote, local in batch:
+                ctypes.memmove(self.region.address + local * size, source.region.address + remote * size, size)

@@ -1,0 +1,216 @@
+"""The log of UCX: the transport that it chose for reads, and its warnings.
+
+UCX names the transport nowhere but in its log (UCX_PROTO_INFO), as a table per configuration of endpoints (cfg),
+printed when that configuration is first used:
+
+    | worker7@5f21 intra-node cfg#1                                   |
+    | remote memory read by ucp_get*(multi) into host memory from host|
+    +--------+-------------+------------------------------------------+
+    | Range  | Description | Config                                   |
+    +--------+-------------+------------------------------------------+
+    | 0..inf | zero-copy   | cma/memory                               |
+
+Which configuration an endpoint has is known from what UCX prints at the debug level, which is switched on only while
+peers connect. An endpoint's lanes are printed each time it is configured, behind the number of the configuration where
+that one is new:
+
+    created ep 0x7f61 to <no debug data> from api call
+    worker7@5f21 intra-node cfg#1 rma_am(tcp/lo) am(tcp/lo cma/memory)
+    ep 0x7f61: am_lane 0 wireup_msg_lane 0 ...
+    ep 0x7f61: lane[0]: ...
+
+An endpoint with the lanes of an earlier one has its configuration. Nothing of this depends on the order in which peers
+connect, so they may do so at once.
+
+The log goes to an anonymous file in memory, so nothing reaches the terminal and nothing is left on disk after a
+SIGKILL; warnings and errors in it go on to Python's logging.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+_PREFIX = re.compile(r"^\[[^\]]*\]\s*\[[^\]]*\]\s*")
+_OWNER = re.compile(r"^\| (\S+) \S+ cfg#(\d+)")
+_ROW = re.compile(r"^\|\s*(\d+)(?:\.\.(\S+))?\s*\|[^|]*\|\s*([^|]*?)\s*\|$")
+_CFG = re.compile(r"UCX\s+INFO\s+(\S+) \S+ cfg#(\d+) ")
+_EP = re.compile(r"created ep (0x\w+) to .* from api call")
+_LANES = re.compile(r"ep (0x\w+): am_lane ")
+_LANE = re.compile(r"ep (0x\w+): (lane\[\d+\]: .*)")
+_TRANSPORT = re.compile(r"\b([a-z]\w*)/[\w:.-]+")
+_TROUBLE = re.compile(r"UCX\s+(WARN|ERROR|FATAL)\s+(.*)")
+
+# Read at most this much of the log at once; UCX in a loop of errors must not fill our memory.
+_CHUNK = 1 << 20
+
+
+# Rows of (first byte count, transports).
+_Table = list[tuple[int, str]]
+_Lanes = tuple[str, ...]
+
+
+@dataclass
+class _Agent:
+    """What was printed about one agent's configurations, by number."""
+
+    tables: dict[int, list[_Table]] = field(default_factory=dict)
+    # Two configurations may differ in what the lanes do not show.
+    by_lanes: dict[_Lanes, set[int]] = field(default_factory=dict)
+
+
+class UcxLog:
+    """The log of all agents of this process; UCX has one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._offset = 0
+        self._rest = ""
+        self._agents: dict[str, _Agent] = {}
+        # Parser state: the read table that rows belong to; the configuration that was announced last (agent, number)
+        # and whether lanes are yet to follow it; the endpoint whose lanes are being printed.
+        self._table: _Table | None = None
+        self._owner = ("", -1)
+        self._announced: tuple[str, int] | None = None
+        self._endpoint = ""
+        self._cfg: tuple[str, int] | None = None
+        self._lanes: list[str] = []
+        # The endpoint made last, and the lanes of every one that was made here.
+        self._newest = ""
+        self._lanes_of: dict[str, _Lanes] = {}
+        self._ucs: ctypes.CDLL | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Around the loading of UCX, which reads its environment only then. A user's own UCX_LOG_FILE is left alone."""
+        if self._fd is not None or "UCX_LOG_FILE" in os.environ:
+            yield
+            return
+        self._fd = os.memfd_create("tandem-ucx-log")
+        os.environ["UCX_LOG_FILE"] = f"/proc/self/fd/{self._fd}"
+        try:
+            yield
+        finally:
+            # Children must not inherit a path that means something else to them.
+            del os.environ["UCX_LOG_FILE"]
+
+    def details(self, wanted: bool) -> None:
+        """Makes UCX print the lanes of new endpoints, or stop it. Without effect where UCX's library is not found."""
+        with self._lock:
+            if self._fd is None:
+                return
+            self._ucs = self._ucs or _libucs()
+            if self._ucs is not None:
+                self._ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"debug" if wanted else b"warn")
+
+    def new_endpoint(self) -> str:
+        """The endpoint made since the last call, while the details were on; empty if there was none."""
+        with self._lock:
+            self._consume()
+            newest, self._newest = self._newest, ""
+            return newest
+
+    def transport(self, agent: str, endpoint: str, block_bytes: int) -> str | None:
+        """The transport that reads of `block_bytes` take over an endpoint that has been read from; None if the log
+        leaves more than one."""
+        with self._lock:
+            self._consume()
+            self._end_lanes()
+            seen = self._agents.get(agent, _Agent())
+            # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
+            cfgs = seen.by_lanes.get(self._lanes_of.get(endpoint, ()), seen.tables.keys())
+            names = {_pick(table, block_bytes) for cfg in cfgs for table in seen.tables.get(cfg, ())}
+            return names.pop() if len(names) == 1 else None
+
+    def drop_endpoint(self, endpoint: str) -> None:
+        """Forgets an endpoint that was closed, or need not be known any more."""
+        with self._lock:
+            self._consume()
+            self._lanes_of.pop(endpoint, None)
+
+    def drop(self, agent: str) -> None:
+        """Forgets an agent that was closed."""
+        with self._lock:
+            self._consume()
+            self._agents.pop(agent, None)
+
+    def _consume(self) -> None:
+        if self._fd is None:
+            return
+        # UCX writes through stdio; there is no other way to see its last lines now.
+        ctypes.CDLL(None).fflush(None)
+        while os.fstat(self._fd).st_size > self._offset:
+            data = os.pread(self._fd, _CHUNK, self._offset)
+            self._offset += len(data)
+            *lines, self._rest = (self._rest + data.decode("utf-8", "replace")).split("\n")
+            for line in lines:
+                self._parse(line)
+        # Gives the pages back. UCX goes on writing at its own offset, which leaves a hole and costs nothing.
+        os.ftruncate(self._fd, 0)
+
+    def _parse(self, line: str) -> None:
+        trouble = _TROUBLE.search(line)
+        if trouble:
+            log.log(logging.WARNING if trouble[1] == "WARN" else logging.ERROR, "UCX: %s", trouble[2].strip())
+            return
+        if made := _EP.search(line):
+            self._newest = made[1]
+            self._lanes_of[made[1]] = ()
+        elif cfg := _CFG.search(line):
+            self._announced = (cfg[1], int(cfg[2]))
+        elif lanes := _LANES.search(line):
+            self._end_lanes()
+            self._endpoint, self._cfg, self._announced = lanes[1], self._announced, None
+        elif (lane := _LANE.search(line)) and lane[1] == self._endpoint:
+            self._lanes.append(lane[2])
+        else:
+            self._parse_table(_PREFIX.sub("", line.lstrip("\0").strip()))
+
+    def _end_lanes(self) -> None:
+        """All lanes of an endpoint have been printed."""
+        lanes = tuple(self._lanes)
+        if self._cfg is not None:
+            agent, number = self._cfg
+            self._agents.setdefault(agent, _Agent()).by_lanes.setdefault(lanes, set()).add(number)
+        if self._endpoint in self._lanes_of:
+            self._lanes_of[self._endpoint] = lanes
+        self._endpoint, self._cfg, self._lanes = "", None, []
+
+    def _parse_table(self, line: str) -> None:
+        owner = _OWNER.match(line)
+        if owner:
+            self._owner, self._table = (owner[1], int(owner[2])), None
+        elif line.startswith("| remote memory read by "):
+            agent, number = self._owner
+            self._table = []
+            self._agents.setdefault(agent, _Agent()).tables.setdefault(number, []).append(self._table)
+        elif self._table is not None and (row := _ROW.match(line)):
+            names = dict.fromkeys(_TRANSPORT.findall(row[3]))
+            self._table.append((int(row[1]), "+".join(names)))
+
+
+def _libucs() -> ctypes.CDLL | None:
+    """The library that UCX's log lives in, as it was loaded into this process by NIXL."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "/libucs-" in line or "/libucs.so" in line}
+    return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
+
+
+def _pick(table: _Table, block_bytes: int) -> str | None:
+    name = None
+    for first, transports in table:
+        if first <= block_bytes:
+            name = transports
+    return name or None
+
+
+ucx_log = UcxLog()

@@ -1,0 +1,234 @@
+"""The decode side of one transfer: read what is announced, verify it, account for every block.
+
+    add(ready) ─▶ read ─▶ digest ─▶ landed          while the source computes the next chunk
+                   └─▶ failed: read again, at most READ_ATTEMPTS in all
+    finish()   ─▶ every expected block landed exactly once, or an error and nothing may be committed
+    abort()    ─▶ nothing can be written any more
+
+A Receiver never commits: the service does, after the source has answered the Release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.transport import Pair, Transport
+from kvtransfer.types import DigestBlock, Peer, ReadStats, ReadyBlock, Ticket
+from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TandemError, TransferFailed
+
+log = logging.getLogger(__name__)
+
+# How often one part is read at most, if reading it fails. Bytes that arrive and are wrong are not read again.
+READ_ATTEMPTS = 2
+
+# Parts that are read at a time: the next one moves while the last one is verified. More would let each end later.
+READS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """`seconds` is the time with at least one read in flight, `retries` the number of parts that were read again."""
+
+    bytes: int
+    blocks: int
+    seconds: float
+    transport: str
+    retries: int
+
+
+class Receiver:
+    """`contexts` and `local_blocks` map each index in the sequence that is expected to its chained hash and to the
+    local block reserved for it. `stall` is the time in seconds that a read may make no progress. Raises StaleTransfer
+    for a foreign ticket, InvalidRequest if the two mappings disagree.
+
+    An error is known before the memory is safe: `add` and `finish` raise at once, while a read from a peer that hangs
+    may write into the local blocks until its transport has ended it (10 s and more). Only when `abort` has returned may
+    they be given back; after a successful `finish` it returns at once. So the caller reports the error first and leaves
+    `abort`, and then the freeing of the blocks, to a task of its own.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peer: Peer,
+        ticket: Ticket,
+        contexts: Mapping[int, bytes],
+        local_blocks: Mapping[int, int],
+        digest_block: DigestBlock,
+        stall: float,
+    ) -> None:
+        if ticket.incarnation != peer.incarnation:
+            raise StaleTransfer(
+                f"transfer {ticket.transfer_id} is of {peer.worker_id}'s life {ticket.incarnation}, "
+                f"which now lives as {peer.incarnation}"
+            )
+        if contexts.keys() != local_blocks.keys():
+            raise InvalidRequest("hashes and local blocks name different indices", field="local_blocks")
+        if len(set(local_blocks.values())) != len(local_blocks):
+            raise InvalidRequest("a local block is reserved for two indices", field="local_blocks")
+        self.ticket = ticket
+        self._transport, self._peer = transport, peer
+        self._contexts, self._local_blocks = dict(contexts), dict(local_blocks)
+        self._digest_block = digest_block
+        self._stall = stall
+        self._turns = asyncio.Semaphore(READS_AT_ONCE)
+        self._news = asyncio.Event()  # a task ended, or an error is known
+        self._announced: set[int] = set()
+        self._landed: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: TandemError | None = None
+        self.failed = asyncio.Event()  # there is an `error`
+        self._ended = False
+        self._bytes = 0
+        self._reading = 0
+        self._reading_since = 0.0
+        self._busy = 0.0
+        self._retries = 0
+
+    @property
+    def error(self) -> TandemError | None:
+        """What went wrong first, if anything has."""
+        return self._error
+
+    async def add(self, ready: Sequence[ReadyBlock]) -> None:
+        """Starts to read announced blocks and returns at once.
+
+        Raises DataLoss for a block that is not expected, came before or lies outside the peer's region, StaleTransfer
+        after finish or abort, and the error of an earlier read as soon as there is one.
+        """
+        if self._ended:
+            raise StaleTransfer(f"transfer {self.ticket.transfer_id} is over here")
+        if self._error:
+            raise self._error
+        for block in ready:
+            self._admit(block)
+        if ready:
+            task = asyncio.create_task(self._fetch(list(ready)))
+            self._tasks.add(task)
+            task.add_done_callback(self._fetched)
+
+    async def finish(self) -> TransferStats:
+        """Waits for all reads; returns only if every expected block landed exactly once with the right digest.
+
+        Raises what went wrong first (TransferFailed, WorkerLost, DataLoss, ...) as soon as it is known, perhaps with
+        reads in flight. Unless it returns, `abort` must still be called.
+        """
+        if self._ended:
+            raise StaleTransfer(f"transfer {self.ticket.transfer_id} is over here")
+        while self._tasks and not self._error:
+            self._news.clear()
+            await self._news.wait()  # bounded by the stall of the reads
+        if self._error:
+            raise self._error
+        self._ended = True
+        missing = sorted(self._contexts.keys() - self._landed)
+        if missing:
+            raise DataLoss(
+                f"transfer {self.ticket.transfer_id} ended without {len(missing)} blocks, first index {missing[0]}",
+                reason="MISSING_BLOCK",
+            )
+        return TransferStats(
+            bytes=self._bytes,
+            blocks=len(self._landed),
+            seconds=self._busy,
+            transport=self._transport.link(self._peer),
+            retries=self._retries,
+        )
+
+    async def abort(self) -> None:
+        """Ends all reads. When it returns, nothing of this transfer can reach the local blocks any more. Repeatable."""
+        self._ended = True
+        cancelled: asyncio.CancelledError | None = None
+        for task in self._tasks:
+            task.cancel()
+        while self._tasks:
+            # A cancelled read ends only when its memory is safe; see Transport.read. So may this, and no earlier.
+            try:
+                await asyncio.wait(set(self._tasks), timeout=self._stall)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled:
+            raise cancelled
+
+    def _admit(self, block: ReadyBlock) -> None:
+        where = f"transfer {self.ticket.transfer_id}: block index {block.index}"
+        if block.index not in self._contexts:
+            raise self._failed(DataLoss(f"{where} was not asked for", reason="UNEXPECTED_BLOCK"))
+        if block.index in self._announced:
+            raise self._failed(DataLoss(f"{where} was announced twice", reason="DUPLICATE_BLOCK"))
+        if not 0 <= block.remote_block < self._peer.num_blocks:
+            raise self._failed(DataLoss(f"{where} lies outside the source's region", reason="BLOCK_OUT_OF_RANGE"))
+        self._announced.add(block.index)
+
+    def _fail(self, error: TandemError) -> None:
+        self._error = self._error or error
+        self.failed.set()
+        self._news.set()
+
+    def _failed(self, error: TandemError) -> TandemError:
+        self._fail(error)
+        return error
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._news.set()
+
+    async def _fetch(self, ready: list[ReadyBlock]) -> None:
+        pairs = [(block.remote_block, self._local_blocks[block.index]) for block in ready]
+        try:
+            async with self._turns:
+                if self._error:
+                    return
+                stats = await self._read(pairs)
+            wrong = await asyncio.to_thread(self._first_wrong, ready)
+            if wrong is not None:
+                raise DataLoss(f"transfer {self.ticket.transfer_id}: the digest of block index {wrong} does not match")
+        except TandemError as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            log.exception("a bug while reading transfer %s", self.ticket.transfer_id)
+            self._fail(InternalError(f"reading transfer {self.ticket.transfer_id} failed: {error!r}"))
+            return
+        self._bytes += stats.bytes
+        self._landed.update(block.index for block in ready)
+
+    async def _read(self, pairs: list[Pair]) -> ReadStats:
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                return await self._read_once(pairs)
+            except TransferFailed as error:
+                if self._error:
+                    raise
+                log.warning("transfer %s: %s; reading again", self.ticket.transfer_id, error)
+            # Not connected again: the transport makes a failed connection anew, and a peer that was replaced by its
+            # next incarnation meanwhile must not take that one's place.
+            self._retries += 1
+        return await self._read_once(pairs)
+
+    async def _read_once(self, pairs: list[Pair]) -> ReadStats:
+        self._start_reading()
+        try:
+            return await self._transport.read(self._peer, pairs, self._stall, failing=self._fail)
+        finally:
+            self._stop_reading()
+
+    def _first_wrong(self, ready: list[ReadyBlock]) -> int | None:
+        for block in ready:
+            if self._digest_block(self._local_blocks[block.index], self._contexts[block.index]) != block.digest:
+                return block.index
+        return None
+
+    def _start_reading(self) -> None:
+        if self._reading == 0:
+            self._reading_since = time.monotonic()
+        self._reading += 1
+
+    def _stop_reading(self) -> None:
+        self._reading -= 1
+        if self._reading == 0:
+            self._busy += time.monotonic() - self._reading_since

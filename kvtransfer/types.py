@@ -1,0 +1,132 @@
+"""The nouns of a transfer. No torch, no NIXL, no sockets.
+
+A worker's pages are one Region: `num_blocks` blocks of `block_bytes` bytes, block i at address + i * block_bytes.
+A source describes its region by a Peer; it issues one Ticket per transfer and announces its blocks as
+ReadyBlocks, each with a digest that binds the bytes to the place in the sequence that they are meant for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from tandem.errors import IncompatibleLayout, InvalidRequest
+
+# (block id in the region, context) -> digest; how Sender and Receiver read a block's bytes.
+DigestBlock = Callable[[int, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Region:
+    """One worker's pages as memory. `memory` is "dram" or "vram"; `device` counts only for "vram"."""
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: int = 0
+    memory: str = "dram"
+    # An unused block. Warm-up reads land there; in device memory the link cannot be learnt without one.
+    spare_block: int | None = None
+    # The owner of the memory (a tensor, an array): it must live as long as a peer may read from here.
+    keepalive: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.num_blocks <= 0 or self.block_bytes <= 0:
+            raise InvalidRequest(
+                f"a region needs an address, blocks and a block size, not {self.address}, {self.num_blocks} and "
+                f"{self.block_bytes}",
+                field="region",
+            )
+        if self.spare_block is not None and not 0 <= self.spare_block < self.num_blocks:
+            raise InvalidRequest(f"no block {self.spare_block}", field="spare_block", bound=f"< {self.num_blocks}")
+        if self.memory not in ("dram", "vram"):
+            raise InvalidRequest(f"memory is {self.memory!r}", field="memory", bound='"dram" or "vram"')
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker's description of itself as a source. Trust it only when it came from the registry or from the
+    worker's own GetPeer, never from a request."""
+
+    worker_id: str
+    incarnation: str
+    agent_name: str
+    metadata: bytes = field(repr=False)
+    layout_hash: str
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: int
+    memory: str
+    transport: str
+
+
+def agent_name(worker_id: str, incarnation: str) -> str:
+    """A restarted worker gets another name, because NIXL refuses new metadata under a name that it knows."""
+    return f"{worker_id}@{incarnation}"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One transfer of one life of one source. A generation is issued once in an incarnation."""
+
+    transfer_id: str
+    generation: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A finished block that the engine hands to Sender.announce. `context` is its chained content hash."""
+
+    index: int
+    block: int
+    context: bytes
+
+
+@dataclass(frozen=True)
+class ReadyBlock:
+    """An announced block: `index` counts in the sequence, `remote_block` in the source's region."""
+
+    index: int
+    remote_block: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """`seconds` is wall time from the call to the last byte, waiting for other reads included."""
+
+    bytes: int
+    seconds: float
+    transport: str
+
+
+def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
+    """16 bytes: xxh3_128 over the length of the context, the context and the whole block.
+
+    The context (the block's chained hash) makes right bytes in the wrong place fail as well. The whole block counts,
+    also where the last one is only partly written, so a source must not touch it between announcement and release.
+    Not keyed: it finds corruption and mix-ups, it does not stop a malicious worker.
+    """
+    state = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
+    state.update(view)
+    return state.digest()
+
+
+def check_compatible(region: Region, layout_hash: str, peer: Peer, transport: str) -> None:
+    """Raises IncompatibleLayout unless one of the peer's blocks would mean the same in this region."""
+    wanted = (("layout", layout_hash, peer.layout_hash), ("block_bytes", region.block_bytes, peer.block_bytes))
+    for name, ours, theirs in (*wanted, ("transport", transport, peer.transport)):
+        if ours != theirs:
+            raise IncompatibleLayout(
+                f"{peer.worker_id} has {name} {theirs!r} where this worker has {ours!r}", field=name, bound=repr(ours)
+            )
+    if peer.address <= 0 or peer.num_blocks <= 0 or peer.memory not in ("dram", "vram"):
+        raise IncompatibleLayout(f"{peer.worker_id} describes no region that can be read", field="peer")

@@ -1,0 +1,134 @@
+"""`make peers`: Tandem compared with other servers and engines on this machine, as ratios of sides measured in turn.
+
+docs/measuring.md describes each part and the installation of the peers. All processes that it starts end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadtest.comparison import engines, frontend, interference, serve, soak
+from loadtest.comparison.peer_servers import SIDES, Peers
+from loadtest.harness import machine
+from loadtest.harness.machine import conditions
+from loadtest.harness.options import PEERS_HOME, Home, Json, Quick, Script, names, numbers
+from loadtest.harness.section_table import FILE_WIDTH, show
+from loadtest.harness.stats import Section, Tick
+from tandem.settings import Settings
+
+PARTS = ("serve", "interference", "engines", "soak", "exposed", "frontend")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the command line changes of the plans."""
+
+    quick: Quick = False
+    runs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each side (not for soak).")] = None
+    requests: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of soak.")] = None
+    shape: Annotated[str, typer.Option(metavar="A,B", help=f"Of serve: {','.join(serve.Plan.shapes)}.")] = ""
+    series: Annotated[str, typer.Option(metavar="A,B", help=f"Of serve: {','.join(serve.SERIES)}.")] = ""
+    sides: Annotated[str, typer.Option(metavar="A,B", help=f"Of interference: {','.join(SIDES)}.")] = ""
+    engines: Annotated[str, typer.Option(metavar="A,B", help=f"Of engines: {','.join(engines.ENGINES)}.")] = ""
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Of serve: 1,8,16.")] = ""
+    waves: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of serve: requests behind one another at each place.")
+    ] = None
+    threads: Annotated[str, typer.Option(metavar="N,N", help="Of engines: 1,2.")] = ""
+
+
+def planned(changes: Changes) -> dict[str, Any]:
+    """The plan of each part by name: its own numbers, those of --quick, and what the command line says."""
+    quick = changes.quick
+    plans: dict[str, Any] = {
+        "serve": serve.Plan(shapes=("SmolLM2-135M",), runs=1, waves=1) if quick else serve.Plan(),
+        "interference": interference.Plan(rounds=1, seconds=20.0, settle=3.0) if quick else interference.Plan(),
+        "engines": engines.Plan(rounds=2, steps=6) if quick else engines.Plan(),
+        "soak": soak.Plan(requests=200, samples=10, repeats=2) if quick else soak.Plan(),
+        "frontend": frontend.Plan(rounds=1, seconds=1.0, alone=20) if quick else frontend.Plan(),
+    }
+    plans["exposed"] = plans["soak"]
+    said: dict[str, dict[str, Any]] = {
+        "serve": {
+            "shapes": changes.shape and names(changes.shape, serve.Plan.shapes),
+            "series": changes.series and names(changes.series, serve.SERIES),
+            "concurrency": changes.concurrency and numbers(changes.concurrency),
+            "runs": changes.runs,
+            "waves": changes.waves,
+        },
+        "interference": {"sides": changes.sides and names(changes.sides, SIDES), "rounds": changes.runs},
+        "engines": {
+            "engines": changes.engines and names(changes.engines, engines.ENGINES),
+            "threads": changes.threads and numbers(changes.threads),
+            "rounds": changes.runs,
+        },
+        "soak": {"requests": changes.requests},
+        "exposed": {"repeats": changes.runs},
+        "frontend": {"rounds": changes.runs},
+    }
+    return {
+        part: replace(plans[part], **{name: value for name, value in said[part].items() if value}) for part in PARTS
+    }
+
+
+def measure(part: str, plan: Any, peers: Peers, tick: Tick) -> list[Section]:
+    run: dict[str, Callable[[], list[Section]]] = {
+        "serve": lambda: serve.run(peers, plan, tick),
+        "interference": lambda: interference.run(peers, plan, tick),
+        "engines": lambda: engines.run(peers, plan, tick),
+        "soak": lambda: [soak.run(peers, plan, tick)],
+        "exposed": lambda: [soak.run_exposed(peers, plan, tick)],
+        "frontend": lambda: frontend.run(peers, plan, tick),
+    }
+    return run[part]()
+
+
+def main(
+    part: Annotated[Literal["serve", "interference", "engines", "soak", "exposed", "frontend"], typer.Argument()],
+    changes: Changes,
+    results: Json = None,
+    settings: Annotated[str, typer.Option("--set", metavar="NAME=VALUE,...", help="Settings of Tandem.")] = "",
+    script: Script = None,
+    home: Home = PEERS_HOME,
+) -> int:
+    plan, chosen = planned(changes)[part], _settings(settings)
+    before, began = conditions(), monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(part, total=plan.exposed_ticks if part == "exposed" else plan.ticks)
+
+        def tick(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+            if not errors.is_terminal:
+                print(f"{monotonic() - began:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+        about = machine.measure(machine.usable_threads(), machine.QUICK if changes.quick else machine.Plan())
+        sections = measure(part, plan, Peers(script, home.expanduser(), chosen), tick)
+    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
+    machine.show(about, console)
+    for section in sections:
+        show(section, console)
+    console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
+    if results:
+        report = {"conditions": before, "machine": about.to_dict(), "seconds": monotonic() - began}
+        report |= {"plan": vars(plan), "set": chosen}
+        report["sections"] = [section.to_dict() for section in sections]
+        results.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _settings(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    if wrong := [name for name, _, value in pairs if name not in Settings.model_fields or not value]:
+        raise typer.BadParameter(f"{', '.join(wrong)}: give a setting of docs/operations.md and its value")
+    return {name: value for name, _, value in pairs}

@@ -1,0 +1,365 @@
+"""The plots of a report, as SVG that takes its colours from the page's style. Only this file knows matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from loadtest.harness.goodput import Load, Metric, Objective, Side
+from loadtest.harness.stats import percentile
+
+# Colours that stand for the page's: each becomes a CSS variable, which is light or dark as the reader's system is.
+INK, GRID, LIMIT, SPAN, BAD = "#010203", "#040506", "#070809", "#0a0b0c", "#0d0e0f"
+SIDES = ("#101112", "#131415", "#161718", "#191a1b")
+VARIABLES = {INK: "ink", GRID: "grid", LIMIT: "limit", SPAN: "span", BAD: "bad"} | {
+    colour: f"side-{place}" for place, colour in enumerate(SIDES)
+}
+MARKERS, LINES = "osD^", ("-", "--", "-.", ":")
+STYLE: Any = {
+    **{
+        "text.parse_math": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "tandem",
+        "font.family": "sans-serif",
+        "font.size": 10.5,
+    },
+    **{"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK},
+    **{"axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10},
+    **{"xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0},
+}
+MOST_TICKS = 6
+WIDE = (10.4, 3.4)  # inches
+HALF = (5.6, 3.5)
+
+
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    read: str
+    """How to read it, a sentence."""
+    svg: str
+    wide: bool = False
+
+
+def colours(count: int) -> list[str]:
+    return [f"var(--{VARIABLES[SIDES[place % len(SIDES)]]})" for place in range(count)]
+
+
+def draw(sides: Sequence[Side], objective: Objective) -> list[Plot]:
+    """Those that what was measured has something to show in."""
+    with matplotlib.rc_context(STYLE):
+        found = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
+        shown = comparable(sides)
+        if any(one.beside for side in sides for load in side.loads for one in load.outcomes):
+            return [*found, *_stalls(sides)]
+        if not any(load.counted for load in shown.values()):
+            return found
+        return [*found, *_shares(shown, objective), _in_time(shown, objective)]
+
+
+def comparable(sides: Sequence[Side]) -> dict[str, Load]:
+    """One load of each side: of the highest rate that all were offered and that all kept, or the last one that all
+    have, or its own last one."""
+    names = [{load.name for load in side.loads} for side in sides]
+    common = set.intersection(*names) if names else set()
+    limit = min((rate for side in sides for rate in side.bests), default=0.0)
+    found = {}
+    for side in sides:
+        loads = [load for load in side.loads if load.name in common] or side.loads
+        kept = [load for load in loads if load.rate <= limit]
+        if loads:
+            found[side.name] = max(kept, key=lambda load: load.rate) if kept else loads[-1]
+    return found
+
+
+def _metrics(objective: Objective) -> list[tuple[Metric, float | None, str]]:
+    """With the limit of each that has one."""
+    return [
+        ("ttft", objective.ttft, "Time to first token"),
+        ("tpot", objective.tpot, "Time per output token"),
+        ("itl", None, "Inter-token latency"),
+        ("e2e", None, "End to end"),
+    ]
+
+
+def _rates(side: Side) -> bool:
+    return len({load.rate for load in side.loads}) > 1
+
+
+# ---- over the rates
+
+
+def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
+    limits = f"TTFT at most {objective.ttft:g} s and TPOT at most {objective.tpot * 1e3:g} ms"
+    figure, axes = _figure(WIDE)
+    top = max((load.offered for side in sides for load in side.loads), default=1.0)
+    axes.plot([0, top], [0, top], color=LIMIT, linewidth=1, linestyle=(0, (2, 3)), label="everything kept")
+    for place, side in enumerate(sides):
+        _line(axes, place, side.name, [(load.offered, load.goodput(objective)) for load in side.loads])
+        for best in side.bests:
+            axes.axvline(best, color=SIDES[place % 4], linewidth=1.2, linestyle=":", alpha=0.8)
+    axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (requests/s)", xlim=(0, None), ylim=(0, None))
+    _legend(axes)
+    read = f"Requests a second that kept {limits}. Dotted: the highest rate at which {objective.attainment:.0%} did."
+    found = [Plot("Goodput against rate", read, _svg(figure), wide=True)]
+
+    figure, axes = _figure(HALF)
+    for place, side in enumerate(sides):
+        points = [(load.offered, 100 * load.attainment(objective)) for load in side.loads]
+        _line(axes, place, side.name, points)
+    _limit(axes, 100 * objective.attainment, f"wanted: {objective.attainment:.0%}")
+    axes.set(xlabel="offered rate (requests/s)", ylabel="requests that kept it (%)", xlim=(0, None), ylim=(0, 104))
+    _legend(axes)
+    read = "Of all requests; rejected, failed and unfinished ones did not keep it."
+    found.append(Plot("Attainment against rate", read, _svg(figure)))
+
+    for metric, limit, title in _metrics(objective)[:3]:
+        figure, axes = _figure(HALF)
+        share, said = (0.99, "99th") if metric == "itl" else (0.9, "90th")
+        for place, side in enumerate(sides):
+            values = [(load.offered, load.values(metric)) for load in side.loads]
+            _line(axes, place, side.name, [(rate, percentile(those, share)) for rate, those in values if those])
+        if limit:
+            _limit(axes, limit, f"objective: {_time(limit)}")
+        axes.set(xlabel="offered rate (requests/s)", ylabel=f"{metric.upper()} p{share * 100:.0f}", xlim=(0, None))
+        _logarithmic(axes)
+        _legend(axes)
+        found.append(Plot(f"{title} against rate", f"The {said} percentile, on a logarithmic scale.", _svg(figure)))
+    return found
+
+
+# ---- of one load
+
+
+def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
+    found = []
+    for metric, limit, title in _metrics(objective):
+        figure, axes = _figure(HALF)
+        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}, limit):
+            continue
+        if limit:
+            axes.axvline(limit, color=LIMIT, linewidth=1.3)
+            axes.text(
+                limit,
+                3,
+                f"objective: {_time(limit)} ",
+                color=LIMIT,
+                va="bottom",
+                ha="right",
+                fontsize=9.5,
+                in_layout=False,
+            )
+        _seconds(axes.xaxis)
+        axes.set(xlabel=f"{metric.upper()}, logarithmic", ylabel="at most so long (%)")
+        _legend(axes)
+        what = "gaps between messages" if metric == "itl" else "requests"
+        names = "; ".join(f"{name} at {load.offered:.2f} requests/s" for name, load in shown.items())
+        found.append(Plot(title, f"Share of {what} ({names}).", _svg(figure)))
+    return found
+
+
+def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
+    """Every request at its time: one panel for each side."""
+    figure = _sheet((WIDE[0], 0.7 + 2.2 * len(shown)))
+    panels: Any = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    waits = [one.waited for load in shown.values() for one in load.outcomes if one.waited]
+    top = 1.3 * max([objective.ttft, *waits])
+    for place, (axes, (name, load)) in enumerate(zip(panels, shown.items(), strict=True)):
+        kept = {True: SIDES[place % 4], False: BAD}
+        for good, label in ((True, "kept the objective"), (False, "missed it")):
+            those = [one for one in load.outcomes if one.waited and one.kept(objective) is good]
+            points = [one.at for one in those], [one.waited for one in those]
+            if not those:
+                continue
+            axes.scatter(*points, s=16, color=kept[good], marker="o" if good else "x", linewidths=1.2, label=label)
+        lost = [one.at for one in load.outcomes if not one.waited]
+        if lost:
+            axes.scatter(lost, [top] * len(lost), s=30, marker="v", color=BAD, label="rejected or failed")
+        _limit(axes, objective.ttft, "")
+        if load.warmup:
+            axes.axvspan(0, load.warmup, color=SPAN, alpha=0.35, linewidth=0)
+            axes.text(load.warmup / 2, 0.03, "warm-up", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+        axes.set_title(f"{name}, {load.offered:.2f} requests/s", loc="left", fontsize=10.5)
+        axes.set_ylabel("TTFT")
+        _logarithmic(axes)
+        _legend(axes, outside=True)
+    panels[-1].set_xlabel("when it was sent (s)")
+    read = "Each request's time to first token, where it was sent. The line is the objective."
+    return Plot("Requests in time", read, _svg(figure), wide=True)
+
+
+# ---- steady streams and what disturbs them
+
+
+def _stalls(sides: Sequence[Side]) -> list[Plot]:
+    disturbed = {side.name: [load for load in side.loads if any(one.beside for one in load.outcomes)] for side in sides}
+    figure = _sheet((WIDE[0], 0.7 + 2.2 * len(sides)))
+    panels: Any = figure.subplots(len(sides), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for place, (axes, side) in enumerate(zip(panels, sides, strict=True)):
+        axes.set_title(side.name, loc="left", fontsize=10.5)
+        axes.set_ylabel("gap")
+        for load in disturbed[side.name][-1:]:
+            for one in (one for one in load.outcomes if one.beside):
+                until = one.times[0] if one.times else one.ended
+                axes.axvspan(one.sent - load.warmup, until - load.warmup, color=SPAN, alpha=0.45, linewidth=0)
+            gaps = [(at - load.warmup, gap) for at, gap in load.gaps()]
+            if gaps:
+                axes.scatter(*zip(*gaps, strict=True), s=5, color=SIDES[place % 4], linewidths=0, alpha=0.75)
+        _logarithmic(axes)
+    panels[-1].set_xlabel("time (s)")
+    read = "Every gap between two messages of a steady stream. Shaded: a long prompt, until its first token."
+    found = [Plot("Gaps in the steady streams", read, _svg(figure), wide=True)]
+
+    rows = [(place, side.name, load) for place, side in enumerate(sides) for load in side.loads if load.values("itl")]
+    figure, axes = _figure((WIDE[0], 0.9 + 0.55 * len(rows)))
+    for row, (place, _, load) in enumerate(rows):
+        values = load.values("itl")
+        for shift, value in ((-0.2, percentile(values, 0.99)), (0.2, max(values))):
+            bar = axes.barh(row + shift, value, 0.38, color=SIDES[place % 4], alpha=0.45 if shift < 0 else 1.0)
+            axes.bar_label(bar, [_time(value)], fontsize=9, padding=3)
+    names = [f"{name}, {load.name if load in disturbed[name] else 'alone'}" for _, name, load in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("gap")
+    axes.grid(axis="y", visible=False)
+    _seconds(axes.xaxis)
+    axes.margins(x=0.08)
+    found.append(
+        Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure), True)
+    )
+
+    figure, axes = _figure(HALF)
+    gaps_of = {name: [gap for load in loads for gap in load.values("itl")] for name, loads in disturbed.items()}
+    if _cumulative(axes, gaps_of):
+        axes.set(xlabel="gap, logarithmic", ylabel="at most so long (%)")
+        axes.set_yscale("function", functions=(_tail, _untail))
+        axes.set_yticks([50, 90, 99, 99.9])
+        axes.set_ylim(0, 99.97)
+        _legend(axes)
+        found.append(Plot("Gaps while disturbed", "Share of all gaps; the scale widens the tail.", _svg(figure)))
+    return found
+
+
+def _tail(percent: Any) -> Any:
+    return -np.log10(np.maximum(1 - np.asarray(percent) / 100, 1e-6))
+
+
+def _untail(value: Any) -> Any:
+    return 100 * (1 - 10 ** -np.asarray(value))
+
+
+# ---- pieces
+
+
+def _sheet(size: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    figure.patch.set_alpha(0)
+    return figure
+
+
+def _figure(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    figure = _sheet(size)
+    return figure, figure.subplots()
+
+
+def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float]]) -> None:
+    if points:
+        xs, ys = zip(*sorted(points), strict=True)
+        look: Any = {"color": SIDES[place % 4], "marker": MARKERS[place % 4], "linestyle": LINES[place % 4]}
+        axes.plot(xs, ys, label=name, linewidth=1.8, markersize=5.5, **look)
+
+
+def _cumulative(axes: Axes, values: dict[str, list[float]], limit: float | None = None) -> bool:
+    """Whether there was anything to draw. A limit is on the axis, too."""
+    for place, (name, those) in enumerate(values.items()):
+        if those:
+            ordered = sorted(those)
+            shares = [100 * (number + 1) / len(ordered) for number in range(len(ordered))]
+            look: Any = {"color": SIDES[place % 4], "linestyle": LINES[place % 4]}
+            axes.step(ordered, shares, where="post", linewidth=1.8, label=name, **look)
+    if not any(values.values()):
+        return False
+    axes.set_xscale("log")
+    # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
+    least = min(percentile(those, 0.02) for those in values.values() if those)
+    most = max(max(those) for those in values.values() if those)
+    axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, limit or 0.0) * 1.3)
+    _seconds(axes.xaxis)
+    axes.set_ylim(0, 101)
+    return True
+
+
+def _limit(axes: Axes, at: float, label: str) -> None:
+    axes.axhline(at, color=LIMIT, linewidth=1.3)
+    where: Any = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "bottom", "in_layout": False}
+    axes.text(0.01, at, label, color=LIMIT, fontsize=9.5, **where)
+
+
+def _logarithmic(axes: Axes) -> None:
+    if axes.has_data():
+        axes.set_yscale("log")
+        _seconds(axes.yaxis)
+
+
+def _seconds(axis: Any) -> None:
+    if axis.get_scale() == "log":
+        axis.set_major_locator(FixedLocator(ticks(*axis.get_view_interval())))
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _time(value)))
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """As many round values as have room on a logarithmic axis."""
+    found: list[float] = []
+    for leads in (
+        (1,),
+        (1, 3),
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 5, 7),
+        (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9),
+    ):
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        more = [lead * 10.0**decade for decade in decades for lead in leads if low <= lead * 10.0**decade <= high]
+        if found and len(more) > MOST_TICKS:
+            break
+        found = more
+    return found[:: math.ceil(len(found) / MOST_TICKS)] if found else []
+
+
+def _time(value: float) -> str:
+    if value <= 0:
+        return "0"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _legend(axes: Axes, outside: bool = False) -> None:
+    """None where there is only one thing to name."""
+    if outside:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    elif len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(loc="best")
+
+
+def _svg(figure: Figure) -> str:
+    """Without a size of its own, so that the page decides, and with the page's colours."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    head, end, rest = svg.partition(">")
+    svg = re.sub(r' (width|height)="[^"]*"', "", head) + end + rest
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for colour, name in VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg

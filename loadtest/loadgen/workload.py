@@ -1,0 +1,99 @@
+"""The requests of a load: the time of each, the lengths of its prompt and answer, and the prompt's tokens.
+
+Pure: no clock, no files, no servers (loadtest/loadgen/traces.py reads files).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from tandem.errors import SettingsError
+
+BLOCK = 512
+"""Tokens of a block in a trace with block ids, before its lengths are divided."""
+FIRST_ID = 32
+"""Prompts have token ids from here on, so that they miss the special tokens that most vocabularies begin with."""
+LAST_GAP_S = 3.0
+"""What is spread over the time until the next request, and has no next one, is spread over so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`at` is in seconds since the load began, lengths are tokens. Equal ids in `blocks` are equal tokens."""
+
+    at: float
+    input: int
+    output: int
+    blocks: tuple[int, ...] = ()
+
+
+def poisson(rate: float, seconds: float, seed: int) -> list[float]:
+    """Times of arrivals that know nothing of one another. At another rate the same seed is the same pattern, faster."""
+    chance, at, times = random.Random(seed), 0.0, []
+    while (at := at + chance.expovariate(1.0) / rate) < seconds:
+        times.append(at)
+    return times
+
+
+def by_chance(rate: float, seconds: float, seed: int, lengths: Sequence[tuple[int, int]]) -> list[Request]:
+    """Poisson arrivals; lengths (input, output) in turn, from the first again after the last."""
+    times = poisson(rate, seconds, seed)
+    return [Request(at, *lengths[place % len(lengths)]) for place, at in enumerate(times)]
+
+
+def mean_rate(requests: Sequence[Request]) -> float:
+    """Requests a second. Raises SettingsError where all come at once."""
+    span = requests[-1].at - requests[0].at if requests else 0.0
+    if span <= 0:
+        raise SettingsError("the trace has no two requests at different times", field="trace")
+    return (len(requests) - 1) / span
+
+
+def faster(requests: Iterable[Request], speed: float) -> list[Request]:
+    """All gaps divided by `speed`."""
+    return [replace(one, at=one.at / speed) for one in requests]
+
+
+def scaled(requests: Iterable[Request], factor: int) -> list[Request]:
+    """Lengths divided by `factor` and rounded up, so that prompts share blocks of BLOCK / factor tokens exactly as they
+    shared blocks before. Raises SettingsError where blocks do not divide."""
+    found = [replace(one, input=-(-one.input // factor), output=-(-one.output // factor)) for one in requests]
+    if BLOCK % factor and any(one.blocks for one in found):
+        raise SettingsError(
+            f"blocks of {BLOCK} tokens do not divide by {factor}", field="scale", bound=f"a divisor of {BLOCK}"
+        )
+    return found
+
+
+def spread(requests: Iterable[Request]) -> list[Request]:
+    """Those that have the same time come one after another, evenly, until the next time."""
+    groups = [list(same) for _, same in groupby(requests, key=lambda one: one.at)]
+    found = []
+    for place, same in enumerate(groups):
+        gap = groups[place + 1][0].at - same[0].at if place + 1 < len(groups) else LAST_GAP_S
+        found += [replace(one, at=one.at + gap * number / len(same)) for number, one in enumerate(same)]
+    return found
+
+
+def fitting(requests: Iterable[Request], context: int | None) -> tuple[list[Request], int]:
+    """Those whose prompt and answer fit into `context` tokens, and how many others there were."""
+    given = list(requests)
+    found = [one for one in given if context is None or one.input + one.output <= context]
+    return found, len(given) - len(found)
+
+
+def tokens(request: Request, number: int, salt: int, factor: int = 1, vocab: int = 256) -> list[int]:
+    """The prompt of the `number`th request. Another salt is another prompt, so that nobody has it in a cache."""
+    if not request.blocks:
+        return _random(f"{salt}/{number}", request.input, vocab)
+    size = BLOCK // factor
+    needed = request.blocks[: math.ceil(request.input / size)]
+    return [token for block in needed for token in _random(f"{salt}:{block}", size, vocab)][: request.input]
+
+
+def _random(seed: str, count: int, vocab: int) -> list[int]:
+    return random.Random(seed).choices(range(FIRST_ID, vocab), k=count)

@@ -1,0 +1,250 @@
+"""A GPU's decode steps and prefill, for a model with random weights, as shares of the floors of the same GPU. Not yet
+run on a GPU.
+
+    floor of a decode step   (weights that are read + KV of the batch) / bandwidth of a copy
+    floor of a prefill       2 x parameters of the layers x tokens / rate of a matrix product
+
+The weights are created on the device; the shapes are those of `random_checkpoints`. Takes some minutes.
+`--device cpu` runs the same on a tiny model to test the command; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from engine.attention.forward_context import Batch
+from engine.kernels import REFERENCE, modules, serving, sum_order
+from engine.kv.kv_cache import KvCache
+from engine.loading import attention_probe, self_check
+from engine.runner import cuda_graphs, traced_forward
+from engine.runner.model_runner import ModelRunner, RunnerConfig
+from kvtransfer.types import digest
+from loadtest.harness.options import names
+from loadtest.harness.random_checkpoints import REAL, SHAPES, make_module
+
+Say = Callable[[str], None]
+NO_CUDA = "error: `loadtest device` measures a GPU, and torch finds no CUDA device here"
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`batches` of sequences with `context` tokens decode, `prompt` tokens are prefilled; medians of `repeats`."""
+
+    shape: str = "Qwen3-8B"
+    batches: tuple[int, ...] = (1, 16, 64)
+    context: int = 1024
+    prompt: int = 8192
+    block_size: int = 16
+    copied: int = 4 * 2**30  # bytes
+    gemm: int = 8192  # rows, columns and inner
+    blocks: int = 64  # whose digests are taken
+    repeats: int = 15
+
+
+TINY = Plan("tiny-llama", (1, 2, 3), context=40, prompt=64, copied=2**22, gemm=128, blocks=4, repeats=3)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Arithmetic alone. `weights` are bytes that each decode step reads: all, but for an embedding that is only looked
+    up. `layers` are parameters that each token of a prompt is multiplied with. `kv` is bytes of a token's K and V."""
+
+    weights: int
+    layers: int
+    kv: int
+
+    @classmethod
+    def of(cls, module: Any, kv: int) -> Floors:
+        looked_up, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
+        parameters = list(module.parameters())
+        tied = looked_up is head
+        return cls(
+            weights=sum(each.nbytes for each in parameters) - (0 if tied else looked_up.nbytes),
+            layers=sum(each.numel() for each in parameters) - (1 if tied else 2) * head.numel(),
+            kv=kv,
+        )
+
+    def decode_s(self, batch: int, context: int, bandwidth: float) -> float:
+        """`bandwidth` in bytes per second."""
+        return (self.weights + batch * context * self.kv) / bandwidth
+
+    def prefill_s(self, tokens: int, rate: float) -> float:
+        """`rate` in operations per second."""
+        return 2 * self.layers * tokens / rate
+
+
+def run(plan: Plan, device: torch.device, say: Say) -> None:
+    """Measures and prints a line for each result."""
+    dtype = torch.bfloat16
+    bandwidth, rate = _bandwidth(plan, device), _gemm_rate(plan, dtype, device)
+    say(f"{'copy on the device':<34} {bandwidth / 1e9:9.1f} GB/s, read and written")
+    say(f"{f'product {plan.gemm} x {plan.gemm} x {plan.gemm}':<34} {rate / 1e12:9.2f} TFLOP/s")
+    model = load(plan, dtype, device, say)
+    floors = Floors.of(model.module, model.block_bytes(plan.block_size) // plan.block_size)
+    say(
+        f"{plan.shape}: {model.parameters / 1e9:.2f} x 10^9 parameters; a step reads {floors.weights / 1e9:.2f} GB of"
+        f" weights and {floors.kv} bytes of KV a token"
+    )
+    _decode(model, plan, floors, bandwidth, say)
+    _prefill(model, plan, floors, rate, say)
+    _digest(model, plan, say)
+
+
+def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> ModelRunner:
+    """A ModelRunner like one that `Model.load` gives, self-check included, without a checkpoint."""
+    start = perf_counter()
+    module = make_module(plan.shape, dtype, device)
+    served = RunnerConfig(
+        max_model_len=max(plan.prompt, plan.context + 1),
+        fingerprint="random",
+        dtype=dtype,
+        device=device,
+        block_size=plan.block_size,
+        kernels=serving(device),
+        sum_order=sum_order(device, dtype),
+    )
+    model = ModelRunner(module, attention_probe.learn_facts(module), served)
+    if model.kernels != REFERENCE:
+        modules.prepare(module)
+    say(f"attention: {model.choose_attention()}")
+    say(f"self-check: {self_check.check(model)}")
+    say(f"step: {traced_forward.install(model)}; loaded in {perf_counter() - start:.0f} s")
+    return model
+
+
+def _seconds(work: Callable[[], object], plan: Plan, device: torch.device) -> float:
+    """The median; the device has nothing to do before and after each."""
+    found = []
+    for _ in range(WARM_UP + plan.repeats):
+        _wait(device)
+        start = perf_counter()
+        work()
+        _wait(device)
+        found.append(perf_counter() - start)
+    return median(found[WARM_UP:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _bandwidth(plan: Plan, device: torch.device) -> float:
+    source = torch.randint(256, (plan.copied,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * plan.copied / _seconds(lambda: target.copy_(source), plan, device)
+
+
+def _gemm_rate(plan: Plan, dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.randn(plan.gemm, plan.gemm, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    with torch.inference_mode():
+        return 2 * plan.gemm**3 / _seconds(lambda: torch.mm(a, b, out=out), plan, device)
+
+
+def _row(what: str, seconds: float, floor: float) -> str:
+    return f"{what:<34} {seconds * 1e3:9.3f} ms, {floor / seconds:6.1%} of the floor of {floor * 1e3:.3f} ms"
+
+
+def _noise(pages: KvCache, calls: int) -> None:
+    """KV as random as that of a prompt: zeros are faster."""
+    for call in range(calls):
+        pages.k(call).normal_()
+        pages.v(call).normal_()
+
+
+def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, say: Say) -> None:
+    per = -(-(plan.context + 1) // plan.block_size)
+    spare = per * max(plan.batches)
+    pages = model.allocate(spare + 1, plan.block_size)
+    capture = cuda_graphs.captured() if model.device.type == "cuda" else cuda_graphs.plain
+    recorded: cuda_graphs.Decode | None = None
+    start = perf_counter()
+    try:
+        recorded = cuda_graphs.Decode(model, pages, spare=spare, max_running=max(plan.batches), capture=capture)
+        say(f"decode steps captured for {recorded.sizes} sequences in {perf_counter() - start:.1f} s")
+    except cuda_graphs.Uncapturable as error:
+        say(f"decode steps not captured: {error}")
+    _noise(pages, len(model.facts))
+    for count in plan.batches:
+        batch = Batch(
+            token_ids=random.choices(range(model.vocab_size), k=count),
+            positions=[plan.context] * count,
+            query_lens=[1] * count,
+            context_lens=[plan.context + 1] * count,
+            block_tables=[list(range(per * row, per * row + per)) for row in range(count)],
+            logits_at=list(range(count)),
+        )
+        floor = floors.decode_s(count, plan.context, bandwidth)
+        sides: dict[str, Callable[[Batch], torch.Tensor | None]] = {"plain": lambda one: model.forward(pages, one)}
+        if recorded is not None:
+            sides["captured"] = recorded.logits
+        for name, forward in sides.items():
+            seconds = _seconds(lambda forward=forward, batch=batch: _greedy(forward(batch)), plan, model.device)  # type: ignore[misc]
+            say(_row(f"decode {count} x {plan.context}, {name}", seconds, floor))
+
+
+def _greedy(logits: torch.Tensor | None) -> list[int]:
+    assert logits is not None, "a step of single tokens was declined"
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
+
+
+def _prefill(model: ModelRunner, plan: Plan, floors: Floors, rate: float, say: Say) -> None:
+    blocks = -(-plan.prompt // plan.block_size)
+    pages = model.allocate(blocks, plan.block_size)
+    ids = random.choices(range(model.vocab_size), k=plan.prompt)
+    lens, table = [plan.prompt], [list(range(blocks))]
+    batch = Batch(ids, list(range(plan.prompt)), lens, lens, table, logits_at=[plan.prompt - 1])
+    seconds = _seconds(lambda: _greedy(model.forward(pages, batch)), plan, model.device)
+    say(_row(f"prefill {plan.prompt}", seconds, floors.prefill_s(plan.prompt, rate)))
+
+
+def _digest(model: ModelRunner, plan: Plan, say: Say) -> None:
+    """A block's digest, copied to the host as a worker does it, against its copy to pinned memory."""
+    pages, context = model.allocate(plan.blocks, plan.block_size), bytes(16)
+    cuda = model.device.type == "cuda"
+    host = torch.empty(pages.block_bytes, dtype=torch.uint8, pin_memory=cuda)
+
+    def copy() -> None:
+        for block in range(plan.blocks):
+            host.copy_(pages.buffer[block], non_blocking=True)
+
+    def digests() -> None:
+        for block in range(plan.blocks):
+            digest(memoryview(pages.buffer[block].cpu().numpy().data), context)
+
+    moved = _seconds(copy, plan, model.device) / plan.blocks
+    taken = _seconds(digests, plan, model.device) / plan.blocks
+    say(
+        f"{f'block of {pages.block_bytes / 2**20:.2f} MiB':<34} {moved * 1e6:9.1f} µs to pinned memory"
+        f" ({pages.block_bytes / moved / 1e9:.1f} GB/s), digest {taken * 1e6:.1f} µs:"
+        f" {taken / (taken + moved):.1%} of both"
+    )
+
+
+def main(
+    shape: Annotated[str, typer.Option(metavar="SHAPE", help=f"Of the model: {', '.join(REAL)}.")] = Plan.shape,
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(hidden=True)] = "cuda",
+) -> int:
+    names(shape, SHAPES)
+    if device == "cuda" and not torch.cuda.is_available():
+        print(NO_CUDA, file=sys.stderr)
+        return 1
+    plan = TINY if device == "cpu" else Plan(shape=shape)
+    start = perf_counter()
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    run(plan, torch.device(device), lambda line: print(line, flush=True))
+    print(f"measured in {perf_counter() - start:.0f} s; medians of {plan.repeats}")
+    return 0

@@ -1,0 +1,263 @@
+"""Cost of traces and metrics: CPU of router, prefill and decode worker for a request, over that of one without.
+
+The way in which steps batch streams varies more than telemetry costs. So requests come one after another here, and the
+result is a share of the CPU of a request under load. One cluster gets requests that their caller traces (W3C's
+`traceparent` says so) and requests that are not traced, in turn; so does a cluster without telemetry, and another one
+without as a control, because two processes with the same work differ, too. The CPU of creating the spans of a request
+that is not traced, and of a request for metrics, is therefore also measured alone. The receiver of the spans stores
+nothing, as its work would be another machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, process_time
+
+import grpc
+
+from loadtest.harness.http_connection import free_port
+from loadtest.harness.processes import Local, cpu_seconds
+from loadtest.harness.stats import Row, Section, Spread, Tick, sure
+from loadtest.microbench.hop import ROUTER, WORKER, Through
+from tandem.async_client import AsyncClient
+from tandem.errors import InternalError
+from tandem.settings import Settings
+from tandem.telemetry.tracing import of_process
+
+OTLP = "opentelemetry.proto.collector.trace.v1.TraceService"
+PREFILL = "prefill-0"
+PROCESSES = (ROUTER, PREFILL, WORKER)
+ASK_TIMEOUT_S = 5.0
+SEND_S = 0.2  # how often spans are sent here, where the SDK's own is 5 s: a group's are sent before the next begins
+SHARE = 0.1  # of requests traced, that the result is for
+ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
+TRACED, UNTRACED, WITHOUT, CONTROL = "traced", "not traced", "without telemetry", "another one without"
+LOADS = 5  # measurements of what a request takes under load
+AT_ONCE = 50  # requests whose spans are sent together, in what is measured by itself
+SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rounds` of groups of `requests`, one after another, of `few` tokens each, whose number spans do not depend on.
+    Under load `streams` at once send `requests` each, of `tokens`. All prompts have `prompt` tokens."""
+
+    rounds: int = 60
+    requests: int = 20
+    few: int = 4
+    streams: int = 8
+    prompt: int = 64
+    tokens: int = 64
+
+    @property
+    def ticks(self) -> int:
+        return 3
+
+
+class _Receiver:
+    """Takes what is exported and reads none of it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(OTLP, {"Export": grpc.unary_unary_rpc_method_handler(self._export)})
+
+    async def _export(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        self.bytes += len(request)
+        return b""
+
+
+class _Cluster:
+    """One router, one prefill and one decode worker, and the channels to it."""
+
+    def __init__(self, local: Local, vocab: int, prompt: int) -> None:
+        address = local.address(ROUTER)
+        self.address = address
+        self.ways = {sampled: _Traced(address, vocab, prompt, sampled) for sampled in (False, True)}
+        self._pids = [local.pid(process) for process in PROCESSES]
+
+    def cpu(self) -> float:
+        return sum(map(cpu_seconds, self._pids))
+
+    async def close(self) -> None:
+        for way in self.ways.values():
+            await way.channel.close()
+
+
+class _Traced(Through):
+    """Whose caller has decided whether it is traced."""
+
+    def __init__(self, address: str, vocab: int, prompt: int, sampled: bool) -> None:
+        super().__init__(address, vocab, prompt)
+        self._flags = f"{sampled:02x}"
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        return (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{self._flags}"),)
+
+
+def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
+    """`model` is a checkpoint folder, `vocab` the token ids that its tokenizer knows. Raises InternalError when the
+    spans of the traced requests did not come, so that nothing would have been measured."""
+    return asyncio.run(_run(model, vocab, plan, tick))
+
+
+async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
+    tick("starting three clusters")
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    about = {"otlp_endpoint": endpoint, "trace_ratio": 0.0, "metrics_port": 0}
+    shared = {"model": model, "kv_blocks": 512}
+    often = {"OTEL_BSP_SCHEDULE_DELAY": f"{SEND_S * 1e3:.0f}"}  # ms
+    with Local(**shared) as off, Local(**shared) as other, Local(**shared, **about) as on:
+        sides = (on, off, other)
+        for local in sides:
+            local.launch("router", ROUTER, environment=often)
+            local.launch("prefill", PREFILL, environment=often)
+            local.launch("decode", WORKER, environment=often)
+        async with _receiver(port) as receiver:  # not before: gRPC and a fork do not go together
+            for local in sides:
+                await asyncio.to_thread(local.wait_seen, ROUTER, 2)
+            clusters = [_Cluster(local, vocab, plan.prompt) for local in sides]
+            try:
+                tick(f"{plan.rounds} rounds of {plan.requests} requests of each kind")
+                found = await _rounds(clusters[0], clusters[1], clusters[2], plan)
+                came = [receiver.bytes]
+                tick(f"requests of {plan.streams} streams, questions for metrics, and spans by themselves")
+                under_load = await _under_load(clusters[1], plan)
+                asked = await _asked(clusters[0], plan)
+                spans = await _spans(endpoint, plan)
+                came.append(receiver.bytes)
+            finally:
+                for cluster in clusters:
+                    await cluster.close()
+    if not 0 < came[0] == came[1]:
+        raise InternalError(f"{came} bytes of spans came: of the traced requests, and in all")
+    return _section(found, under_load, asked, spans, came[0], plan)
+
+
+def _section(
+    found: dict[str, list[float]],
+    under_load: list[float],
+    asked: list[float],
+    spans: list[float],
+    sent: int,
+    plan: Plan,
+) -> Section:
+    request_s, busy_s = Spread.of(under_load).median, ASKED_S * len(os.sched_getaffinity(0))
+    more = {  # CPU seconds of what, and of how many seconds they are a share
+        f"{TRACED} / {UNTRACED}, the same cluster": (_less(found[TRACED], found[UNTRACED]), request_s),
+        f"{UNTRACED} / {WITHOUT}": (_less(found[UNTRACED], found[WITHOUT]), request_s),
+        f"control: {CONTROL} / {WITHOUT}": (_less(found[CONTROL], found[WITHOUT]), request_s),
+        f"{UNTRACED} / {WITHOUT}, its spans by themselves": (spans, request_s),
+        f"metrics asked for every {ASKED_S:.0f} s, of busy cores": (asked, busy_s),
+    }
+    rows = [
+        Row(name, Spread.of([1 + one / whole for one in seconds]), {"CPU": (Spread.of(seconds), "s")})
+        for name, (seconds, whole) in more.items()
+    ]
+    traced, _, _, nobody, questions = (
+        [share / whole for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, whole in more.values()
+    )
+    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, nobody, questions, strict=True))
+    notes = [
+        f"with {SHARE:.0%} of the requests traced: {middle:.2%} of the CPU of requests under load, {low:.2%} to"
+        f" {high:.2%} (first, fourth and fifth row, 95 % intervals of their medians)",
+        *(
+            f"{name}: 95 % interval of the median {1 + low / whole:.4f} to {1 + high / whole:.4f}"
+            for name, (seconds, whole) in more.items()
+            for low, high in [sure(seconds)]
+        ),
+        f"a request under load, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out:"
+        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(found[WITHOUT]).median:.4f} s",
+        f"{sent} bytes of spans came over OTLP; the demo model, prefill/decode",
+    ]
+    return Section("What telemetry costs", "CPU for a request, with / without", rows, notes)
+
+
+def _less(these: list[float], those: list[float]) -> list[float]:
+    return [one - other for one, other in zip(these, those, strict=True)]
+
+
+@asynccontextmanager
+async def _receiver(port: int) -> AsyncIterator[_Receiver]:
+    receiver, server = _Receiver(), grpc.aio.server()
+    server.add_generic_rpc_handlers((receiver.handler(),))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield receiver
+    finally:
+        await server.stop(None)
+
+
+async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[float]]:
+    """CPU seconds for a request, of each kind in each round."""
+    kinds = {TRACED: (on, True), UNTRACED: (on, False), WITHOUT: (off, False), CONTROL: (other, False)}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(plan.rounds + 1):
+        for name, (cluster, sampled) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
+            before = cluster.cpu()
+            for _ in range(plan.requests):
+                await cluster.ways[sampled].stream(plan.few)
+            await asyncio.sleep(2 * SEND_S)  # until the spans of this group are sent, whose work is of this group, too
+            if number:  # the first one warms up
+                found[name].append((cluster.cpu() - before) / plan.requests)
+    return found
+
+
+async def _under_load(cluster: _Cluster, plan: Plan) -> list[float]:
+    """CPU seconds for a request while `streams` have one each."""
+
+    async def stream() -> None:
+        for _ in range(plan.requests):
+            await cluster.ways[False].stream(plan.tokens)
+
+    found = []
+    for _ in range(LOADS):
+        before = cluster.cpu()
+        await asyncio.gather(*(stream() for _ in range(plan.streams)))
+        found.append((cluster.cpu() - before) / (plan.streams * plan.requests))
+    return found
+
+
+async def _asked(cluster: _Cluster, plan: Plan) -> list[float]:
+    """CPU seconds of asking all its processes for their metrics once."""
+    async with AsyncClient(cluster.address) as client:
+        addresses = [worker.metrics_address for worker in (await client.workers()).workers if worker.metrics_address]
+    found = []
+    for _ in range(plan.rounds):
+        before = cluster.cpu()
+        await asyncio.gather(*(asyncio.to_thread(_ask, address) for address in addresses))
+        found.append(cluster.cpu() - before)
+    return found
+
+
+def _ask(address: str) -> None:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=ASK_TIMEOUT_S) as answer:
+        answer.read()
+
+
+async def _spans(endpoint: str, plan: Plan) -> list[float]:
+    """CPU seconds of the spans of one request that nobody traces, in its three processes, made in this one."""
+    settings = Settings(model="bench", otlp_endpoint=endpoint, trace_ratio=0.0)
+    header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"),)
+    found = []
+    for _ in range(plan.rounds):
+        tracing = of_process(settings, "router", "bench")
+        before = process_time()
+        for _ in range(AT_ONCE):
+            for parts in SPANS:
+                with tracing.serve("request", lambda: header, {"bench.parts": parts}) as span:
+                    for number in range(parts):
+                        span.phase(f"phase {number}", monotonic(), 0.001)
+        found.append((process_time() - before) / AT_ONCE)
+        await asyncio.to_thread(tracing.close)
+    return found

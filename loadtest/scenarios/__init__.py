@@ -1,0 +1,1 @@
+"""Measurements of a whole cluster under load, abuse and faults."""

@@ -1,0 +1,235 @@
+"""Latency of a client that keeps to its limits, during each abuse by another client.
+
+Starts a cluster on this machine with two tenants. `polite` requests eight tokens over gRPC, again and again. `greedy`,
+a process of its own, does one thing at a time:
+
+    body          posts bodies of 4 MiB, {"messages":[0,0,...]}, one after another on one connection
+    undecodable   keeps 16 requests in progress, of 1,900 tokens each that never become text
+    idle          holds 500 HTTP connections open and sends nothing
+
+Each is measured `--rounds` times for `--seconds`, in turn with an equal time without it; for `undecodable`, greedy has
+as many requests of ordinary text in progress in that time. Prints the 99th percentile of polite's requests without and
+with the abuse, and their ratio. Exits with 1 if a request of polite failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from cluster.local_cluster import LocalCluster
+from loadtest.harness.demo_model import DEMO
+from loadtest.harness.options import Rounds, Seconds, names
+from loadtest.harness.stats import percentile
+from loadtest.scenarios.flood import GREEDY, POLITE, served
+from tandem import settings
+
+BODY_BYTES = 4 * 1024 * 1024
+UNDECODABLE = 227  # the demo model's token for the byte 0x80, which begins no code point
+TEXT = 66  # and one for a letter
+REQUESTS, TOKENS = 16, 1900
+CONNECTIONS = 500
+START_S = 60.0
+BEGUN = b"begun\n"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Of a cluster: its address for gRPC, and for HTTP with the path."""
+
+    grpc: str
+    http: str
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        parts = urlsplit(self.http)
+        return await asyncio.open_connection(parts.hostname, parts.port)
+
+
+# ---- what greedy does, until it is cancelled; `found` counts what became of it
+
+
+async def body(target: Target, found: Counter[str]) -> None:
+    zeros = b'{"messages":[' + b",".join([b"0"] * ((BODY_BYTES - 20) // 2)) + b"]}"
+    while True:
+        await post(target, "/v1/chat/completions", zeros, found)
+
+
+async def text(target: Target, found: Counter[str]) -> None:
+    await tokens(target, found, TEXT)
+
+
+async def undecodable(target: Target, found: Counter[str]) -> None:
+    await tokens(target, found, UNDECODABLE)
+
+
+async def tokens(target: Target, found: Counter[str], token: int) -> None:
+    """The one token, again and again, of as many requests as are allowed."""
+    asked = {"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    asked["logit_bias"] = {str(token): 100}
+
+    async def keep_on() -> None:
+        while True:
+            await post(target, "/v1/completions", json.dumps(asked).encode(), found)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(REQUESTS):
+            tasks.create_task(keep_on())
+
+
+async def idle(target: Target, found: Counter[str]) -> None:
+    async def hold() -> None:
+        while True:
+            reader, writer = await target.connect()
+            found["opened"] += 1
+            await reader.read()  # until the server closes it
+            found["closed"] += 1
+            writer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CONNECTIONS):
+            tasks.create_task(hold())
+
+
+async def post(target: Target, path: str, content: bytes, found: Counter[str]) -> None:
+    """One request on a connection of its own, answered to its end; counts its status."""
+    reader, writer = await target.connect()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {GREEDY}\r\n"
+    writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+    try:
+        status = (await reader.readline()).split()
+        found[status[1].decode() if len(status) > 1 else "closed"] += 1
+        while await reader.read(2**16):
+            pass
+    except ConnectionError:
+        found["closed"] += 1
+    finally:
+        writer.close()
+
+
+Abuse = Callable[[Target, Counter[str]], Awaitable[None]]
+ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle}
+FAIR: dict[str, Abuse] = {"text": text}
+INSTEAD = {"undecodable": "text"}  # what greedy does while the abuse is not measured; else nothing
+
+
+async def be_greedy(name: str, target: Target) -> None:
+    """Until the standard input ends. Says when it has begun, and in the end what became of it."""
+    found: Counter[str] = Counter()
+    abusing = asyncio.ensure_future((ABUSES | FAIR)[name](target, found))
+    await asyncio.wait([abusing], timeout=1.0)  # it has its connections and requests by then
+    sys.stdout.buffer.write(BEGUN)
+    sys.stdout.flush()
+    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    await asyncio.wait([abusing, ended], return_when=asyncio.FIRST_COMPLETED)
+    if abusing.done():
+        abusing.result()
+    abusing.cancel()
+    print(", ".join(f"{count} {what}" for what, count in found.most_common()))
+
+
+@asynccontextmanager
+async def greedy(name: str, target: Target, said: list[str]) -> AsyncIterator[None]:
+    """A process that does it until the block ends; what it says in the end is appended to `said`."""
+    command = [sys.executable, "-m", "loadtest", "abuse", "--greedy", name, target.grpc, target.http]
+    async with beside(command, said):
+        yield
+
+
+@asynccontextmanager
+async def beside(command: list[str], said: list[str]) -> AsyncIterator[None]:
+    """A process that has printed BEGUN, until the block ends; its last words are appended to `said`."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            begun = await process.stdout.readline()
+        if begun != BEGUN:
+            raise RuntimeError(f"{command} ended before it had begun")
+        yield
+    finally:
+        if process.returncode is None:
+            try:
+                last, _ = await asyncio.wait_for(process.communicate(b""), START_S)
+                said.append(last.decode().strip())
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+
+# ---- what polite has of it
+
+
+@dataclass
+class Measured:
+    """Polite's requests, in seconds."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    async def measure(self, target: Target, seconds: float) -> None:
+        async with served(target.grpc) as polite:
+            await asyncio.sleep(seconds)
+        self.seconds += polite.kept
+        self.failed += polite.failed
+
+    @property
+    def p99(self) -> float:
+        return percentile(self.seconds, 0.99)
+
+
+async def compare(name: str, target: Target, rounds: int, seconds: float) -> int:
+    """Prints a row. Returns how many of polite's requests failed."""
+    without, during, said = Measured(), Measured(), list[str]()
+    for _ in range(rounds):
+        async with greedy(INSTEAD[name], target, []) if name in INSTEAD else nullcontext():
+            await without.measure(target, seconds)
+        async with greedy(name, target, said):
+            await during.measure(target, seconds)
+    columns = [f"{name:>12}"]
+    for one in (without, during):
+        columns.append(f"{len(one.seconds):>6} {1000 * median(one.seconds):7.1f} {1000 * one.p99:7.1f}")
+    print("  ".join([*columns, f"{during.p99 / without.p99:5.2f}   greedy: {said[-1]}"]), flush=True)
+    for reason, count in (without.failed + during.failed).items():
+        print(f"{'':>12}  failed: {count} {reason}", flush=True)
+    return (without.failed + during.failed).total()
+
+
+async def run(target: Target, names: list[str], rounds: int, seconds: float) -> int:
+    """Returns how many of polite's requests failed."""
+    print(f"{'':>12}  {'without p50':>14} {'p99 ms':>7}  {'with p50':>14} {'p99 ms':>7}  ratio", flush=True)
+    await Measured().measure(target, 2.0)  # what is slow once
+    return sum([await compare(name, target, rounds, seconds) for name in names])
+
+
+def main(
+    seconds: Seconds = 10.0,
+    rounds: Rounds = 3,
+    only: Annotated[str, typer.Option(metavar="ABUSE,...", help="Abuses to try.")] = ",".join(ABUSES),
+    greedy: Annotated[tuple[str, str, str] | None, typer.Option(hidden=True)] = None,
+) -> int:
+    if greedy:
+        name, *addresses = greedy
+        asyncio.run(be_greedy(name, Target(*addresses)))
+        return 0
+    abuses = list(names(only, ABUSES))
+    with tempfile.TemporaryDirectory(prefix="tandem-abuse-") as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text(f"greedy {GREEDY} requests=64\npolite {POLITE}\n")
+        given = settings.load(model=str(DEMO), port=0, http_port=0, api_keys=keys, kv_blocks=8192)
+        with LocalCluster(given, lambda line: print(line, file=sys.stderr)) as cluster:
+            target = Target(cluster.target, cluster.http)
+            return 1 if asyncio.run(run(target, abuses, rounds, seconds)) else 0

@@ -1,0 +1,216 @@
+"""The autoscaler compared with fixed pools: on the burst of a trace, and on streams and prompts that come and go.
+
+burst    The part of the trace around its highest peak (--since to --until, in its own seconds), its time stretched and
+         its lengths divided. First fixed pools with one decode worker, from --fixed prefill workers up or down until
+         the smallest pool that keeps the objective is known; a load that has already missed it is ended early. Then
+         the autoscaler, from --least prefill workers up to --most or that size. Worker-seconds are compared: the time
+         for which worker processes existed during the load, including start and drain, but without --spares, which
+         wait without a model or a device.
+streams  Long answers, then long prompts, then little: decode grows from 1 to 3 workers and back, which lends two to
+         prefill. No request may fail, and the answers must be those to the same prompts after the load.
+
+Workers are real processes with real engines of a tiny model, each slowed down to a device of the same speed
+(loadtest/scenarios/slow_device.py), so that several of them fit on a few cores. The report shows the cores in use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.harness.goodput import Objective
+from loadtest.harness.machine import conditions
+from loadtest.harness.options import Json, Tpot, Ttft, positive
+from loadtest.harness.random_checkpoints import make_checkpoint
+from loadtest.harness.report import failures, lines
+from loadtest.harness.stats import percentile
+from loadtest.loadgen import traces, workload
+from loadtest.loadgen.workload import Request
+from loadtest.scenarios.pool_bench import CHECKED, PoolBench, Run
+from loadtest.scenarios.slow_device import Device
+from tandem.errors import TandemError, Unavailable
+
+PEAK_S = 10.0
+MOST = 6  # prefill workers that are tried
+
+
+@dataclass(frozen=True)
+class Options:
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Azure's code trace; not for streams.")] = None
+    only: Annotated[
+        Literal["burst", "autoscaled", "streams"] | None, typer.Option(help="autoscaled: without fixed pools.")
+    ] = None
+    most: Annotated[
+        int | None,
+        typer.Option(metavar="P", help="Most prefill workers of the autoscaler; the smallest fixed pool's by default."),
+    ] = None
+    least: Annotated[int, typer.Option(metavar="P", help="And its fewest.")] = 1
+    spares: Annotated[int, typer.Option(metavar="N", help="Processes that wait for the autoscaler.")] = 0
+    since: Annotated[float, typer.Option(metavar="S", help="Beginning of the part of the trace.")] = 810.0
+    until: Annotated[float, typer.Option(metavar="S", help="And its end.")] = 900.0
+    stretch: Annotated[float, typer.Option(metavar="F", help="Multiplies its times.", callback=positive)] = 2.5
+    scale: Annotated[int, typer.Option(metavar="N", min=1, help="Divides its lengths.")] = 8
+    fixed: Annotated[int, typer.Option(metavar="P", min=1, help="Prefill workers that are tried first.")] = 3
+
+    def check(self) -> None:
+        """Raises BadParameter."""
+        if self.trace is None and self.only != "streams":
+            raise typer.BadParameter("burst needs a --trace")
+        if self.most is None and self.only == "autoscaled":
+            raise typer.BadParameter("without fixed pools, --most is needed")
+
+
+def burst(bench: PoolBench, given: Options, trace: Path, most: int | None) -> None:
+    """Fixed pools, and then the autoscaler up to the smallest of them that keeps the objective."""
+    whole = traces.read(trace)
+    part = [one for one in whole if given.since <= one.at < given.until]
+    moved = [Request((one.at - given.since) * given.stretch, one.input, one.output) for one in part]
+    requests, seconds = workload.scaled(moved, given.scale), (given.until - given.since) * given.stretch
+    over, within = (peak(one) / workload.mean_rate(one) for one in (whole, part))
+    bench.notes += [
+        f"{trace.name}: its 10 s peak is {over:.1f} times its mean; {within:.1f} times in the part from second"
+        f" {given.since:g} to {given.until:g}, which is taken",
+        f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
+    ]
+    if given.only == "autoscaled" and most:
+        sizes = bench.scaled(most, 1, given.least, given.spares)
+        bench.run(named(most, given.least), sizes, requests, seconds)
+        return
+    tried: dict[int, Run] = {}
+    size = given.fixed
+    while size not in tried:
+        run = bench.run(f"fixed, {size} prefill + 1 decode", bench.fixed(size, 1), requests, seconds, hopeless=True)
+        tried[size] = run
+        if not kept(run, bench.objective):
+            size += 1
+            if size > MOST:
+                raise Unavailable(f"{MOST} prefill workers do not keep the objective either")
+        elif size > 1:
+            size -= 1
+    best = min(one for one, run in tried.items() if kept(run, bench.objective))
+    most = most or best
+    scaled = bench.run(named(most, given.least), bench.scaled(most, 1, given.least, given.spares), requests, seconds)
+    fixed = tried[best]
+    share = 1 - scaled.worker_seconds / fixed.worker_seconds
+    told = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
+    bench.notes.append(
+        f"the smallest fixed pool that keeps the objective has {best} prefill workers and 1 decode worker;"
+        f" the autoscaled one {told} it, with {share:.0%} fewer worker-seconds"
+    )
+
+
+def named(most: int, least: int) -> str:
+    return f"autoscaled, {least} to {most} prefill + 1 decode"
+
+
+def streams(bench: PoolBench) -> None:
+    """Decode from 1 worker to 3 and back, with two of them in the prefill pool meanwhile."""
+    chance = workload.poisson
+    requests = sorted(
+        [
+            *(Request(at, 32, 150) for at in chance(3.2, 35.0, 1)),
+            *(Request(at, 200, 8) for at in chance(0.5, 130.0, 2)),
+            *(Request(55.0 + at, 600, 2) for at in chance(2.6, 30.0, 3)),
+        ],
+        key=lambda one: one.at,
+    )
+    given = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 30.0}
+    del given["slo_ttft_s"]  # no request is refused for being late
+    run = bench.run("streams", given, requests, 130.0, check=True)
+    whole = sum(one.state == "done" for one in run.load.counted)
+    bench.notes.append(
+        f"{run.flips} workers changed their pool; {whole} of {len(run.load.counted)} answers came whole;"
+        f" {run.differ} of {CHECKED} answers were others when asked for once more"
+    )
+
+
+def kept(run: Run, objective: Objective) -> bool:
+    return not run.ended_early and run.load.attainment(objective) >= objective.attainment
+
+
+def peak(requests: Sequence[Request]) -> float:
+    """Requests a second in the fullest 10 s."""
+    first, most = 0, 0
+    for last, one in enumerate(requests):
+        while one.at - requests[first].at >= PEAK_S:
+            first += 1
+        most = max(most, last + 1 - first)
+    return most / PEAK_S
+
+
+def table(runs: Sequence[Run], objective: Objective) -> Table:
+    found = Table(title_justify="left")
+    columns = ("pools", "kept", "TTFT p50", "p90", "worker-seconds", "most", "rejected", "failed", "cores p50", "p95")
+    for column in columns:
+        found.add_column(column, justify="left" if column == "pools" else "right")
+    for run in runs:
+        times = run.load.values("ttft") or [0.0]
+        cells = [
+            run.name,
+            "no, ended early" if run.ended_early else f"{run.load.attainment(objective):.1%}",
+            f"{percentile(times, 0.5):.2f} s",
+            f"{percentile(times, 0.9):.2f} s",
+            "" if run.ended_early else f"{run.worker_seconds:.0f}",
+            str(max((count for _, count in run.sizes), default=0)),
+            str(run.load.count("rejected")),
+            str(run.load.count("failed") + run.load.count("unfinished")),
+            f"{percentile(run.cores[1:] or [0.0], 0.5):.2f}",
+            f"{percentile(run.cores[1:] or [0.0], 0.95):.2f}",
+        ]
+        found.add_row(*cells)
+    return found
+
+
+def main(
+    options: Options,
+    hold: Annotated[float, typer.Option(metavar="S", help="autoscale_hold_s.")] = 15.0,
+    rate: Annotated[float, typer.Option(metavar="R", help="Prompt tokens/s of a device.")] = Device.prompt_rate,
+    ttft: Ttft = 8.0,
+    tpot: Tpot = 0.2,
+    results: Json = None,
+) -> int:
+    options.check()
+    objective, device = Objective(ttft, tpot), Device(prompt_rate=rate)
+    code = 0
+    with tempfile.TemporaryDirectory(prefix="tandem-burst-") as folder:
+        bench = PoolBench(make_checkpoint(Path(folder) / "model", "tiny-llama"), device, objective, hold)
+        try:
+            if options.trace and options.only != "streams":
+                burst(bench, options, options.trace, options.most)
+            if options.only in (None, "streams"):
+                streams(bench)
+        except TandemError as error:  # what was measured before is shown all the same
+            print(f"error: {error.message}", file=sys.stderr)
+            code = 1
+        except KeyboardInterrupt:
+            print("stopped; nothing was left running", file=sys.stderr)
+            code = 130
+    show(bench, objective)
+    if results:
+        told = {"notes": bench.notes, "conditions": conditions(), "objective": asdict(objective)}
+        runs = [{**asdict(run), "worker_seconds": run.worker_seconds} for run in bench.runs]
+        results.write_text(json.dumps({**told, "device": asdict(device), "runs": runs}) + "\n")
+    return code
+
+
+def show(bench: PoolBench, objective: Objective) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console.print(table(bench.runs, objective))
+    for run in bench.runs:
+        for line in lines([run.load], objective):
+            console.print(line, markup=False)
+        console.print(f"    pools: {', '.join(f'{at:.0f} s {sizes}' for at, sizes in run.pools)}", markup=False)
+        console.print(f"    requests by worker: {run.where}", markup=False)
+        for count, why in failures([run.load]):
+            console.print(f"    {count} times: {why}", markup=False)
+    for note in bench.notes:
+        console.print(note, markup=False)

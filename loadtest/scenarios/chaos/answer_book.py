@@ -1,0 +1,132 @@
+"""The book: requests whose answers are known, and what a client has received so far."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tandem.results import Piece
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "many": {"type": "integer"}}}
+LENGTHS = (4, 8, 8, 40, 120)  # of answers, in tokens
+PROMPTS = (3, 40, 150, 300)
+
+
+def book(chance: random.Random, count: int) -> list[dict[str, Any]]:
+    """So many requests: what `AsyncClient.stream` takes. Each has a seed, so each has one answer."""
+    texts = ["Return the", "Create a new", "Raised when", "class Queue:", "import os\n", "5 6 7"]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.95},
+        {"temperature": 1.1, "top_k": 40, "min_p": 0.02},
+        {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+        {"temperature": 0.7, "logit_bias": {11: 2.0, 12: -100.0}, "min_tokens": 4},
+        {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 1.0, "n": 3},
+        {"temperature": 0.8, "n": 2, "logprobs": 1, "stop": ["the", "\n\n"]},
+        {"temperature": 1.0, "stop": [" a", "ing"], "include_stop": True},
+        {"temperature": 1.0, "grammar": {"regex": "[a-z ]{30,90}"}},
+        {"temperature": 1.0, "grammar": {"json_schema": SCHEMA}},
+        {"temperature": 0.9, "cache_salt": "mine"},
+    ]
+    found = []
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        request = {"max_tokens": chance.choice(LENGTHS), "seed": number, **kind}
+        request["ignore_eos"] = chance.random() < 0.5 and "grammar" not in kind
+        match chance.randrange(3):
+            case 0:
+                request["prompt"] = chance.choice(texts)
+            case 1:
+                request["messages"] = [{"role": "user", "content": f"What does {chance.choice(texts)} do?"}]
+            case _:
+                request["prompt"] = chance.choices(range(2, 2048), k=chance.choice(PROMPTS))
+        found.append(request)
+    return found
+
+
+def weights(requests: list[dict[str, Any]]) -> list[float]:
+    """How often each is asked for: in inverse proportion to what it costs, so that most requests are short and the
+    cluster is as busy with long ones as with short ones."""
+
+    def cost(request: dict[str, Any]) -> float:
+        prompt = request.get("prompt", "")
+        read = len(prompt) if isinstance(prompt, list) else 16
+        return 8.0 + float(request["max_tokens"] * request.get("n", 1)) + read / 8
+
+    return [1 / cost(request) for request in requests]
+
+
+@dataclass
+class Choice:
+    """One completion, as far as it came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Answer:
+    """What a client has been told, and how it went."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, Choice] = {}
+        self.attempts = 1
+        self.job = False  # it was taken as one
+        self.workers: list[tuple[str, str]] = []  # prefill and decode worker of each receipt
+
+    def add(self, piece: Piece) -> None:
+        choice = self.choices.setdefault(piece.choice, Choice())
+        choice.token_ids += piece.token_ids
+        choice.text += piece.text
+        choice.logprobs += piece.logprobs or []
+        choice.prompt_logprobs += piece.prompt_logprobs or []
+        choice.finish_reason = piece.finish_reason or choice.finish_reason
+        if piece.receipt:
+            self.attempts = max(self.attempts, piece.receipt.attempts)
+            self.workers.append((piece.receipt.prefill_worker, piece.receipt.decode_worker))
+
+    def same(self, other: Answer) -> bool:
+        return self.choices == other.choices
+
+    def begins(self, whole: Answer) -> bool:
+        """Whether all of it stands at the beginning of another one."""
+        return all(
+            (of := whole.choices.get(number)) is not None
+            and of.token_ids[: len(one.token_ids)] == one.token_ids
+            and of.text.startswith(one.text)
+            and of.logprobs[: len(one.logprobs)] == one.logprobs
+            for number, one in self.choices.items()
+        )
+
+
+def difference(said: Answer, whole: Answer) -> str:
+    for number, right in whole.choices.items():
+        one = said.choices.get(number, Choice())
+        for name, wanted in asdict(right).items():
+            if (got := getattr(one, name)) != wanted:
+                return f"choice {number}, {name}: {got!r:.300} instead of {wanted!r:.300}"
+    return f"choices {sorted(said.choices)} instead of {sorted(whole.choices)}"
+
+
+def violation(said: Answer, whole: Answer) -> str:
+    """Of an answer that differs: "lost" (only the beginning came), "duplicated" (everything came and then more, or a
+    part of it twice) or "corrupt"."""
+    if said.begins(whole):
+        return "lost"
+    for number, one in said.choices.items():
+        right = whole.choices.get(number, Choice()).token_ids
+        if len(one.token_ids) > len(right) or _repeats(one.token_ids, right):
+            return "duplicated"
+    return "corrupt"
+
+
+def _repeats(said: list[int], right: list[int]) -> bool:
+    """Whether a run of tokens came twice, and all others as they should."""
+    at = next((place for place, (a, b) in enumerate(zip(said, right, strict=False)) if a != b), None)
+    return at is not None and any(
+        said[at : at + 4] == right[back : back + len(said[at : at + 4])] for back in range(at)
+    )

@@ -1,0 +1,132 @@
+"""Failed workers: when a fault struck each, and when the supervisor or a router noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from time import monotonic
+from typing import Any
+
+from loadtest.harness.processes import Process
+from loadtest.scenarios.chaos.tally import Detection, Tally
+from tandem.async_client import AsyncClient
+from tandem.cluster_results import Worker
+from tandem.errors import DeadlineExceeded, TandemError
+
+KNOWN_S = 30.0  # a failure that is unknown after so long is ended from outside, and counted as undetected
+LOOK_S = 0.05
+
+
+class FailureWatch:
+    """Of one cluster. It also keeps the tasks that go on after the fault that began them."""
+
+    def __init__(self, process: Process, target: str, tally: Tally) -> None:
+        self._process, self._target, self._tally = process, target, tally
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._asking: AsyncClient | None = None  # for what a router sees, many times a second
+        self._seen: list[Worker] | None = None  # the last of it; None where that router did not answer
+        self._hurt: dict[tuple[str, str], float] = {}  # id and incarnation of workers out of order, and until when
+
+    async def over(self) -> None:
+        """Until every fault is over."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def later(self, what: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def follow(self) -> None:
+        """Notes what the supervisor says of its workers, until cancelled."""
+        while True:
+            try:
+                line = await asyncio.to_thread(self._process.line, "event ", 1.0)
+            except DeadlineExceeded:
+                continue
+            event = json.loads(line)
+            if event["kind"] in ("died", "failed", "stopped"):
+                for one in self._tally.detections:
+                    if not one.by and one.worker_id == event["worker_id"] and event["at"] >= one.at:
+                        one.known_at, one.by = event["at"], "supervisor"
+
+    async def sample(self) -> None:
+        """Looks at what a router sees, until cancelled, and notes when a pool has no worker in order: then no stream
+        can go on."""
+        try:
+            while True:
+                before = monotonic()
+                await asyncio.sleep(LOOK_S)
+                self._seen, now = await self._ask(), monotonic()
+                if self._seen is not None:  # else the router that was asked is out of order itself
+                    fit = {worker.role for worker in self._seen if self._in_order(worker, now)}
+                    self._tally.look(before, now, in_order=fit >= {"prefill", "decode"})
+        finally:
+            if self._asking is not None:
+                await self._asking.close()
+
+    def detect(
+        self, kind: str, fault: str, worker: Worker, at: float, recover: Callable[[], None] | None = None
+    ) -> None:
+        one = Detection(kind, fault, worker.worker_id, worker.incarnation, at)
+        self._tally.detections.append(one)
+        self.later(self._known(one, recover))
+
+    async def _known(self, one: Detection, recover: Callable[[], None] | None) -> None:
+        """Asks a router for its workers until this one is not ready there, or the supervisor has said that it ended.
+        One that cannot recover by itself and is ready after KNOWN_S is a violation, and recovers from outside."""
+        while True:
+            ready, now = self._ready(one), monotonic()
+            if ready is False and one.known_at is None:
+                one.known_at, one.by = now, "router"
+            if one.by == "supervisor" or (one.by and not recover):
+                return
+            if now > one.at + KNOWN_S and (ready is not None or now > one.at + 2 * KNOWN_S):
+                break
+            await asyncio.sleep(LOOK_S if one.known_at is None else 1.0)
+        if ready or one.known_at is None:
+            self._tally.violate("undetected", f"{one.fault} of {one.worker_id}: after {now - one.at:.0f} s it is ready")
+            if recover:
+                one.known_at, one.by = None, "nobody"
+                recover()
+
+    def _ready(self, one: Detection) -> bool | None:
+        """Whether a router takes this life of the worker for ready; None where no router or no worker is seen."""
+        states = {_life(worker): worker.state for worker in self._seen or []}
+        return states.get((one.worker_id, one.incarnation)) == "ready" if states else None
+
+    async def _ask(self) -> list[Worker] | None:
+        """The workers that a router sees; None where none answers within a second."""
+        try:
+            async with asyncio.timeout(1.0):
+                if self._asking is None:
+                    self._asking = AsyncClient(self._target)
+                return (await self._asking.workers()).workers
+        except (TandemError, TimeoutError):
+            asking, self._asking = self._asking, None  # the next one may be another router
+            if asking is not None:
+                await asking.close()
+            return None
+
+    def detect_while(self, worker: Worker, fault: str, at: float, seconds: float) -> None:
+        """One that comes back meanwhile is ready again, so it is looked at only as long as it hangs."""
+        one = Detection("hang", fault, worker.worker_id, worker.incarnation, at)
+        self._tally.detections.append(one)
+
+        async def look() -> None:
+            task = asyncio.create_task(self._known(one, None))
+            await asyncio.wait({task}, timeout=seconds)
+            task.cancel()
+
+        self.later(look())
+
+    def _in_order(self, worker: Worker, now: float) -> bool:
+        return worker.state == "ready" and now > self._hurt.get(_life(worker), 0.0)
+
+    def out_of_order(self, worker: Worker, until: float) -> None:
+        self._hurt[_life(worker)] = max(until, self._hurt.get(_life(worker), 0.0))
+
+
+def _life(worker: Worker) -> tuple[str, str]:
+    return worker.worker_id, worker.incarnation

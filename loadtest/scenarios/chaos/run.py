@@ -1,0 +1,278 @@
+"""Random faults under load: no answer may differ by a token.
+
+Starts `tandem up` with two routers, two prefill and two decode workers of the demo model, with so few KV blocks that
+streams are preempted. A book of requests (greedy, sampled, penalties, log probabilities, grammars, stop strings, n > 1,
+chats) is answered twice without faults, both times equally. Then, for `--minutes` or until `--requests-total` requests
+were answered, `--at-once` clients send requests of the book, short ones more often than long ones, as streams and as
+jobs, and some disconnect before the end; and about every `--every` seconds one fault strikes the cluster:
+
+    kill             SIGKILL to a prefill or decode worker or a router
+    pool             SIGKILL to all workers of a pool
+    freeze           SIGSTOP to one process for up to 10 s: it may be declared dead, and come back
+    hiccup           SIGSTOP to a worker for 1 to 4 s
+    registry         SIGKILL to Valkey, or SIGSTOP for up to 4 s
+    registry-flap    12 SIGKILLs to Valkey, each as soon as it is back
+    supervisor       SIGKILL to the supervisor
+    two-supervisors  another `tandem up` with the same registry and cluster name, which must be refused
+    drain            one worker is drained
+    scale            a pool is scaled to 1 to 3 workers
+    kv-silent        the KV plane of one worker makes no progress for 5 to 25 s, while gRPC works
+    kv-errors        one transfer in four fails, at the post or at completion, for 10 s
+    step-fails       one step of an engine raises an error, such as out of memory
+    step-hangs       one step of an engine never returns
+    transport-dies   the thread that owns a NIXL agent ends or hangs
+    poison           a request that kills every worker that computes it, which must end as KILLS_WORKERS
+
+loadtest/scenarios/chaos/injector.py strikes inside workers. A fault that was not seen to strike does not count.
+
+An answer with status OK must equal the book's: each token, log probability and letter of each choice. A failed one must
+have one of the statuses that a lost process may cause, and what was received must be the beginning of the book's. No
+job may fail, except one whose registry was killed (the embedded Valkey stores nothing on disk). INTERNAL is for poison
+alone, not for requests that run together with it. Then the load goes on for `--calm`
+seconds without faults, in which the workers of each pool must share it evenly again. At the end all workers are back,
+the book is answered as before, the ledgers balance with nothing held, and no process is left. Exits with 1 otherwise.
+
+The same seed gives the same requests and faults in the same order; their coincidence is left to timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Annotated
+
+import psutil
+import typer
+
+from loadtest.harness.demo_model import DEMO
+from loadtest.harness.options import AtOnce, Json, Quick, Seed, names, positive
+from loadtest.harness.processes import Process
+from loadtest.harness.stats import sparkline
+from loadtest.scenarios.chaos.answer_book import Answer, book
+from loadtest.scenarios.chaos.book_clients import answered, lane
+from loadtest.scenarios.chaos.faults import FAULTS, Faults, environment
+from loadtest.scenarios.chaos.tally import Tally
+from tandem.async_client import AsyncClient
+from tandem.errors import InternalError, TandemError
+
+POOLS = {"router": 2, "prefill": 2, "decode": 2}
+SETTINGS: dict[str, object] = {
+    "model": DEMO,
+    "port": 0,
+    **{f"{role}s" if role == "router" else role: count for role, count in POOLS.items()},
+    "cluster_token": "of-the-chaos-run-only",
+    "dtype": "float32",
+    "threads": 1,
+    "kv_blocks": 96,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "speculation": "ngram",
+    "local_prefill": "never",  # the demo's prompts are so short that hardly one would be moved otherwise
+    "drain_grace_s": 5,
+}
+START_S = 400.0  # of the cluster
+BACK_S = 120.0  # until everything is there again, at the end
+SPAN_S = 10.0  # of one bar in the picture of answers
+MOST_WRONG = 20  # then the run ends
+
+
+@contextmanager
+def up(settings: dict[str, object], sockets: Path, tally: Tally) -> Iterator[tuple[Process, str, str]]:
+    """`tandem up`, where its routers listen, and its registry. A process that outlives it is leaked."""
+    process = Process(["loadtest.scenarios.chaos.chaos_cluster"], environment(settings, sockets))
+    whole: list[psutil.Process] = []
+    try:
+        registry = process.line("registry ", START_S)
+        yield process, process.line("ready "), registry
+        whole = psutil.Process(process.popen.pid).children(recursive=True)
+    finally:
+        process.stop(BACK_S)
+    left = [one for one in whole if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    if left:
+        tally.violate("leaked", f"processes are left: {left}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    minutes: Annotated[float, typer.Option(metavar="N", help="Length of the run.", callback=positive)] = 10.0
+    requests_total: Annotated[int | None, typer.Option(metavar="N", help="Answered, instead of --minutes.")] = None
+    seed: Seed = 1
+    at_once: AtOnce = 12
+    requests: Annotated[int, typer.Option(metavar="N", min=1, help="In the book.")] = 48
+    every: Annotated[float, typer.Option(metavar="S", help="From one fault to the next.", callback=positive)] = 4.0
+    calm: Annotated[float, typer.Option(metavar="S", help="Of load without faults at the end.")] = 30.0
+
+
+class Run:
+    """One chaos run against one cluster."""
+
+    def __init__(
+        self, cluster: Faults, plan: Plan, faults: Sequence[str], tally: Tally, say: Callable[[str], None]
+    ) -> None:
+        self._cluster, self._plan, self._faults, self._tally, self._say = cluster, plan, faults, tally, say
+        self._chance = random.Random(plan.seed)
+        self._requests = book(self._chance, plan.requests)
+        self._whole: list[Answer] = []
+        self._lanes: list[asyncio.Task[None]] = []
+        self._began = 0.0
+
+    async def run(self) -> None:
+        plan, tally = self._plan, self._tally
+        await self._read_book()
+        limit = f"{plan.requests_total} requests" if plan.requests_total else f"{plan.minutes:g} minutes"
+        self._say(f"{limit} with faults, {plan.at_once} clients")
+        self._began = monotonic()
+        async with AsyncExitStack() as stack:
+            for number in range(plan.at_once):
+                chance = random.Random(f"{plan.seed}/{number}")
+                asked = lane(self._cluster.target, self._requests, self._whole, chance, tally)
+                self._lanes.append(asyncio.create_task(asked))
+            stack.push_async_callback(_cancelled, self._lanes)
+            watching = [
+                asyncio.create_task(self._cluster.watch.follow()),
+                asyncio.create_task(self._cluster.watch.sample()),
+            ]
+            stack.push_async_callback(_cancelled, watching)
+            self._lanes += watching  # have no end either
+            shown = 0
+            while self._goes_on():
+                await self._pause(self._chance.expovariate(1 / plan.every))
+                said = await self._cluster.harm(self._faults)
+                self._say(f"{said}  ({self._progress()})")
+                for text in tally.wrong[shown:]:
+                    self._say(f"wrong: {text}")
+                shown = len(tally.wrong)
+            await self._cluster.watch.over()
+            if plan.calm:
+                await self._calm()
+        if len(tally.wrong) < MOST_WRONG:
+            await self._check_the_end()
+        self._draw()
+
+    def _goes_on(self) -> bool:
+        done, now = self._tally.outcomes.total(), monotonic()
+        enough = done >= total if (total := self._plan.requests_total) else now > self._began + 60 * self._plan.minutes
+        return not enough and len(self._tally.wrong) < MOST_WRONG
+
+    def _progress(self) -> str:
+        done, seconds = self._tally.outcomes.total(), monotonic() - self._began
+        return f"{done} requests, {done / seconds:.0f} a second, {len(self._tally.wrong)} wrong"
+
+    async def _read_book(self) -> None:
+        self._say(f"the book: {len(self._requests)} requests, twice")
+        self._whole = await answered(self._cluster.target, self._requests)
+        again = await answered(self._cluster.target, self._requests)
+        if [one.choices for one in again] != [one.choices for one in self._whole]:
+            raise InternalError("the book's answers differ without a fault")
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.wait(self._lanes, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for one in self._lanes:
+            if one.done():
+                one.result()  # raises: a lane has no end
+
+    async def _calm(self) -> None:
+        """The load alone, since all workers are ready."""
+        over = monotonic()
+        self._tally.members = await ready_again(self._cluster.target)
+        self._tally.calm_since = monotonic()
+        self._say(f"no fault any more; all workers are ready after {monotonic() - over:.1f} s  ({self._progress()})")
+        await self._pause(self._plan.calm)
+
+    async def _check_the_end(self) -> None:
+        tally, target = self._tally, self._cluster.target
+        try:
+            await whole_again(target, self._say)
+        except InternalError as error:
+            tally.violate("leaked", error.message)
+            return
+        if [one.choices for one in await answered(target, self._requests)] != [one.choices for one in self._whole]:
+            tally.violate("corrupt", "the book's answers differ after it")
+
+    def _draw(self) -> None:
+        spans = [0] * (int((monotonic() - self._began) / SPAN_S) + 1)
+        for ended in self._tally.ended:
+            spans[int((ended - self._began) / SPAN_S)] += 1
+        self._say(f"answers in {SPAN_S:.0f} s, {min(spans)} to {max(spans)}: {sparkline(spans[-200:])}")
+
+
+async def ready_again(target: str) -> set[str]:
+    """Waits until each pool has its first size again, all ready; returns their ids. Raises InternalError."""
+    began, ready = monotonic(), Counter[str]()
+    while monotonic() < began + BACK_S:
+        with suppress(TandemError):
+            async with AsyncClient(target) as client:
+                await client.scale(prefill=POOLS["prefill"], decode=POOLS["decode"])
+                workers = [worker for worker in (await client.workers()).workers if worker.state == "ready"]
+                ready = Counter(worker.role for worker in workers)
+                if ready == POOLS:
+                    return {worker.worker_id for worker in workers}
+        await asyncio.sleep(0.25)
+    raise InternalError(f"{BACK_S:.0f} s after the last fault: {dict(ready)}")
+
+
+async def whole_again(target: str, say: Callable[[str], None]) -> None:
+    """Pools as at the start, everybody ready, nothing held. Raises InternalError."""
+    began = monotonic()
+    problem: object = "nothing was asked"
+    while monotonic() < began + BACK_S:
+        try:
+            async with AsyncClient(target) as client:
+                await client.scale(prefill=POOLS["prefill"], decode=POOLS["decode"])
+                ready = Counter(one.role for one in (await client.workers()).workers if one.state == "ready")
+                audit = await client.audit()
+            problem = dict(ready) if ready != POOLS else audit.to_dict()
+            if ready == POOLS and audit.balanced and not any(ledger.held for ledger in audit.ledgers):
+                say(f"all workers are ready, the ledgers balance, nothing is held, after {monotonic() - began:.1f} s")
+                return
+        except TandemError as error:
+            problem = error
+        await asyncio.sleep(0.25)
+    raise InternalError(f"{BACK_S:.0f} s after the last fault: {problem}")
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    for one in tasks:
+        one.cancel()
+    await asyncio.wait(tasks)
+
+
+def main(
+    plan: Plan,
+    only: Annotated[str, typer.Option(metavar="FAULT,...", help="Faults to try.")] = ",".join(FAULTS),
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Of the cluster.")] = None,
+    quick: Quick = False,
+    results: Json = None,
+) -> int:
+    if quick:
+        plan = replace(plan, minutes=0.2, requests=12, at_once=4, every=2.0, calm=0.0)
+    faults, tally, began = names(only, FAULTS), Tally(), monotonic()
+
+    def say(text: str) -> None:
+        print(f"{monotonic() - began:7.1f} s  {text}", flush=True)
+
+    chosen = {**SETTINGS, **dict(pair.partition("=")[::2] for pair in settings or ())}
+    say("starting two routers, two prefill and two decode workers")
+    try:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            with up(chosen, Path(folder), tally) as (process, target, registry):
+                chance = random.Random(f"{plan.seed}/faults")
+                cluster = Faults(process, target, registry, Path(folder), chosen, chance, tally)
+                asyncio.run(Run(cluster, plan, faults, tally, say).run())
+    finally:  # a run that is ended early, or that ended its cluster, tells what it saw until then
+        for line in tally.lines():
+            say(line)
+        if results:
+            results.write_text(json.dumps({"seed": plan.seed, **tally.to_dict()}, indent=1))
+        for wrong in tally.wrong:
+            print(f"error: {wrong}", file=sys.stderr)
+    return 1 if tally.wrong else 0

@@ -1,0 +1,129 @@
+"""Which adapter is in which slot of a worker's model, and how many requests use it.
+
+    held(name) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
+
+A slot is held by its requests from before their first block is reserved until their last one is dropped, so no adapter
+is replaced under a running request. A request that finds all slots in use waits, and no later request for an adapter
+overtakes it. Requests for the base model need no slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from engine.core.sequence import LoraSlot
+from engine.engine_thread import EngineThread
+from engine.loading import lora_loader
+from tandem.errors import Busy, NotFound
+from tandem.tasks import end
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    number: int
+    name: str = ""  # "": empty
+    users: int = 0
+    last_used: int = 0
+    loading: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.users and (self.loading is None or self.loading.done())
+
+    @property
+    def failed(self) -> bool:
+        done = self.loading is not None and self.loading.done()
+        return done and self.loading is not None and (self.loading.cancelled() or self.loading.exception() is not None)
+
+
+class AdapterSlots:
+    """Of one worker, on its event loop. `timeout_s` is how long a request may wait for a slot."""
+
+    def __init__(self, loop: EngineThread, timeout_s: float) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._lora = loop.engine.model.lora
+        self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
+        self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first served
+        self._freed = asyncio.Event()
+        self._uses = 0
+
+    def fingerprints(self) -> dict[str, bytes]:
+        return {name: one.fingerprint for name, one in self._lora.known.items()} if self._lora else {}
+
+    def fingerprint(self, name: str) -> bytes:
+        """Of the adapter as this worker found it when it started. Raises NotFound."""
+        known = self.fingerprints()
+        if name not in known:
+            raise NotFound(
+                f"there is no adapter {name!r:.140} on this worker", field="adapter", bound=", ".join(known) or "none"
+            )
+        return known[name]
+
+    @asynccontextmanager
+    async def held(self, name: str) -> AsyncIterator[LoraSlot | None]:
+        """The adapter in a slot of this worker's model until the block ends; None for the base, whose name is "".
+
+        Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder is not what it was.
+        """
+        if not name:
+            yield None
+            return
+        fingerprint = self.fingerprint(name)
+        slot = await self._take(name)
+        try:
+            if slot.loading is None:
+                slot.loading = asyncio.create_task(self._load(slot), name=f"load adapter {name}")
+                slot.loading.add_done_callback(lambda _: self._freed.set())
+            await asyncio.shield(slot.loading)  # a cancelled request does not cancel the load for others
+            yield LoraSlot(slot.number, fingerprint)
+        finally:
+            slot.users -= 1
+            self._uses += 1
+            slot.last_used = self._uses
+            self._freed.set()
+
+    async def close(self) -> None:
+        for slot in self._slots:
+            await end(slot.loading)
+
+    async def _take(self, name: str) -> _Slot:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._turn:
+                while (slot := self._find(name)) is None:
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError as error:
+            raise Busy(
+                f"all {len(self._slots)} adapter slots were in use for {self._timeout_s:g} s",
+                reason="NO_ADAPTER_SLOT",
+                retry_after=1.0,
+            ) from error
+        return slot
+
+    def _find(self, name: str) -> _Slot | None:
+        """A slot for one more user of this adapter."""
+        slot = next((slot for slot in self._slots if slot.name == name and not slot.failed), None)
+        if slot is None:
+            idle = [slot for slot in self._slots if slot.idle]
+            if not idle:
+                return None
+            slot = min(idle, key=lambda one: (one.name != "", one.last_used))
+            slot.name, slot.loading = name, None
+        slot.users += 1
+        return slot
+
+    async def _load(self, slot: _Slot) -> None:
+        assert self._lora is not None
+        lora, name = self._lora, slot.name
+        before = lora.slots[slot.number]
+        adapter = await asyncio.to_thread(lora_loader.read_again, lora.known[name])
+        await self._loop.call(lambda: lora.put(slot.number, adapter))  # between two steps
+        log.info("adapter.loaded", adapter=name, slot=slot.number, instead_of=before.name if before else "")

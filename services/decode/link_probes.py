@@ -1,0 +1,70 @@
+"""Reads from a prefill worker that serve no request: how fast a link is, and whether anything arrives over it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvtransfer.transport import measure_link
+from kvtransfer.types import Peer
+from services.decode.prefill_peers import CONNECT_TIMEOUT_S
+from services.worker import Worker
+from tandem.errors import Busy, DeadlineExceeded, TransferFailed
+
+PROBE_BYTES = 64 * 2**20
+PROBE_TIMEOUT_S = 10.0  # of connecting for a probe and of each of its reads
+PROBE_WAIT_S = 10.0  # for another probe of this worker to end
+
+
+class Probes:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._turn = asyncio.Lock()
+        self._count = itertools.count(1)
+
+    async def speed(self, peer: Peer) -> float:
+        """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
+        Raises Busy, and what the transport raises."""
+        most = PROBE_BYTES // self._worker.layout.block_bytes
+        async with self._in_turn():
+            async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
+                return await measure_link(self._worker.transport, peer, blocks, PROBE_TIMEOUT_S)
+
+    async def verify(self, peer: Peer) -> None:
+        """Reads one block. Raises TransferFailed, WorkerLost, Busy."""
+        transport = self._worker.transport
+        async with self._blocks(peer, 1) as (block,):
+            try:
+                await transport.connect(peer, CONNECT_TIMEOUT_S)
+                await transport.read(peer, [(0, block)], CONNECT_TIMEOUT_S)
+            except DeadlineExceeded as error:
+                raise TransferFailed(f"no KV arrives from {peer.worker_id}: {error.message}") from error
+
+    @asynccontextmanager
+    async def _blocks(self, peer: Peer, count: int) -> AsyncIterator[list[int]]:
+        """Blocks that no request holds, whose content is lost. The reads into them are over when the block ends: see
+        Transport.read."""
+        loop, pool = self._worker.loop, self._worker.engine.pool
+        # A name that no other probe has or had: the blocks of one must not be freed by the end of another.
+        owner = f"probe:{peer.worker_id}#{next(self._count)}"
+        async with self._worker.in_progress(owner):
+            try:
+                if await loop.call(lambda: pool.take(owner, [], max(1, count))) is None:
+                    raise Busy(f"no {count} blocks are free for a probe now", reason="NO_ROOM", retry_after=1.0)
+                yield list(pool.table(owner))
+            finally:
+                await loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(PROBE_WAIT_S):
+                await self._turn.acquire()
+        except TimeoutError as error:
+            raise Busy("another probe of this worker's links is running", reason="PROBING", retry_after=1.0) from error
+        try:
+            yield
+        finally:
+            self._turn.release()

@@ -1,0 +1,201 @@
+"""The prefill workers that this decode worker reads from: connected before a request needs them, and not used while
+their KV does not arrive.
+
+    connect ─▶ usable ──a transfer fails──▶ refused at once, verified in the background ──a block arrives──▶ usable
+
+Verifying takes as long as a stalled link takes to show itself. A request that is refused meanwhile costs milliseconds
+and goes to another prefill worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from engine.core.kv_layout import KvLayout
+from kvtransfer.transport import Transport
+from kvtransfer.types import Peer
+from services.grpc_server import Channels
+from services.proto_convert import peer_from
+from services.worker_liveness import Incarnation, WorkerLiveness
+from tandem.errors import (
+    Busy,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    StaleTransfer,
+    TandemError,
+    TransferFailed,
+    WorkerLost,
+)
+from tandem.grpc_errors import calling, known
+from tandem.tasks import once
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+
+log = structlog.get_logger(__name__)
+ANSWER_TIMEOUT_S = 5.0  # of a prefill worker that is asked for its peer
+CONNECT_TIMEOUT_S = 5.0  # of the KV plane
+VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications: doubled with each that fails
+Verify = Callable[[Peer], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class PrefillPeer:
+    """One incarnation of one prefill worker: how to call it and how to read from it."""
+
+    incarnation: Incarnation
+    peer: Peer
+    stub: prefill_pb2_grpc.PrefillServiceStub
+    adapters: dict[str, bytes]  # name to fingerprint
+
+
+@dataclass
+class _Link:
+    incarnation: Incarnation
+    address: str
+    peer: Peer | None = None  # the latest description that was passed to the transport
+    connecting: asyncio.Task[PrefillPeer] | None = None
+    users: int = 0
+    failed: TandemError | None = None  # why requests are refused; None: they are not
+    verifying: asyncio.Task[None] | None = None
+    warming: asyncio.Task[None] | None = None
+
+
+class PrefillPeers:
+    """Connects to every prefill worker that the registry shows. `verify` reads something from a connected peer, and
+    raises a TandemError when nothing arrives."""
+
+    def __init__(self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._channels = channels
+        self._verify = verify
+        self._links: dict[Incarnation, _Link] = {}
+
+    @asynccontextmanager
+    async def using(self, worker_id: str, incarnation: str, address: str) -> AsyncIterator[PrefillPeer]:
+        """The connected prefill worker, which is not forgotten until the block ends. Raises IncompatibleLayout,
+        StaleTransfer (the worker has another incarnation by now), WorkerLost, and TransferFailed when it cannot be
+        connected, or at once when transfers from it failed and it has not been verified since."""
+        link = self._link((worker_id, incarnation), address)
+        link.users += 1
+        try:
+            yield await self._get(link)
+        finally:
+            link.users -= 1
+
+    def failed(self, prefill: PrefillPeer, error: TransferFailed) -> None:
+        """A transfer from it failed: it is refused until a block has arrived in the background."""
+        if link := self._links.get(prefill.incarnation):
+            self._refuse(link, error)
+
+    async def follow(self, view: WorkerLiveness) -> None:
+        """Keep up with the registry, until cancelled."""
+        async for _ in view.updates():
+            records = {key: record for key, record in view.incarnations.items() if record.role == "prefill"}
+            for link in [link for key, link in self._links.items() if key not in records and not link.users]:
+                await self._forget(link)
+            for incarnation, record in records.items():
+                if incarnation not in self._links:
+                    link = self._link(incarnation, record.address)
+                    link.warming = once(self._warm(link), name=f"warm {record.worker_id}")
+            self._channels.keep_only({link.address for link in self._links.values()})
+
+    async def close(self) -> None:
+        """Ends what runs in the background."""
+        for link in list(self._links.values()):
+            await self._forget(link)
+
+    def _link(self, incarnation: Incarnation, address: str) -> _Link:
+        if incarnation not in self._links:
+            self._links[incarnation] = _Link(incarnation, address)
+        return self._links[incarnation]
+
+    async def _get(self, link: _Link) -> PrefillPeer:
+        if link.failed:
+            raise type(link.failed)(link.failed.message, reason=link.failed.reason)
+        task = link.connecting
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._begin(link)
+        try:
+            with calling(link.incarnation[0]):  # the attempt is cancelled when the worker is forgotten
+                return await asyncio.shield(task)  # a cancelled request must not cancel the connection of all
+        except TransferFailed as error:
+            self._refuse(link, error)
+            raise
+
+    def _refuse(self, link: _Link, error: TandemError) -> None:
+        link.failed = error
+        if link.verifying is None or link.verifying.done():
+            link.verifying = once(self._verified(link), name=f"verify {link.incarnation[0]}")
+
+    async def _verified(self, link: _Link) -> None:
+        """Until a block has arrived from the worker, or another incarnation of it is known."""
+        pause_s = VERIFY_MIN_S
+        log.warning("source.refused", source=link.incarnation[0], error=link.failed and link.failed.message)
+        while True:
+            try:
+                await self._verify((await self._begin(link)).peer)  # connected anew: its agent may have restarted
+                break
+            except (StaleTransfer, IncompatibleLayout) as error:
+                link.failed = error
+                return
+            except Busy as error:  # no block is free here, which says nothing about the worker
+                log.info("source.not_verified", source=link.incarnation[0], error=error.message)
+            except Exception as error:  # noqa: BLE001, every caller of `_get` receives it
+                link.failed = known(error, "verifying a prefill worker")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, VERIFY_MAX_S)
+        link.failed = None
+        log.info("source.verified", source=link.incarnation[0])
+
+    def _begin(self, link: _Link) -> asyncio.Task[PrefillPeer]:
+        link.connecting = asyncio.create_task(self._connect(link), name=f"connect {link.incarnation[0]}")
+        return link.connecting
+
+    async def _warm(self, link: _Link) -> None:
+        try:
+            await self._get(link)
+        except TandemError as error:
+            log.warning("source.not_connected", source=link.incarnation[0], error=error.message)
+
+    async def _connect(self, link: _Link) -> PrefillPeer:
+        (worker_id, incarnation), address = link.incarnation, link.address
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address))
+        try:
+            try:
+                with calling(worker_id):
+                    answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
+                        prefill_pb2.GetPeerRequest(), timeout=ANSWER_TIMEOUT_S
+                    )
+            except DeadlineExceeded as error:
+                raise WorkerLost(f"{worker_id} did not answer within {ANSWER_TIMEOUT_S:.0f} s") from error
+            peer = peer_from(answer.peer)
+            if (peer.worker_id, peer.incarnation) != link.incarnation:
+                raise StaleTransfer(
+                    f"{address} is {peer.worker_id}, incarnation {peer.incarnation}, not {worker_id}, {incarnation}",
+                    reason="STALE_INCARNATION",
+                )
+            differences = self._layout.differences(KvLayout.from_json(answer.layout_json))
+            if differences:
+                raise IncompatibleLayout(f"{worker_id} cannot hand over to this worker: {'; '.join(differences)}")
+            link.peer = peer
+            try:
+                await self._transport.connect(peer, CONNECT_TIMEOUT_S)
+            except DeadlineExceeded as error:
+                raise TransferFailed(f"no connection to the KV of {worker_id}: {error.message}") from error
+        except Exception as error:
+            raise known(error, "connecting to a prefill worker") from error
+        log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
+        return PrefillPeer(link.incarnation, peer, stub, dict(answer.adapters))
+
+    async def _forget(self, link: _Link) -> None:
+        self._links.pop(link.incarnation, None)
+        if link.peer is not None:
+            self._transport.forget(link.peer)  # ends a verification's read, too
+        for task in (link.connecting, link.warming, link.verifying):
+            if task and not task.done():
+                task.cancel()

@@ -1,0 +1,58 @@
+"""Frees what a request holds on this decode worker when its call ends: finished, failed, or cancelled because a client
+disconnected or the router was lost.
+
+Held are an adapter's slot, the entry among the requests in progress, and KV blocks. They are freed in reverse order,
+but blocks into which a transfer may still write only after its reads have ended, which can take a transport long. The
+request fails at once; its blocks stay held, and in the ledger, until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from time import monotonic
+
+import structlog
+
+from engine.core.sequence import Sequence
+from kvtransfer.receiver import Receiver
+from services.worker import Worker
+from tandem.errors import TandemError
+from tandem.tasks import once
+
+log = structlog.get_logger(__name__)
+ABORT_WAIT_S = 0.25  # most reads end within this time after they were aborted, and the caller waits for it
+
+
+class RequestCleanup:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._stuck: list[AsyncExitStack] = []  # never closed; a stack that is garbage collected would close itself
+
+    async def register(self, sequence: Sequence, held: AsyncExitStack) -> None:
+        """The request is in progress until `held` is closed, which then also drops its blocks. Raises Unavailable while
+        the worker drains."""
+        await held.enter_async_context(self._worker.in_progress(sequence.id))
+        held.push_async_callback(self._worker.loop.drop, sequence.id)
+
+    async def after_abort(self, name: str, receiver: Receiver, held: AsyncExitStack) -> None:
+        """Aborts the transfer, and closes `held` when nothing can write into the blocks any more. Returns then, or
+        after ABORT_WAIT_S while it goes on in the background."""
+        task = once(self._abort(name, receiver, held), name=f"abandon {name}")
+        await asyncio.wait({task}, timeout=ABORT_WAIT_S)
+
+    async def _abort(self, name: str, receiver: Receiver, held: AsyncExitStack) -> None:
+        began = monotonic()
+        try:
+            await receiver.abort()
+        except Exception as error:  # noqa: BLE001, it is logged
+            # Fail closed: a read that may still write must not reach another request's KV.
+            log.error("transfer.not_ended", request=name, error=str(error), note="its blocks stay held")
+            self._stuck.append(held)
+            return
+        if (seconds := monotonic() - began) > ABORT_WAIT_S:
+            log.warning("transfer.ended_late", request=name, seconds=round(seconds, 2))
+        try:
+            await held.aclose()
+        except TandemError as error:
+            log.warning("transfer.not_freed", request=name, error=error.message)  # the engine has stopped

@@ -1,0 +1,162 @@
+"""One gRPC server, the same for every role: options, health, reflection, the error interceptor; and channels to peers.
+
+Keepalive finds a peer that vanished without closing its connection (a machine that lost power, a frozen process);
+a process that dies closes its sockets and is seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import SecretStr
+
+from services.cluster_credentials import CLUSTER_NAME, Showing
+from tandem.errors import SettingsError
+from tandem.grpc_errors import ErrorInterceptor
+from tandem.tasks import end, once
+
+KEEPALIVE_MS = 1_000  # between pings
+PING_TIMEOUT_MS = 2_000  # until a peer that does not answer one is taken for dead: found within 2 to 3 s
+MAX_PENDING_CALLS = 50_000  # that wait for a handler; above gRPC's default of 1000 it cancels random calls
+MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message of ours between them; then GOAWAY
+INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
+CHANNEL_CLOSE_GRACE_S = 24 * 3600.0  # how long calls may go on over a channel that takes no new ones
+
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # of every ping: one that measures bandwidth holds up keepalive's
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),  # a worker is never behind the proxy that the environment may name
+    ("grpc.enable_retries", 0),  # placing again is the router's decision alone
+)
+
+
+class GrpcServer:
+    """A server that knows its port and tells its health."""
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        share_port: bool = False,
+        advertise: str | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        for_clients: bool = False,
+    ) -> None:
+        """`share_port`: with others of this user's that say so, too; else a port in use is an error. `advertise`: what
+        others call this machine, where that is not what it listens on. `for_clients`: the parts of its requests are
+        bounded (tandem/rpc/message_parts.py)."""
+        self._advertise = advertise
+        self._credentials = credentials
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(for_clients), *interceptors],
+            options=(
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+                ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
+                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+                ("grpc.so_reuseport", int(share_port)),
+            ),
+        )
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+
+    async def start(self, host: str, port: int, services: Iterable[str], *, field: str = "port") -> str:
+        """Listen; returns the host:port for others. Raises SettingsError for a taken port, by the name of its setting,
+        or one nobody could call."""
+        if host in WILDCARD_HOSTS and self._advertise is None:
+            raise SettingsError(
+                f"{host} is every address of this machine, and others need one to call",
+                field="advertise_host",
+                bound="a name or an address of this machine",
+            )
+        self._names = list(services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        try:
+            bound = (
+                self.server.add_secure_port(f"{host}:{port}", self._credentials)
+                if self._credentials
+                else self.server.add_insecure_port(f"{host}:{port}")
+            )
+        except RuntimeError as error:
+            what = "is in use, or the certificate is none" if self._credentials else "is in use"
+            raise SettingsError(f"port {port} of {host} {what}; choose another", field=field) from error
+        await self.server.start()
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._advertise or host}:{bound}"
+
+    async def stop_accepting(self) -> None:
+        """Tell health checkers that nothing new should come; calls still work."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def not_serving(self) -> None:
+        """Tell health checkers that this process is of no use any more."""
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+class Channels:
+    """One channel for each address, made when first asked for. Its calls show the cluster's token, if there is one."""
+
+    def __init__(self, token: SecretStr | None = None, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._token = token
+        self._credentials = credentials
+        self._channels: dict[str, Any] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def to(self, address: str) -> Any:
+        if address not in self._channels:
+            channel = self._open(address)
+            self._channels[address] = Showing(channel, self._token.get_secret_value()) if self._token else channel
+        return self._channels[address]
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
+        return grpc.aio.secure_channel(address, self._credentials, options=(*CHANNEL_OPTIONS, name))
+
+    def keep_only(self, addresses: set[str]) -> None:
+        """Let go of channels to addresses that nobody is known to live at any more.
+
+        Calls under way go on: who left the registry may still be finishing, or it is the registry that forgot. They
+        end with their deadline, or when keepalive finds nobody there.
+        """
+        for address in list(self._channels):
+            if address not in addresses:
+                task = once(self._channels.pop(address).close(CHANNEL_CLOSE_GRACE_S), name=f"leave {address}")
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        """Ends what is left."""
+        for task in list(self._leaving):
+            await end(task)
+        for address in list(self._channels):
+            await self._channels.pop(address).close()

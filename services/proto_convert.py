@@ -1,0 +1,108 @@
+"""Between wire messages and the product's own nouns. Nothing here decides anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import fields
+
+from engine.core.sequence import Finish, Logprob, LoraSlot, Sequence
+from kvtransfer.types import Peer, ReadyBlock
+from tandem.errors import InvalidRequest
+from tandem.sampling import GrammarSpec, Sampling
+from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
+
+
+def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:
+    """The tokens of an internal request. The router has checked the client's; this keeps a caller's bug from reaching
+    the engine, where it would break every stream. Raises InvalidRequest."""
+    tokens = list(token_ids)
+    if not 0 < prompt_tokens <= len(tokens):
+        raise InvalidRequest(
+            f"{prompt_tokens} prompt tokens of {len(tokens)}", field="prompt_tokens", bound=f"1 to {len(tokens)}"
+        )
+    _in_vocabulary(tokens, "token_ids", vocab_size)
+    return tokens
+
+
+def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
+    """Raises InvalidRequest, as above."""
+    _in_vocabulary(message.logit_bias, "sampling.logit_bias", vocab_size)
+    values = {field.name: value for field, value in message.ListFields()}  # without those that are 0 or absent
+    values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    if message.HasField("grammar"):
+        values["grammar"] = _grammar_from(message.grammar)
+    return Sampling(**values)
+
+
+def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
+    kind = message.WhichOneof("kind")
+    if kind is None:  # a newer router's: without it the text would fit nothing
+        raise InvalidRequest("a grammar of no known kind", field="sampling.grammar", bound="what this worker knows")
+    try:
+        if kind == "choice":
+            return GrammarSpec(kind, json.dumps([text.decode() for text in message.choice.texts]))
+        if kind == "calls":
+            separator = message.calls.separator.decode() if message.calls.HasField("separator") else None
+            calls = [[part.decode() for part in (one.before, one.arguments, one.after)] for one in message.calls.any]
+            return GrammarSpec(kind, json.dumps([separator, calls]))
+        return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error
+
+
+def adapter_to(name: str, adapter: LoraSlot | None) -> common_pb2.Adapter | None:
+    return common_pb2.Adapter(name=name, fingerprint=adapter.fingerprint) if adapter else None
+
+
+def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
+    """Of the tokens of one message, in their order; None if the request did not ask for them."""
+    known = [one for one in tokens if one is not None]
+    return _logprobs(known) if known else None
+
+
+def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs | None:
+    """Of a computed prompt's tokens but the first; None if the request did not ask for them. May take some 100 ms."""
+    return None if sequence.sampling.prompt_logprobs is None else _logprobs(sequence.prompt_logprobs)
+
+
+def _logprobs(known: list[Logprob]) -> common_pb2.Logprobs:
+    message = common_pb2.Logprobs(chosen=[one.chosen for one in known])
+    for one in known:
+        message.top_ids.extend(one.top_ids)
+        message.top.extend(one.top)
+    return message
+
+
+def _in_vocabulary(ids: Collection[int], name: str, vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token id {max(ids)} is outside the vocabulary", field=name, bound=f"0 to {vocab_size - 1}"
+        )
+
+
+def peer_to(peer: Peer) -> prefill_pb2.Peer:
+    return prefill_pb2.Peer(**{field.name: getattr(peer, field.name) for field in fields(Peer)})
+
+
+def peer_from(message: prefill_pb2.Peer) -> Peer:
+    return Peer(**{field.name: getattr(message, field.name) for field in fields(Peer)})
+
+
+def ready_to(blocks: list[ReadyBlock], *, last: bool) -> prefill_pb2.Ready:
+    return prefill_pb2.Ready(
+        blocks=[
+            prefill_pb2.ReadyBlock(index=block.index, block=block.remote_block, digest=block.digest) for block in blocks
+        ],
+        last=last,
+    )
+
+
+def ready_from(message: prefill_pb2.Ready) -> list[ReadyBlock]:
+    return [ReadyBlock(block.index, block.block, block.digest) for block in message.blocks]
+
+
+FINISH = {
+    Finish.STOP: common_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}

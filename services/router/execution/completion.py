@@ -1,0 +1,122 @@
+"""One completion: its journal, and the events that its client receives.
+
+The stream multiplexer calls `take` for each event of a decode worker. `take` extends the journal and puts an event
+into the request's output queue, so a token wakes only one task: the one that serves the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from services.router.execution.output_queue import OutputQueue
+from services.router.execution.output_reader import OutputReader
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.execution.usage_meter import UsageMeter
+from services.router.preprocess.request import Request
+from tandem.errors import InternalError
+from tandem.v1 import decode_pb2, generation_pb2
+
+
+class Completion:
+    def __init__(
+        self,
+        request: Request,
+        timeline: RequestTimeline,
+        reader: OutputReader,
+        output: OutputQueue,
+        usage: UsageMeter,
+        past: Sequence[generation_pb2.Delta] = (),
+    ) -> None:
+        """`past` deltas were sent to the client already: they go into the journal only."""
+        self.request = request
+        self.timeline = timeline
+        self.begun = asyncio.Event()  # its decode worker has the prompt's KV, or the completion is over
+        self._reader = reader
+        self._output = output
+        self._usage = usage
+        self._adapter = b""  # fingerprint of the adapter that the current attempt computes with
+        for delta in past:
+            request.tokens.extend(delta.token_ids)
+            reader.read(decode_pb2.Tokens(token_ids=delta.token_ids))
+
+    def admitted(self, admitted: decode_pb2.Admitted, worker_id: str) -> None:
+        """A decode worker has admitted an attempt."""
+        _check_adapter(self.request, admitted, worker_id)
+        self._adapter = admitted.adapter_fingerprint
+
+    def take(self, event: decode_pb2.DecodeResponse) -> bool:
+        """Adds an event of a decode worker to the journal, and sends it on. True: the attempt needs no further one."""
+        request, timeline = self.request, self.timeline
+        if event.HasField("ended"):
+            timeline.ended(event.ended)
+            return True
+        tokens, first = event.tokens, request.generated
+        count = len(tokens.token_ids)
+        _check_position(request, tokens, timeline.decode_worker)
+        prompt_logprobs = None if first else _prompt_logprobs(request, tokens, timeline.decode_worker)
+        request.adapter_fingerprint = self._adapter
+        request.tokens.extend(tokens.token_ids)
+        if tokens.HasField("first"):
+            timeline.first_token(tokens.first)
+        else:
+            self.begun.set()  # it was computed from the prompt's KV, so that is complete
+        timeline.report(tokens)
+        self._usage.generated(request.tenant, count)
+        text = self._reader.read(tokens)
+        response = generation_pb2.GenerateResponse()  # filled in place: copying a separate delta takes twice as long
+        delta = response.delta
+        delta.index, delta.text, delta.choice, delta.last = first, text, request.choice, request.finish() is not None
+        delta.token_ids.extend(tokens.token_ids)
+        if tokens.HasField("logprobs"):
+            delta.logprobs.CopyFrom(tokens.logprobs)
+        if prompt_logprobs:
+            delta.prompt_logprobs.CopyFrom(prompt_logprobs)
+        if first == 0:
+            delta.adapter_fingerprint = self._adapter
+        self._usage.sent(len(delta.token_ids), timeline.sent(len(delta.token_ids)))
+        self._output.put(response)
+        return request.stopped
+
+    def finish(self, model: str) -> None:
+        """Sends what closes a complete journal: the rest of the text, and the receipt."""
+        request, timeline = self.request, self.timeline
+        text = self._reader.finish()
+        receipt = timeline.receipt(request, model)
+        if timeline.attempts:  # else every token came from an earlier router
+            self._usage.finished(receipt)
+        finished = generation_pb2.Finished(
+            reason=request.finish(), text=text, receipt=receipt, choice=request.choice, stop=self._reader.stop
+        )
+        timeline.span.answered(finished)
+        self._output.put(generation_pb2.GenerateResponse(finished=finished))
+
+
+def _check_adapter(request: Request, admitted: decode_pb2.Admitted, worker_id: str) -> None:
+    """A worker that knows nothing of adapters would answer with the base model."""
+    said, began = admitted.adapter_fingerprint, request.adapter_fingerprint
+    if bool(said) != bool(request.adapter) or (began and said != began):
+        raise InternalError(f"{worker_id} did not admit the request with adapter {request.adapter!r}; it was stopped")
+
+
+def _check_position(request: Request, tokens: decode_pb2.Tokens, worker_id: str) -> None:
+    """Nothing was lost, and nothing came twice."""
+    if tokens.position != len(request.tokens):
+        raise InternalError(
+            f"{worker_id} sent position {tokens.position}, expected {len(request.tokens)};"
+            " the stream was stopped to keep it exact"
+        )
+
+
+def _prompt_logprobs(
+    request: Request, tokens: decode_pb2.Tokens, worker_id: str
+) -> generation_pb2.PromptLogprobs | None:
+    """Before the first token enters the journal: the log probabilities that were asked for are there, each of them."""
+    if not request.sampling.HasField("prompt_logprobs"):
+        return None
+    said = len(tokens.prompt_logprobs.chosen)
+    if not tokens.HasField("prompt_logprobs") or said != request.prompt_len - 1:
+        raise InternalError(f"{worker_id} sent {said} prompt log probabilities for {request.prompt_len} tokens")
+    return generation_pb2.PromptLogprobs(
+        token_ids=request.tokens[: request.prompt_len], logprobs=tokens.prompt_logprobs
+    )

@@ -1,0 +1,201 @@
+"""Runs a completion to its end, on as many decode workers as it takes.
+
+run   place ─▶ the decode worker's call, up to the first token ─▶ its lane of the feed ─▶ finished
+        ▲          │ the decode worker, or its prefill worker, was lost
+        └──────────┘ with the tokens sent so far: same seed and positions, same tokens
+"""
+
+from __future__ import annotations
+
+import functools
+from time import monotonic
+from typing import Any
+
+import structlog
+
+from services.router.execution.completion import Completion
+from services.router.execution.decode_client import DecodeClient
+from services.router.execution.poison_check import DECODE_UNREACHABLE, PREFILL_STEP_FAILED, PoisonCheck
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.preprocess.request import Request
+from services.router.routing.placement import Placement
+from services.router.routing.prefix_index import PrefixIndex
+from services.router.routing.request_scheduler import RequestScheduler
+from tandem.errors import (
+    Busy,
+    DataLoss,
+    DeadlineExceeded,
+    IncompatibleLayout,
+    ResumeFailed,
+    StepFailed,
+    TandemError,
+    Unavailable,
+    WorkerLost,
+)
+from tandem.settings import Settings
+from tandem.telemetry.tracing import Span
+from tandem.v1 import decode_pb2
+
+log = structlog.get_logger(__name__)
+
+TRANSFER_FAILED = "TRANSFER_FAILED"  # reason of an error (services/decode/remote_prefill.py)
+
+
+class CompletionRunner:
+    def __init__(
+        self,
+        settings: Settings,
+        scheduler: RequestScheduler,
+        prefixes: PrefixIndex,
+        decode: DecodeClient,
+        poison: PoisonCheck,
+    ) -> None:
+        self._settings = settings
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._decode = decode
+        self._poison = poison
+
+    async def run(self, completion: Completion, deadline: float) -> None:
+        """Until the completion has finished. Raises what another attempt would not mend."""
+        try:
+            while completion.request.finish() is None:
+                await self._place(completion, deadline)
+            completion.finish(self._settings.model)
+        finally:
+            completion.begun.set()
+
+    async def _place(self, completion: Completion, deadline: float) -> None:
+        """Waits for room and makes an attempt."""
+        request, timeline = completion.request, completion.timeline
+        alone = await self._poison.settle(request, deadline)
+        waiting_since = monotonic()
+        remaining = deadline - waiting_since
+        if remaining <= 0:
+            raise DeadlineExceeded(f"the deadline passed after {request.generated} tokens", field="deadline")
+        kv_holder = request.kv_holder if timeline.attempts == 0 and not alone else ""
+        prompt = await self._prefixes.prompt(request.tokens, request.salt, request.adapter)
+        async with self._scheduler.placed(
+            len(request.tokens),
+            request.prompt_len + request.max_tokens,
+            remaining,
+            kv_holder,
+            functools.partial(self._prefixes.cached, prompt),
+            functools.partial(self._prefixes.holders, prompt),
+            tenant=request.tenant,
+            priority=request.priority,
+            ttft_s=None if request.ttft_s is None else request.ttft_s - timeline.elapsed(),
+            begun=bool(request.generated),
+            follows=bool(kv_holder),
+            sum_order=timeline.sum_order,
+            alone=alone,
+        ) as placement:
+            before, began = request.generated, monotonic()
+            timeline.placed(placement)
+            try:
+                with _attempt_span(timeline, placement) as span:
+                    await self._attempt(completion, placement, deadline, span, alone)
+            except Busy:
+                self._scheduler.rejected(placement)
+                timeline.refused()
+            except (Unavailable, DataLoss, IncompatibleLayout) as error:
+                self._blame(error, placement)
+                if alone and error.reason == DECODE_UNREACHABLE:  # it waited for its turn there, which is no attempt
+                    timeline.refused()
+                    return
+                timeline.failed()
+                request.notes.append(f"attempt {timeline.attempts} at token {request.generated}: {error.message}")
+                log.warning(
+                    "attempt.failed", request=request.request_id, attempt=timeline.attempts, error=error.message
+                )
+                if request.generated - before < 2:
+                    self._poison.failed(request, error, placement, began, alone)
+                if timeline.attempts >= self._settings.max_attempts:
+                    raise _given_up(request, timeline, error) from error
+            if request.generated - before >= 2:
+                self._poison.served(request)
+
+    async def _attempt(
+        self, completion: Completion, placement: Placement, deadline: float, span: Span, alone: bool
+    ) -> None:
+        """One decode worker's stream, to its end or to the token after which no other one is needed."""
+        timeline, worker, lost = completion.timeline, placement.decode.worker_id, DECODE_UNREACHABLE
+        timeline.dispatched()
+        message = _decode_request(completion.request, placement, timeline.attempts, alone)
+        try:
+            async with self._decode.stream(placement.decode, message, deadline, span) as stream:
+                async for event in stream.call:
+                    if event.HasField("admitted"):
+                        completion.admitted(event.admitted, worker)
+                        self._scheduler.admitted(placement)
+                        lost = "DECODE_LOST"
+                        continue
+                    over = completion.take(event)
+                    await self._scheduler.prefilled(placement)
+                    if not over:
+                        await stream.rest(completion.take)
+                    break
+                else:
+                    raise WorkerLost(f"{worker} ended the stream early")
+        except WorkerLost as error:
+            raise WorkerLost(f"{worker}: {error.message}", reason=lost) from error
+        self._scheduler.observe_path(placement, timeline.path_latency())
+
+    def _blame(self, error: TandemError, placement: Placement) -> None:
+        """Decides which worker gets no new request for a while. A digest mismatch is no sign of a death: the same pair
+        may try again. KV that did not arrive counts against the pair: either worker may do well with others."""
+        scheduler, prefill = self._scheduler, placement.prefill
+        if isinstance(error, StepFailed):
+            worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP_FAILED else (placement.decode, "decode")
+            if worker:
+                scheduler.suspect_unless_alone(worker, role)
+        elif prefill and error.reason == TRANSFER_FAILED:
+            scheduler.avoid(placement.decode, prefill)
+        elif error.reason in ("PREFILL_LOST", "PREFILL_REFUSED") or isinstance(error, IncompatibleLayout):
+            if prefill:
+                scheduler.suspect(prefill)
+        elif isinstance(error, Unavailable):
+            scheduler.suspect(placement.decode)
+
+
+def _decode_request(request: Request, placement: Placement, attempt: int, alone: bool) -> decode_pb2.DecodeRequest:
+    message = decode_pb2.DecodeRequest(
+        request_id=request.internal_id,
+        attempt=attempt,
+        token_ids=request.tokens,
+        prompt_tokens=request.prompt_len,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_ids,
+        cache_salt=request.salt,
+        alone=alone,
+    )
+    if request.generated:
+        message.sampling.ClearField("prompt_logprobs")  # they went out with the first token
+    if request.adapter:
+        message.adapter.name, message.adapter.fingerprint = request.adapter, request.adapter_fingerprint
+    if placement.prefill:
+        message.prefill.worker_id = placement.prefill.worker_id
+        message.prefill.incarnation = placement.prefill.incarnation
+        message.prefill.address = placement.prefill.address
+    return message
+
+
+def _attempt_span(timeline: RequestTimeline, placement: Placement) -> Span:
+    if not timeline.span:
+        return timeline.span
+    attributes: dict[str, Any] = {
+        "tandem.attempt": timeline.attempts + 1,
+        "tandem.decode_worker": placement.decode.worker_id,
+    }
+    if placement.prefill:
+        attributes["tandem.prefill_worker"] = placement.prefill.worker_id
+    return timeline.span.begin("attempt", attributes)
+
+
+def _given_up(request: Request, timeline: RequestTimeline, error: TandemError) -> TandemError:
+    """After the first token a client must not take the failure for "nothing happened"."""
+    message = f"given up after {timeline.attempts} attempts: {error.message}"
+    if request.generated:
+        return ResumeFailed(f"{message}; {request.generated} tokens had been sent")
+    return type(error)(message, reason=error.reason, retry_after=1.0)

@@ -1,0 +1,52 @@
+"""The router's calls to decode workers: a Decode call for each attempt, with its lane in the worker's feed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from services.grpc_server import Channels
+from services.router.execution.stream_mux import OnEvent, StreamMuxes, Substream
+from services.router.routing.placement import WorkerSnapshot
+from tandem.grpc_errors import calling
+from tandem.telemetry.tracing import Span
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStream:
+    """What a decode worker reports about one attempt."""
+
+    call: Any  # yields events up to the first token
+    lane: Substream
+
+    async def rest(self, take: OnEvent) -> None:
+        """Passes later events to `take` until it returns True. Raises what breaks the call or the feed."""
+        await self.lane.read(take, self.call)
+
+
+class DecodeClient:
+    def __init__(self, channels: Channels, feeds: StreamMuxes) -> None:
+        self._channels = channels
+        self._feeds = feeds
+
+    @asynccontextmanager
+    async def stream(
+        self, worker: WorkerSnapshot, request: decode_pb2.DecodeRequest, deadline: float, span: Span
+    ) -> AsyncIterator[DecodeStream]:
+        """Opens the call, and cancels it when the block ends: the worker frees what it holds for the attempt. Fills in
+        the request's lane. Raises WorkerLost, and what the worker's errors stand for."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
+        with calling(worker.worker_id):
+            feed = await self._feeds.of(worker)
+        with feed.lane() as lane, calling(worker.worker_id):
+            request.feed_id, request.lane = lane.feed_id, lane.number
+            timeout = max(0.001, deadline - monotonic())
+            call = stub.Decode(request, timeout=timeout, metadata=span.headers)
+            try:
+                yield DecodeStream(call, lane)
+            finally:
+                call.cancel()

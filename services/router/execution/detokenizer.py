@@ -1,0 +1,74 @@
+"""Token ids to text, as they are generated."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from itertools import groupby
+
+from services.router.preprocess.tokenizer import Tokenizer
+
+# Tokens that stay in a window: an incomplete code point has up to three bytes, so it is in the last three.
+CONTEXT_TOKENS = 4
+MAX_WINDOW_TOKENS = 12
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Tokens in, whole code points out. What could still become part of a code point is held back.
+
+    Only a window of tokens is decoded: the new ones behind CONTEXT_TOKENS earlier ones, because decoders treat the
+    first token of a text in their own way. So a token costs the same wherever it stands, and whatever it is.
+
+    A decoder of byte-level tokens shows an incomplete code point as one U+FFFD at the end. That is held back, and
+    everything before it is certain. A decoder with byte fallback shows each byte of a run as U+FFFD while the run as a
+    whole is not valid, and so takes back what it showed before. Runs of bytes are therefore decoded here, where an
+    invalid byte spoils nothing but itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._window: list[int] = []
+        self._shown = ""  # what was given out of the window's text
+
+    def push(self, ids: Sequence[int]) -> str:
+        if self._tokenizer.backend is None:
+            return ""
+        can_be, of_bytes = self._tokenizer.shown, self._tokenizer.bytes
+        shown = [token for token in ids if token < len(can_be) and can_be[token]]
+        if not of_bytes:
+            return self._of_words(shown) if shown else ""
+        text = ""
+        for are_bytes, group in groupby(shown, key=of_bytes.__contains__):
+            run = list(group)
+            text += self._of_bytes(run) if are_bytes else self._of_words(run)
+        return text
+
+    def finish(self) -> str:
+        """What was held back; an unfinished code point at the very end shows as U+FFFD."""
+        return self._utf8.decode(b"", final=True) + self._decode()[len(self._shown) :]
+
+    def _of_bytes(self, run: list[int]) -> str:
+        self._window = [*self._window, *run][-CONTEXT_TOKENS:]
+        self._shown = self._decode()
+        return self._utf8.decode(bytes(self._tokenizer.bytes[token] for token in run))
+
+    def _of_words(self, run: list[int]) -> str:
+        unfinished = self._utf8.decode(b"", final=True) if self._tokenizer.bytes else ""
+        self._window += run
+        text = self._decode()
+        held = not self._tokenizer.bytes and text.endswith(REPLACEMENT)
+        more = text[len(self._shown) : len(text) - held]
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            self._window = self._window[-CONTEXT_TOKENS:]
+            text = self._decode()
+        self._shown = text[: len(text) - held]
+        return unfinished + more
+
+    def _decode(self) -> str:
+        if not self._window:
+            return ""
+        assert self._tokenizer.backend is not None
+        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=True)
+        return text

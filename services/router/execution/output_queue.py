@@ -1,0 +1,52 @@
+"""Events of a request's completions that its client has not received yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from tandem.errors import Cancelled
+from tandem.v1 import generation_pb2
+
+
+class OutputQueue:
+    """Bounded by the max_tokens of the completions."""
+
+    def __init__(self) -> None:
+        self._events: deque[generation_pb2.GenerateResponse] = deque()
+        self._wake = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def put(self, event: generation_pb2.GenerateResponse) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    def over(self, task: asyncio.Task[None]) -> None:
+        """The task of a completion has ended. Its error, if any, is raised after all events that were put."""
+        self._error = self._error or (Cancelled("a completion was ended") if task.cancelled() else task.exception())
+        if self._error:
+            self._wake.set()
+
+    async def take(self) -> generation_pb2.GenerateResponse:
+        """The next event. Consecutive deltas of one completion are merged when the client is behind."""
+        while not self._events:
+            if self._error:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        event = self._events.popleft()
+        if self._events and event.HasField("delta"):
+            delta = event.delta
+            while self._events and _follows(self._events[0], delta):
+                _merge(delta, self._events.popleft().delta)
+        return event
+
+
+def _follows(event: generation_pb2.GenerateResponse, delta: generation_pb2.Delta) -> bool:
+    return event.HasField("delta") and event.delta.choice == delta.choice
+
+
+def _merge(delta: generation_pb2.Delta, later: generation_pb2.Delta) -> None:
+    index, text = delta.index, delta.text + later.text
+    delta.MergeFrom(later)  # appends lists; other fields take the later value
+    delta.index, delta.text = index, text

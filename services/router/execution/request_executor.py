@@ -1,0 +1,61 @@
+"""All completions of a request, at work side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.router.execution.completion import Completion
+from services.router.execution.completion_runner import CompletionRunner
+from services.router.execution.detokenizer import Detokenizer
+from services.router.execution.output_queue import OutputQueue
+from services.router.execution.output_reader import OutputReader
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.execution.usage_meter import UsageMeter
+from services.router.preprocess.request import Request, ResumeState
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.tasks import end
+
+
+class RequestExecutor:
+    def __init__(self, runner: CompletionRunner, tokenizer: Tokenizer, usage: UsageMeter) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._usage = usage
+
+    @asynccontextmanager
+    async def completing(
+        self, request: Request, timeline: RequestTimeline, deadline: float, resume: ResumeState
+    ) -> AsyncIterator[OutputQueue]:
+        """Runs the completions until the block ends, except those that had ended before, as `past` tells.
+
+        The first one gets the prompt's KV. When its decode worker has it, the others start there, share its full blocks
+        and compute the rest of the last one.
+        """
+        output = OutputQueue()
+        first, *others = [sibling for sibling in request.fan_out() if sibling.choice not in resume.ended]
+        lead = self._completion(first, timeline, output, resume)
+
+        async def follow(other: Request) -> None:
+            await lead.begun.wait()
+            if first.generated > 1 and not resume.deltas[other.choice]:  # else it has tokens that are not there
+                other.kv_holder = timeline.decode_worker
+            with timeline.span.begin(f"choice {other.choice}") as span:
+                own = RequestTimeline(timeline.arrived, span)
+                own.admitted(timeline)
+                await self._runner.run(self._completion(other, own, output, resume), deadline)
+
+        tasks = [asyncio.create_task(work) for work in (self._runner.run(lead, deadline), *map(follow, others))]
+        for task in tasks:
+            task.add_done_callback(output.over)
+        try:
+            yield output
+        finally:
+            await asyncio.gather(*map(end, tasks))
+
+    def _completion(
+        self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
+    ) -> Completion:
+        reader = OutputReader(Detokenizer(self._tokenizer), request)
+        return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])

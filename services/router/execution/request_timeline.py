@@ -1,0 +1,253 @@
+"""The account of one request: what happened when, and a receipt whose phases add up to the time to first token.
+
+    arrived ─tokenize─▶ admitted ─queue─▶ sent ─dispatch─▶ [ reserve, handoff, prefill_queue, prefill_compute ] ─▶ token
+                            ▲────────retries───────┘         in the workers; handoff is their hop
+
+Each process measures durations on its own clock; a hop is what the caller measured minus what the callee says that it
+spent itself. So the sum is the router's own time to first token, by construction and without comparing two clocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from time import monotonic, time
+
+from services.router.preprocess.request import Request
+from services.router.routing.placement import Estimate, Placement
+from tandem.telemetry.tracing import NO_SPAN, Span
+from tandem.v1 import common_pb2, decode_pb2, generation_pb2
+
+ROUTER_PHASES = ("tokenize", "queue", "retries", "dispatch", "deliver")  # the other phases are the workers' spans
+MAX_RECEIPTS = 1000  # receipts, for `tandem explain`, `tandem slow` and the dashboard
+
+
+class ReceiptLog:
+    """Of the requests that ended lately. None that ended after `since` is missing."""
+
+    def __init__(self, most: int = MAX_RECEIPTS) -> None:
+        self.since = time()
+        self._kept: deque[generation_pb2.Receipt] = deque(maxlen=most)
+
+    def keep(self, receipt: generation_pb2.Receipt) -> None:
+        if len(self._kept) == self._kept.maxlen:
+            self.since = self._kept[0].ended_at
+        self._kept.append(receipt)
+
+    def __reversed__(self) -> Iterator[generation_pb2.Receipt]:
+        """The newest first."""
+        return reversed(self._kept)
+
+
+class RequestTimeline:
+    def __init__(self, arrived: float, span: Span = NO_SPAN) -> None:
+        """`span` gets the phases that the router has measured."""
+        self.arrived = arrived
+        self.span = span
+        self.attempts = 0
+        self._admitted = arrived
+        self._retries = 0.0  # attempts that failed or were refused, before the first token
+        self._dispatched = arrived
+        self._placement: Placement | None = None
+        self._expected: Estimate | None = None  # of the placement that gave the first token
+        self._first: decode_pb2.FirstTokenTiming | None = None
+        self._attempt_first: decode_pb2.FirstTokenTiming | None = None
+        self._placements: list[Placement] = []  # of the attempts that gave tokens
+        self._first_at = 0.0  # when the first token had come up to the router
+        self._last_at = 0.0
+        self._ttft = 0.0
+        self._before_dispatch = 0.0
+        self._sent = 0
+        self._ended: decode_pb2.Ended | None = None
+        self._transferred: common_pb2.TransferReport | None = None
+        self._preemptions = 0
+        self._drafted = self._accepted = 0
+        self._preempted = 0  # of these, in the attempt that runs
+
+    def admitted(self, like: RequestTimeline | None = None) -> None:
+        """Now, or when another completion of the same prompt was."""
+        self._admitted = like._admitted if like else monotonic()
+
+    def elapsed(self) -> float:
+        return monotonic() - self.arrived
+
+    def placed(self, placement: Placement) -> None:
+        self._placement = placement
+        if self._first is None:
+            self._expected = placement.estimate
+
+    def dispatched(self) -> None:
+        self.attempts += 1
+        self._attempt_first = self._ended = self._transferred = None
+        self._preemptions, self._preempted = self._preemptions + self._preempted, 0
+        self._dispatched = monotonic()
+
+    def refused(self) -> None:
+        """The decode worker had no room after all; that is no attempt, only time."""
+        self.attempts -= 1
+        self.failed()
+
+    def failed(self) -> None:
+        if self._first is None:
+            self._retries += monotonic() - self._dispatched
+
+    def first_token(self, timing: decode_pb2.FirstTokenTiming) -> None:
+        """The first token of an attempt; of the first attempt that came so far, it is the request's."""
+        self._attempt_first = timing
+        if self._placement:
+            self._placements.append(self._placement)
+        if self._first is None:
+            self._first = timing
+            self._first_at = monotonic()
+            self._before_dispatch = self._dispatched - self.arrived
+
+    def report(self, tokens: decode_pb2.Tokens) -> None:
+        """What a decode worker says on the way, for a stream that the router ends."""
+        if tokens.HasField("transfer"):
+            self._transferred = tokens.transfer
+        self._preempted = tokens.preemptions
+
+    @property
+    def decode_worker(self) -> str:
+        return self._placement.decode.worker_id if self._placement else ""
+
+    @property
+    def sum_order(self) -> str:
+        """Of the decode worker that gave the latest tokens; "" before there are any."""
+        return self._placements[-1].decode.sum_order if self._placements else ""
+
+    def sent(self, tokens: int) -> float | None:
+        """Now its client may have them. Seconds since those before; None for the first."""
+        now = monotonic()
+        gap = now - self._last_at if self._sent else None
+        if self._sent == 0:
+            self._ttft = now - self.arrived
+            self._record_phases()
+        self._last_at = now
+        self._sent += tokens
+        return gap
+
+    def ended(self, ended: decode_pb2.Ended) -> None:
+        self._ended = ended
+        self._preempted = ended.preemptions
+        self._drafted += ended.drafted
+        self._accepted += ended.accepted
+
+    def receipt(self, request: Request, model: str) -> generation_pb2.Receipt:
+        """Of a job whose every token was kept already, without where and how fast: who knew that is gone."""
+        placement, last = self._placement, self._attempt_first
+        notes = list(request.notes)
+        if placement is None or self._first is None:
+            notes.append("its router was lost after the last token, and with it the account of them")
+            return generation_pb2.Receipt(
+                request_id=request.request_id,
+                model=model,
+                prompt_tokens=request.prompt_len,
+                completion_tokens=request.generated,
+                seed=request.sampling.seed,
+                notes=notes,
+                choice=request.choice,
+                choices=request.choices,
+                adapter=request.adapter,
+                ended_at=time(),
+            )
+        if placement.prefill is None:
+            notes.append(f"prefilled on the decode worker: {placement.why_local}")
+        if unlike := _unlike_orders(self._placements):
+            notes.append(unlike)
+        after_first = self._last_at - self.arrived - self._ttft
+        return generation_pb2.Receipt(
+            request_id=request.request_id,
+            model=model,
+            path=last.path if last else self._first.path,
+            prefill_worker=placement.prefill.worker_id if placement.prefill else "",
+            decode_worker=placement.decode.worker_id,
+            prompt_tokens=request.prompt_len,
+            completion_tokens=request.generated,
+            cached_tokens=min(self._first.prefill.cached_tokens, request.prompt_len),
+            seed=request.sampling.seed,
+            ttft_seconds=self._ttft,
+            phases=[_phase(name, seconds) for name, seconds in self._phases()],
+            tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
+            total_seconds=monotonic() - self.arrived,
+            transfer=self._transfer(),
+            attempts=self.attempts,
+            notes=notes,
+            preemptions=self._preemptions + self._preempted,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            choice=request.choice,
+            choices=request.choices,
+            adapter=request.adapter,
+            estimate=_estimate(self._expected),
+            ended_at=time(),
+            trace_id=self.span.trace_id if self.span else "",
+        )
+
+    def path_latency(self) -> tuple[float, int, float] | None:
+        """Of the attempt that ended: seconds to its first token beside waiting and computing, blocks that were
+        moved, and by how many seconds that delayed the second token. None where that cannot be known."""
+        first, transfer = self._attempt_first, self._transfer()
+        if first is None or first is not self._first or self._ended is None:
+            return None
+        inside = first.prefill.queue_seconds + first.prefill.compute_seconds
+        seconds = self._first_at - self.arrived - self._before_dispatch - inside
+        return (seconds, transfer.blocks, transfer.exposed_seconds) if transfer else (seconds, 0, 0.0)
+
+    def _phases(self) -> list[tuple[str, float]]:
+        first = self._first
+        assert first is not None
+        inside = first.prefill.queue_seconds + first.prefill.compute_seconds
+        tokenize = self._admitted - self.arrived
+        # What the router did between admission and dispatch, other than waiting and failing, belongs to the queue.
+        queue = self._before_dispatch - tokenize - self._retries
+        return [
+            ("tokenize", tokenize),
+            ("queue", queue),
+            *([("retries", self._retries)] if self._retries else []),
+            ("dispatch", self._first_at - self.arrived - self._before_dispatch - first.total_seconds),
+            ("reserve", first.admit_seconds),
+            ("handoff", first.total_seconds - first.admit_seconds - inside),
+            ("prefill_queue", first.prefill.queue_seconds),
+            ("prefill_compute", first.prefill.compute_seconds),
+            ("deliver", self.arrived + self._ttft - self._first_at),
+        ]
+
+    def _record_phases(self) -> None:
+        if self.span:
+            start = self.arrived
+            for name, seconds in self._phases():
+                if name in ROUTER_PHASES:
+                    self.span.phase(name, start, seconds)
+                start += seconds
+
+    def _transfer(self) -> common_pb2.TransferReport | None:
+        return self._ended.transfer if self._ended and self._ended.HasField("transfer") else self._transferred
+
+
+def _unlike_orders(gave: Iterable[Placement]) -> str:
+    """A note when the workers that gave a stream its tokens do not give equal bits; "" when they do."""
+    workers = [worker for placement in gave for worker in (placement.prefill, placement.decode) if worker]
+    orders = {worker.worker_id: worker.sum_order for worker in workers if worker.sum_order}
+    if len(set(orders.values())) < 2:
+        return ""
+    names = ", ".join(f"{worker_id} {order}" for worker_id, order in orders.items())
+    return (
+        f"its workers sum in unlike orders ({names}): in one order alone it might have other tokens, as right as these;"
+        " the setting sum_order makes workers agree"
+    )
+
+
+def _estimate(estimate: Estimate | None) -> generation_pb2.Estimate | None:
+    if estimate is None:
+        return None
+    return generation_pb2.Estimate(
+        wait_seconds=estimate.wait_s,
+        compute_seconds=estimate.compute_s,
+        here_seconds=estimate.local_cost_s,
+        there_seconds=estimate.remote_cost_s,
+    )
+
+
+def _phase(name: str, seconds: float) -> generation_pb2.Phase:
+    return generation_pb2.Phase(name=name, seconds=seconds)

@@ -1,0 +1,183 @@
+"""The other end of services/decode/stream_mux.py: passes the events of a decode worker to the streams they belong to.
+
+One feed per incarnation of a decode worker, opened with the first request there and closed after IDLE_CLOSE_S without
+one. A lane is one attempt's share of it. Its number is never used again, so what comes late for an attempt that is over
+reaches nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from services.grpc_server import Channels
+from services.router.routing.placement import WorkerSnapshot
+from tandem.errors import TandemError, WorkerLost
+from tandem.grpc_errors import calling, known_errors
+from tandem.tasks import end, once
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+OPEN_TIMEOUT_S = 5.0
+IDLE_CLOSE_S = 30.0  # without a stream; then the feed is closed, so a router has feeds only to workers that serve it
+OnEvent = Callable[[decode_pb2.DecodeResponse], bool]  # returns True at the end of the stream
+END_WAIT_S = 5.0  # for the end of a stream to arrive after its call has ended without an error
+
+
+class Substream:
+    """One attempt's share of a feed. Events that arrive before `read` are buffered, bounded by its max_tokens."""
+
+    def __init__(self, feed_id: str, number: int, worker_id: str) -> None:
+        self.feed_id = feed_id
+        self.number = number
+        self._worker_id = worker_id
+        self._early: list[decode_pb2.DecodeResponse] = []
+        self._take: OnEvent | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put(self, event: decode_pb2.DecodeResponse) -> None:
+        if self._take is None:
+            self._early.append(event)
+        elif not self._ended.done():
+            try:
+                if self._take(event):
+                    self._ended.set_result(None)
+            except Exception as error:  # fails this stream's attempt only
+                self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with an error, after the events that were put."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+            self._ended.exception()  # retrieved: there may be no reader
+
+    async def read(self, take: OnEvent, call: Any) -> None:
+        """Passes events to `take` as they arrive, until it returns True. `call` is the Decode call, whose first token
+        has been read. Raises what breaks the call, the feed or `take`."""
+        for event in self._early:
+            if take(event):
+                return
+        self._take = take
+        moved = asyncio.Event()
+        call.add_done_callback(lambda _: moved.set())
+        self._ended.add_done_callback(lambda _: moved.set())
+        await moved.wait()
+        if not self._ended.done():
+            async for _ in call:  # its status: raises unless it ended well
+                pass
+            try:
+                async with asyncio.timeout(END_WAIT_S):
+                    await self._ended
+            except TimeoutError as error:
+                raise WorkerLost(f"{self._worker_id} ended the stream and did not say how") from error
+        self._ended.result()
+
+
+class StreamMux:
+    """One feed: its call, and the lanes of the streams on it."""
+
+    def __init__(self, worker: WorkerSnapshot, stub: decode_pb2_grpc.DecodeServiceStub, interval_s: float) -> None:
+        self.id = secrets.token_hex(8)
+        self.over = False
+        self._worker = worker
+        self._lanes: dict[int, Substream] = {}
+        self._count = 0
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id, interval_seconds=interval_s))
+        self.reading = once(self._read(), name=f"feed {worker.worker_id}")
+        self._idle = self._closed_later()
+
+    async def opened(self) -> None:
+        """Waits until the worker has accepted the feed. Raises WorkerLost, DeadlineExceeded."""
+        with calling(self._worker.worker_id):
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await asyncio.shield(self._opened)
+            except TimeoutError as error:
+                self._call.cancel()  # the next request begins afresh
+                raise WorkerLost(f"it did not open a feed within {OPEN_TIMEOUT_S:.0f} s") from error
+
+    @contextmanager
+    def lane(self) -> Iterator[Substream]:
+        self._idle.cancel()
+        self._count += 1
+        lane = self._lanes[self._count] = Substream(self.id, self._count, self._worker.worker_id)
+        try:
+            yield lane
+        finally:
+            self._lanes.pop(lane.number, None)
+            if not self._lanes and not self.over:
+                self._idle.cancel()
+                self._idle = self._closed_later()
+
+    def _closed_later(self) -> asyncio.TimerHandle:
+        """Unless a stream takes a lane before."""
+        return asyncio.get_running_loop().call_later(IDLE_CLOSE_S, self._close)
+
+    def _close(self) -> None:
+        self.over = True  # immediately: the next request opens another feed
+        self.reading.cancel()
+
+    async def _read(self) -> None:
+        name = self._worker.worker_id
+        try:
+            with known_errors(f"the feed of {name}"), calling(name):
+                async for message in self._call:
+                    if message.incarnation and not self._opened.done():
+                        if message.incarnation != self._worker.incarnation:
+                            raise WorkerLost(f"{name} lives as another incarnation by now")
+                        self._opened.set_result(None)
+                    for event in message.events:
+                        if lane := self._lanes.get(event.lane):
+                            lane.put(event)
+            raise WorkerLost(f"{name} ended its feed")
+        except TandemError as error:
+            self._fail(error)
+        finally:
+            self._fail(WorkerLost(f"the feed of {name} was closed"))
+            self._call.cancel()
+
+    def _fail(self, error: TandemError) -> None:
+        self.over = True
+        self._idle.cancel()
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()  # retrieved: nothing may wait for it
+        for lane in self._lanes.values():
+            lane.fail(error)
+        self._lanes.clear()
+
+
+class StreamMuxes:
+    """The feeds of one router."""
+
+    def __init__(self, channels: Channels, interval_s: float) -> None:
+        """Each worker sends at most one message per `interval_s`, ends of streams excepted."""
+        self._channels = channels
+        self._interval_s = interval_s
+        self._feeds: dict[tuple[str, str], StreamMux] = {}  # (worker id, incarnation)
+
+    async def of(self, worker: WorkerSnapshot) -> StreamMux:
+        """The open feed of this incarnation of a worker. Raises WorkerLost."""
+        key = (worker.worker_id, worker.incarnation)
+        feed = self._feeds.get(key)
+        if feed is None or feed.over:
+            stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
+            feed = self._feeds[key] = StreamMux(worker, stub, self._interval_s)
+            feed.reading.add_done_callback(functools.partial(self._forget, key, feed))
+        await feed.opened()
+        return feed
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def _forget(self, key: tuple[str, str], feed: StreamMux, _: asyncio.Task[None]) -> None:
+        if self._feeds.get(key) is feed:
+            del self._feeds[key]
+
+    async def close(self) -> None:
+        for feed in list(self._feeds.values()):
+            await end(feed.reading)

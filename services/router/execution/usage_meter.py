@@ -1,0 +1,32 @@
+"""Accounts for what completions generate: shares and limits of tenants, metrics, receipts."""
+
+from __future__ import annotations
+
+from services.router.execution.request_timeline import ReceiptLog
+from services.router.routing.request_scheduler import RequestScheduler
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.telemetry.metrics import RouterMetrics
+from tandem.v1 import generation_pb2
+
+
+class UsageMeter:
+    def __init__(
+        self, metrics: RouterMetrics, receipts: ReceiptLog, rate_limits: RateLimits, scheduler: RequestScheduler
+    ) -> None:
+        self._metrics = metrics
+        self._receipts = receipts
+        self._rate_limits = rate_limits
+        self._scheduler = scheduler
+
+    def generated(self, tenant: str, tokens: int) -> None:
+        """A decode worker generated these tokens, which count towards the tenant's limit and its share."""
+        self._rate_limits.generated(tenant, tokens)
+        self._scheduler.generated(tenant, tokens)
+
+    def sent(self, tokens: int, gap_s: float | None) -> None:
+        """These tokens are ready for the client, `gap_s` after the previous ones; None for the first."""
+        self._metrics.sent(tokens, gap_s)
+
+    def finished(self, receipt: generation_pb2.Receipt) -> None:
+        self._receipts.keep(receipt)
+        self._metrics.finished(receipt)

@@ -1,0 +1,255 @@
+"""The server of the HTTP front door: its connections, and how long a client may take for what.
+
+    a connection                                 for at most
+    waits for the first head, or for its rest    HEADERS_TIMEOUT_S
+    waits for the next request                   KEEP_ALIVE_S
+    sends a body that nobody reads any more      DISCARD_TIMEOUT_S
+    does not take what is written to it          WRITE_TIMEOUT_S
+
+The time for a body that is read is the endpoint's (http.py), and so is the time for an answer. Beyond a number of
+connections a new one takes the place of one that waits for a head: of those that never had a request, or else of all,
+the one that has waited longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Generator
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem.errors import InternalError, SettingsError
+from tandem.settings import Settings
+from tandem.tasks import end, once
+
+log = structlog.get_logger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+HEADERS_TIMEOUT_S = 20.0
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that none is closed under a new request
+DISCARD_TIMEOUT_S = 5.0
+WRITE_TIMEOUT_S = 30.0
+MAX_CONNECTIONS = 4096
+BACKLOG = 128  # connections that are accepted in one pass of the event loop
+MIN_GRACE_S = 0.5  # what an idle server takes to stop
+CANCEL_TIMEOUT_S = 1.0
+FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Connections:
+    """Which connections wait for a head, longest first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._open: set[_Protocol] = set()
+        self._unproven: dict[_Protocol, None] = {}  # never had a request
+        self._idle: dict[_Protocol, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def opened(self, one: _Protocol) -> bool:
+        """Whether there is room for it; may close another one for that."""
+        if len(self._open) >= self.most:
+            victim = next(iter(self._unproven), None) or next(iter(self._idle), None)
+            if victim is None:
+                return False
+            self.closed(victim)
+            victim.hang_up()
+        self._open.add(one)
+        self._unproven[one] = None
+        return True
+
+    def busy(self, one: _Protocol) -> None:
+        self._unproven.pop(one, None)
+        self._idle.pop(one, None)
+
+    def idle(self, one: _Protocol) -> None:
+        if one in self._open:
+            self._idle[one] = None
+
+    def closed(self, one: _Protocol) -> None:
+        """Safe to call twice."""
+        self._open.discard(one)
+        self.busy(one)
+
+
+class _Protocol(HttpToolsProtocol):
+    """Hangs up on a client that does not come to the point. uvicorn bounds only the time between two requests, and
+    httptools nothing: neither headers nor trailers nor their time."""
+
+    def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = connections
+        self._beside = 0  # bytes of this request that are no body
+        self._waits = False  # for a request of which nothing has come
+        self._whole = True  # no part of a request is missing
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._all.opened(self):
+            transport.write(FULL_RESPONSE)
+            self.hang_up()
+            return
+        self._within(HEADERS_TIMEOUT_S, self.hang_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.closed(self)
+        for timer in (self._timer, self._writing):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._beside += len(data)
+        if self._waits:
+            self._waits = False
+            self._within(HEADERS_TIMEOUT_S, self.hang_up)
+        super().data_received(data)
+        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The headers of the request are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._whole = False
+
+    def on_headers_complete(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._all.busy(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._beside -= len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._beside, self._whole = 0, True
+        if self.cycle.response_complete:  # the rest of a body has come that nobody read
+            self._idle()
+
+    def on_response_complete(self) -> None:
+        last = not self.pipeline
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's, which any byte ends
+        if self.transport.is_closing():
+            self._within(WRITE_TIMEOUT_S, self.transport.abort)
+        elif last and self._whole:
+            self._idle()
+        elif last:
+            self._within(DISCARD_TIMEOUT_S, self.hang_up)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    def hang_up(self) -> None:
+        """Closes the connection, and soon after also one whose client does not take what was written."""
+        self.transport.close()
+        self._within(DISCARD_TIMEOUT_S, self.transport.abort)
+
+    def _idle(self) -> None:
+        self._waits = True
+        self._all.idle(self)
+        self._within(KEEP_ALIVE_S, self.hang_up)
+
+    def _within(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, otherwise)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are the process's own business, not one server's."""
+        yield
+
+
+class Server:
+    """One port of this process."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._settings = settings
+        self._serving: asyncio.Task[None] | None = None
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Half of the files that this process may open: its workers, gRPC clients and registry need some, too.
+        self.connections = Connections(min(MAX_CONNECTIONS, soft // 2))
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http=functools.partial(_Protocol, self.connections),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+                ssl_ca_certs=str(settings.tls_client_ca) if settings.tls_client_ca else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.tls_client_ca else ssl.CERT_NONE,
+            )
+        )
+
+    async def start(self, port: int, failed: Callable[[BaseException], object] | None = None) -> str:
+        """Listens, and returns the address. `failed` receives the error when the server ends by itself. Raises
+        SettingsError when the port is taken."""
+        listening = _listen(self._settings.host, port, share=self._settings.routers > 1)
+        self._serving = once(self._serve(listening), name="http", failed=failed)
+        return f"{self._settings.host}:{listening.getsockname()[1]}"
+
+    async def _serve(self, listening: socket.socket) -> None:
+        await self._server.serve([listening])
+        if not self._server.should_exit:
+            raise InternalError("the HTTP server ended by itself")
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({self._serving}, timeout=max(grace_s, MIN_GRACE_S))
+        tasks = self._server.server_state.tasks
+        for task in list(tasks):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=CANCEL_TIMEOUT_S)  # a client that reads nothing holds nobody up
+        self._server.force_exit = True
+        await asyncio.wait({self._serving}, timeout=CANCEL_TIMEOUT_S)
+        await end(self._serving)
+
+
+def _listen(host: str, port: int, *, share: bool) -> socket.socket:
+    """`share`: the port, with other routers of this user's; the system gives each connection to one of them."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise SettingsError(f"port {port} of {host} is in use; choose another", field="http_port") from error
+    return listening

@@ -1,0 +1,267 @@
+"""Runs the jobs of which this router has the lease, and takes over those that other routers left.
+
+claim or submit ─▶ run: each piece of the answer goes into the journal, which refuses a router that lost the lease
+                   after a failure that may pass: wait, and continue after the last token in the journal
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from random import uniform
+from time import monotonic, time
+
+import structlog
+
+from cluster.state.job_journal import JobJournal, JobRecord, Kept
+from cluster.state.job_journal import JobState as State
+from services.router.generation import Generation
+from services.router.preprocess.request import ResumeState
+from services.router.preprocess.served_model import ServedModel
+from services.router.tenancy.job_slots import JobSlots
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import (
+    Busy,
+    DataLoss,
+    DeadlineExceeded,
+    InternalError,
+    NoWorker,
+    PreconditionFailed,
+    ResumeFailed,
+    TandemError,
+    Unavailable,
+)
+from tandem.grpc_errors import known_errors
+from tandem.settings import Settings
+from tandem.tasks import end, forever, once
+from tandem.v1 import generation_pb2, jobs_pb2
+
+log = structlog.get_logger(__name__)
+
+MAX_RUNNING = 64  # jobs that one router runs; others wait for a slot
+MAX_LEASED = 1024  # jobs of which one router has the lease, where it takes over more than it can run
+MAX_RUNNING_PER_TENANT = 48  # slots of one tenant that has a name
+MAX_INTERNAL_ERRORS = 3  # attempts that end with INTERNAL and without a new token, one after the other
+LEASE_S = 6.0
+MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # until a job is tried again
+MAX_LAYOUT_ABSENCE_S = 600.0  # time for which no worker may have the KV layout that a job began with
+TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # the same job may go well later
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job in this router's hands."""
+
+    record: JobRecord
+    kept: jobs_pb2.KeptJob
+    delay_s: float = MIN_RETRY_S
+    charged: bool = False  # its prompt, to its tenant
+    failures: int = 0  # attempts that ended with INTERNAL, since the last token
+    homeless_since: float | None = None  # since when no worker has its layout
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.kept.request.token_ids.ids)
+
+    @property
+    def tokens(self) -> int:
+        """That it generates at most."""
+        return int(self.kept.request.sampling.max_tokens) * choices(self.kept.request)
+
+
+class JobRunner:
+    def __init__(
+        self, generation: Generation, model: ServedModel, rate_limits: RateLimits, journal: JobJournal
+    ) -> None:
+        self._generation = generation
+        self._model = model
+        self._rate_limits = rate_limits
+        self._journal = journal
+        self._mine: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
+        self._ending: set[str] = set()  # ids of those that are being stopped here
+        self._slots = JobSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._keeping = forever(self._keep, name="jobs")
+
+    async def leave(self) -> None:
+        """Ends its jobs here, so that other routers continue them at once."""
+        await end(self._keeping)
+        mine = [(job_id, generation) for job_id, (generation, _) in self._mine.items()]
+        await asyncio.gather(*(end(task) for _, task in list(self._mine.values())))
+        try:
+            await self._journal.release(mine)
+        except Unavailable as error:
+            log.warning("jobs.not_released", jobs=len(mine), error=error.message)  # their leases end by themselves
+
+    async def _keep(self) -> None:
+        """Renews the leases of its own, and takes over what others have left."""
+        while True:
+            try:
+                await self._renew()
+                until = monotonic() + LEASE_S / 3  # its own leases come first
+                while self._takes_more() and monotonic() < until and (record := await self._journal.claim()):
+                    log.info("job.taken_over", job=record.job_id, tokens=record.tokens)
+                    self.run_here(record)
+            except TandemError as error:
+                log.warning("jobs.not_kept", error=error.message)
+            await asyncio.sleep(LEASE_S / 3)
+
+    def _takes_more(self) -> bool:
+        """Also beside a backlog of one tenant, which may not have every place."""
+        return len(self._mine) < MAX_RUNNING or (self._slots.free > 0 and len(self._mine) < MAX_LEASED)
+
+    async def _renew(self) -> None:
+        mine = dict(self._mine)
+        owned = [(job_id, generation) for job_id, (generation, _) in mine.items()]
+        for (job_id, generation), kept in zip(owned, await self._journal.renew(owned), strict=True):
+            if kept is not Kept.KEPT and job_id not in self._ending:
+                self._ending.add(job_id)
+                # Beside this task: the leases of all others hang on it.
+                once(self._end_here(job_id, generation, mine[job_id][1], kept), name=f"end of job {job_id}")
+
+    async def _end_here(self, job_id: str, generation: int, task: asyncio.Task[None], why: Kept) -> None:
+        try:
+            await end(task)
+            if why is Kept.CANCELLED:
+                await self._journal.end(job_id, generation, State.CANCELLED)
+        except Unavailable as error:  # its lease ends, and whoever claims it hears that it was cancelled
+            log.warning("job.not_kept", job=job_id, why=error.message)
+        finally:
+            self._ending.discard(job_id)
+
+    def run_here(self, record: JobRecord) -> None:
+        """This router has the lease."""
+        task = once(self._run(record), name=f"job {record.job_id}")
+        self._mine[record.job_id] = record.generation, task
+        task.add_done_callback(lambda _: self._done(record))
+
+    def _done(self, record: JobRecord) -> None:
+        if self._mine.get(record.job_id, (0,))[0] == record.generation:
+            del self._mine[record.job_id]
+
+    async def _run(self, record: JobRecord) -> None:
+        """To its end, or until it is somebody else's."""
+        job = _Running(record, jobs_pb2.KeptJob.FromString(record.request))
+        try:
+            while True:
+                try:
+                    async with self._slots.slot(job.kept.tenant):
+                        with known_errors("job"):
+                            await self._attempt(job)
+                    return
+                except (*TRANSIENT_ERRORS, InternalError) as error:
+                    wait_s = self._pause(job, error)
+                    log.info("job.waits", job=record.job_id, seconds=wait_s, reason=error.reason)
+                await asyncio.sleep(wait_s)
+        except TandemError as error:
+            log.warning("job.broken", job=record.job_id, reason=error.reason, error=error.message)
+            if error.reason != "REGISTRY_UNREACHABLE":
+                await self._fail(record, error)
+            # else nothing can be kept: whoever claims it goes on
+
+    @staticmethod
+    def _pause(job: _Running, error: TandemError) -> float:
+        """Seconds until the next attempt. Raises what ends the job."""
+        if error.reason == "REGISTRY_UNREACHABLE":
+            raise error
+        if isinstance(error, InternalError):
+            job.failures += 1
+            if error.reason != InternalError.default_reason or job.failures >= MAX_INTERNAL_ERRORS:
+                raise error
+        if error.reason == "TENANT_TOKENS":  # its tenant's bucket says when
+            wait_s = min(max(error.retry_after or 0.0, MIN_RETRY_S), MAX_RETRY_S) * uniform(1.0, 1.2)
+        else:
+            wait_s = max(job.delay_s, error.retry_after or 0.0)
+            job.delay_s = min(2 * job.delay_s, MAX_RETRY_S)
+        if time() + wait_s > job.kept.deadline:
+            raise DeadlineExceeded(f"the job's time is up; the last reason: {error.message}") from error
+        return wait_s
+
+    async def _fail(self, record: JobRecord, error: TandemError) -> None:
+        try:
+            await self._journal.end(record.job_id, record.generation, State.FAILED, error=error)
+        except Unavailable as lost:  # whoever claims it finds out again
+            log.warning("job.not_kept", job=record.job_id, why=lost.message)
+
+    async def _attempt(self, job: _Running) -> None:
+        """Goes on behind what was kept. Raises what ends it too early."""
+        self._check_layout(job)
+        key = self._rate_limits.named(job.kept.tenant)
+        prompt_tokens = 0 if job.charged else job.prompt_tokens
+        with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
+            job.charged = True
+            entries = await self._journal.all(job.record.job_id)
+            past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
+            events = self._generation.generate(
+                job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
+            )
+            left = choices(job.kept.request) - len(ResumeState(past).ended)  # one may be kept twice
+            async with aclosing(events):
+                async for event in events:
+                    left -= event.HasField("finished")
+                    if not await self._add(job, event, left):
+                        return
+                    if event.HasField("delta"):
+                        job.failures, job.delay_s = 0, MIN_RETRY_S
+                        allowance.spend(len(event.delta.token_ids))
+                        if not event.delta.last:  # else it has its last token, and waits for nothing
+                            allowance.check()
+
+    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, left: int) -> bool:
+        """Keeps an event, `left` completions before the job's end. False: the job has ended, or is not ours."""
+        job_id, generation, data = job.record.job_id, job.record.generation, event.SerializeToString()
+        if event.HasField("delta"):
+            choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
+            outcome = await self._journal.append(job_id, generation, first, first + new, data, choice)
+        elif event.HasField("finished") and left:
+            choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
+            outcome = await self._journal.append(job_id, generation, end_at, end_at, data, choice)
+        elif event.HasField("finished"):
+            outcome = await self._journal.end(job_id, generation, State.FINISHED, data)
+        else:
+            return True
+        if outcome is Kept.CANCELLED:
+            await self._journal.end(job_id, generation, State.CANCELLED)
+        if outcome is not Kept.KEPT:
+            log.warning("job.not_kept", job=job_id, why=outcome.value)
+        return outcome is Kept.KEPT
+
+    def _check_layout(self, job: _Running) -> None:
+        """A job goes on only where all workers have the layout that it began with: others would give other tokens.
+        While some have another one (an upgrade, perhaps one that is taken back) it waits."""
+        mine = job.kept.layout_hash
+        layouts = self._model.layouts()
+        if layouts == {mine}:
+            job.homeless_since = None
+            return
+        if not layouts:
+            raise NoWorker("no decode worker is known", retry_after=2.0)
+        if mine not in layouts:
+            job.homeless_since = job.homeless_since or monotonic()
+            if monotonic() - job.homeless_since > MAX_LAYOUT_ABSENCE_S:
+                raise PreconditionFailed(
+                    "the job began with another checkpoint or dtype than any worker has: the tokens would differ",
+                    reason="JOB_OF_OTHER_MODEL",
+                )
+        raise Unavailable(
+            "some workers have another checkpoint or dtype than the job began with", reason="JOB_OF_OTHER_MODEL"
+        )
+
+
+def open_journal(settings: Settings) -> JobJournal:
+    return JobJournal(
+        settings.redis or "",
+        settings.cluster,
+        lease_s=LEASE_S,
+        kept_s=settings.job_kept_s,
+        most=settings.max_jobs,
+        most_each=settings.max_tenant_jobs,
+    )
+
+
+def choices(request: generation_pb2.GenerateRequest) -> int:
+    """How many completions the job has."""
+    return int(request.sampling.n) if request.sampling.HasField("n") else 1

@@ -1,0 +1,210 @@
+"""Jobs: requests whose tokens are kept, so that a client or a router may be gone for a while.
+
+SubmitJobs   fix what is asked ─▶ keep it ─▶ run it here                                  an owner, and its lease
+             each piece of the answer ─▶ journal, which refuses who is no longer the owner
+             a lease that ends: whoever claims first goes on at the last token that was kept
+WatchJob     journal ─▶ client, from any router
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from time import time
+
+import grpc
+
+from cluster.state.job_journal import Asked, JobJournal, JobRecord
+from cluster.state.job_journal import JobState as State
+from services.router.frontend.grpc_service import authorization
+from services.router.frontend.job_runner import JobRunner, choices
+from services.router.generation import Generation
+from services.router.preprocess.served_model import ServedModel
+from services.router.tenancy.api_keys import ApiKey
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import (
+    Busy,
+    Cancelled,
+    InvalidRequest,
+    Unavailable,
+)
+from tandem.settings import Settings
+from tandem.telemetry.tracing import Span, Tracing
+from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
+
+MAX_SUBMITTED = 128  # in one call
+MAX_WATCHERS = 1024  # of one tenant, at one router
+IDLE_CHECK_S = 10.0  # a watcher that heard nothing for so long looks whether the job is still known
+
+STATES = {
+    State.OPEN: jobs_pb2.JOB_STATE_OPEN,
+    State.FINISHED: jobs_pb2.JOB_STATE_FINISHED,
+    State.FAILED: jobs_pb2.JOB_STATE_FAILED,
+    State.CANCELLED: jobs_pb2.JOB_STATE_CANCELLED,
+}
+
+
+class JobService(jobs_pb2_grpc.JobServiceServicer):
+    def __init__(
+        self,
+        settings: Settings,
+        generation: Generation,
+        model: ServedModel,
+        rate_limits: RateLimits,
+        journal: JobJournal,
+        runner: JobRunner,
+        tracing: Tracing,
+    ) -> None:
+        self._settings = settings
+        self._generation = generation
+        self._model = model
+        self._rate_limits = rate_limits
+        self._journal = journal
+        self._runner = runner
+        self._tracing = tracing
+        self._watchers: Counter[str] = Counter()  # by tenant
+        self._leaving = False
+
+    async def leave(self) -> None:
+        """Leaves its jobs, and their watchers, to the other routers."""
+        self._leaving = True
+        self._journal.end_watches(_stopping())
+        await self._runner.leave()
+
+    # ---- the service
+
+    async def SubmitJobs(
+        self, request: jobs_pb2.SubmitJobsRequest, context: grpc.aio.ServicerContext
+    ) -> jobs_pb2.SubmitJobsResponse:
+        if not 1 <= len(request.requests) <= MAX_SUBMITTED:
+            raise InvalidRequest(
+                f"{len(request.requests)} requests", field="requests", bound=f"1 to {MAX_SUBMITTED} of them"
+            )
+        self._check_stays()
+        with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
+            key = self._rate_limits.who(authorization(context))
+            asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
+            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(asked, key, span))
+
+    async def WatchJob(
+        self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[jobs_pb2.WatchJobResponse, None]:
+        key = self._rate_limits.who(authorization(context))
+        with self._watching(key):
+            job_id = _scoped(key, request.job_id)
+            asked = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
+            started = generation_pb2.Started(
+                request_id=request.job_id,
+                model=self._settings.model,
+                prompt_tokens=len(asked.token_ids.ids),
+                choices=choices(asked),
+            )
+            yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
+            async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
+                async for entries in pages:
+                    for entry in entries:
+                        if entry.ended is not None:
+                            await self._raise_end(job_id, request.job_id, entry.ended)
+                            return
+                        event = generation_pb2.GenerateResponse.FromString(entry.event)
+                        delta = event.delta
+                        if event.HasField("delta") and delta.index + len(delta.token_ids) <= request.from_token:
+                            continue
+                        yield jobs_pb2.WatchJobResponse(event=event)
+                    self._check_stays()
+                    if not entries:
+                        await self._journal.get(job_id)  # it may have been forgotten
+
+    async def _raise_end(self, job_id: str, name: str, ended: State) -> None:
+        if ended is State.CANCELLED:
+            raise Cancelled(f"the job {name} was cancelled", reason="JOB_CANCELLED")
+        if error := (await self._journal.get(job_id)).error:
+            raise error
+
+    @contextmanager
+    def _watching(self, key: ApiKey) -> Iterator[None]:
+        if self._watchers[key.name] >= MAX_WATCHERS:
+            raise Busy(
+                f"{MAX_WATCHERS} watchers are open at this router, and more are not served",
+                reason="TENANT_WATCHERS",
+                retry_after=1.0,
+            )
+        self._watchers[key.name] += 1
+        try:
+            yield
+        finally:
+            self._watchers[key.name] -= 1
+            if not self._watchers[key.name]:
+                del self._watchers[key.name]
+
+    async def GetJob(
+        self, request: jobs_pb2.GetJobRequest, context: grpc.aio.ServicerContext
+    ) -> jobs_pb2.GetJobResponse:
+        key = self._rate_limits.who(authorization(context))
+        return jobs_pb2.GetJobResponse(job=await self._job(request.job_id, key))
+
+    async def CancelJob(
+        self, request: jobs_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
+    ) -> jobs_pb2.CancelJobResponse:
+        key = self._rate_limits.who(authorization(context))
+        await self._journal.cancel(_scoped(key, request.job_id))
+        return jobs_pb2.CancelJobResponse(job=await self._job(request.job_id, key))
+
+    # ---- taking jobs
+
+    def _check_stays(self) -> None:
+        if self._leaving:
+            raise _stopping()
+
+    async def _fixed(
+        self, request: generation_pb2.GenerateRequest, key: ApiKey
+    ) -> tuple[generation_pb2.GenerateRequest, str]:
+        """What is kept, and what says whether two requests ask for the same."""
+        asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+        return await self._generation.fixed(request, key), asked
+
+    async def _submit(
+        self, asked: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
+    ) -> list[jobs_pb2.Job]:
+        jobs = [self._to_keep(request, digest, key, span) for request, digest in asked]
+        new = await self._journal.submit(jobs, key.name)
+        for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
+            self._runner.run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
+        return [
+            jobs_pb2.Job(job_id=request.request_id, state=STATES[State.OPEN])
+            if is_new
+            else await self._job(request.request_id, key)
+            for (request, _), is_new in zip(asked, new, strict=True)
+        ]
+
+    def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:
+        self._rate_limits.check_job(key, len(request.token_ids.ids))
+        kept = jobs_pb2.KeptJob(
+            request=request,
+            tenant=key.name,
+            layout_hash=self._model.facts().layout_hash,
+            deadline=time() + self._settings.job_timeout_s,
+            trace=dict(span.headers),
+        )
+        return Asked(_scoped(key, request.request_id), kept.SerializeToString(), digest)
+
+    async def _job(self, name: str, key: ApiKey) -> jobs_pb2.Job:
+        record = await self._journal.get(_scoped(key, name))
+        return jobs_pb2.Job(
+            job_id=name,
+            state=STATES[record.state],
+            tokens=record.tokens,
+            takeovers=record.generation - 1,
+            error=record.error.message if record.error else "",
+        )
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the router is stopping; another one goes on", reason="DRAINING", retry_after=0.1)
+
+
+def _scoped(key: ApiKey, name: str) -> str:
+    """Ids of different tenants are different jobs."""
+    return f"{key.name}/{name}"

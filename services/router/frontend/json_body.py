@@ -1,0 +1,53 @@
+"""JSON in the bodies of HTTP requests and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.router.preprocess import json_limits
+from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+
+
+def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
+    """The JSON object that the body is. Raises InvalidRequest, with nothing of the body's content in the message."""
+    json_limits.check(body, most_numbers)
+    try:
+        found = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer
+        )
+    except UnicodeDecodeError as error:
+        raise wrong("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        what = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or nested too deep"
+        raise wrong("body", f"not readable JSON ({what})", "a JSON object") from error
+    if not isinstance(found, dict):
+        raise wrong("body", f"a JSON {type(found).__name__}", "a JSON object")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise wrong("body", "an object that has a key twice", "unambiguous")
+    return fields
+
+
+def _integer(digits: str) -> int:
+    """A function of Python's, unlike int: json.loads lets other threads run between two calls of it."""
+    return int(digits)
+
+
+def _constant(name: str) -> None:
+    raise wrong("body", f"a number {name}", "JSON, which has no such number")
+
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def to_json(value: object) -> bytes:
+    return encode(value).encode()
+
+
+def to_sse(value: object) -> bytes:
+    return f"data: {encode(value)}\n\n".encode()

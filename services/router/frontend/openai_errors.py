@@ -1,0 +1,56 @@
+"""Errors in the shapes of the OpenAI API: as a body, as an event of a stream, as headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.router.frontend.json_body import to_json, to_sse
+from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
+from tandem.errors import Busy, TandemError, Unavailable
+from tandem.grpc_errors import NAME_BYTES, shown
+
+OPENAI_CODES = {CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}  # codes of OpenAI's, which clients switch on
+
+
+def error_body(error: TandemError) -> bytes:
+    return to_json(_error(error))
+
+
+def _error(error: TandemError) -> dict[str, Any]:
+    """OpenAI's shape. `code` is the stable reason, `param` the field."""
+    kind = "server_error" if error.http >= 500 else "rate_limit_error" if error.http == 429 else "invalid_request_error"
+    message, param = shown(error.message.removeprefix("sampling.").removeprefix("chat.")), _param(error.field)
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": param,
+            "code": OPENAI_CODES.get(error.reason, error.reason),
+        }
+    }
+
+
+def error_event(error: TandemError) -> bytes:
+    """For a stream that has begun. No [DONE] follows it: what came is not the whole answer."""
+    return to_sse(_error(error))
+
+
+def error_headers(error: TandemError) -> dict[str, str]:
+    """Whether and when to try again, in the words that HTTP and OpenAI's own clients know."""
+    again = isinstance(error, Busy | Unavailable)
+    headers = {"x-should-retry": "true" if again else "false"}
+    if again:
+        seconds = error.retry_after or 1.0
+        headers |= {"retry-after": str(max(1, round(seconds))), "retry-after-ms": str(round(seconds * 1000))}
+    return headers
+
+
+def _param(name: str | None) -> str | None:
+    """The body's name for one of GenerateRequest's fields."""
+    if name is None:
+        return None
+    name = shown(name, NAME_BYTES).removeprefix("sampling.").removeprefix("chat.")
+    for ours, theirs in (("text", "prompt"), ("token_ids", "prompt"), ("chat", "messages")):
+        if name == ours or name.startswith(f"{ours}["):
+            return theirs + name.removeprefix(ours)
+    return name

@@ -1,0 +1,356 @@
+"""The events of Generate as OpenAI's API has them: JSON in one piece, or server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.router.frontend.json_body import encode
+from services.router.frontend.openai_protocol import Chat, Completions
+from services.router.frontend.openai_sampling import Sampled, StreamOptions
+from services.router.preprocess.tokenizer import Tokenizer
+from services.router.preprocess.tool_calls import CallReader
+from tandem import results
+from tandem.errors import TandemError
+from tandem.v1 import common_pb2, generation_pb2
+
+MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
+DONE = "data: [DONE]\n\n"
+TOKENS_PER_SLICE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
+
+Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
+Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion so far."""
+
+    index: int
+    letters: int = 0
+    begun: bool = False
+    calls: CallReader | None = None  # where tools are offered
+    held: generation_pb2.Delta | None = None  # the last delta, which travels together with the reason for the end
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one message of a stream says about one choice; for an answer in one piece, all of it."""
+
+    choice: Choice
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Scored] = field(default_factory=list)
+    prompt_logprobs: list[Scored] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    receipt: dict[str, Any] | None = None
+    offset: int = 0  # of the text in the whole
+
+
+class Answer(ABC):
+    """Events of one HTTP request as JSON. A subclass knows the shapes of one endpoint."""
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(
+        self,
+        body: Sampled,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        requests: Sequence[generation_pb2.GenerateRequest],
+    ) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self._requests = requests
+        self._each = body.n or 1  # completions of each prompt
+        self._choices: dict[int, Choice] = {}
+        self._prompt_tokens = self._cached_tokens = self._tokens = 0
+        options = body.stream_options or StreamOptions()
+        self._usage_at_end = bool(options.include_usage or options.continuous_usage_stats)
+        self._usage_always = bool(options.continuous_usage_stats)
+        self._left = len(requests) * self._each  # choices that have not ended
+        self._head = {
+            "id": f"{self.prefix}-{request_id}",
+            "object": self.chunk_object if body.stream else self.whole_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._opening = encode(self._head)[:-1] + ","  # of each message of a stream, to be encoded only once
+
+    def named(self, error: TandemError) -> TandemError:
+        """The error in the words of the request."""
+        return self._body.named(error)
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """The server-sent events that tell it; none before the first token."""
+        piece = self._piece(index, event)
+        if piece is None:
+            return b""
+        about = f',"usage":{encode(self._usage())}' if self._usage_always else ""
+        data = f'data: {self._opening}"choices":[{await self._encoded(piece, self.chunk(piece))}]{about}}}\n\n'
+        if piece.finish:
+            self._left -= 1
+            if self._left == 0:
+                if self._usage_at_end:
+                    data += f'data: {self._opening}"choices":[],"usage":{encode(self._usage())}}}\n\n'
+                data += DONE
+        return data.encode()
+
+    async def whole(self, events: Events) -> bytes:
+        """One JSON object."""
+        pieces: dict[int, Piece] = {}
+        async for index, event in events:
+            piece = self._piece(index, event)
+            if piece is not None:
+                whole = pieces.setdefault(piece.choice.index, Piece(piece.choice))
+                whole.text += piece.text
+                whole.token_ids += piece.token_ids
+                whole.logprobs += piece.logprobs
+                whole.prompt_logprobs += piece.prompt_logprobs
+                whole.finish, whole.stop_reason, whole.receipt = piece.finish, piece.stop_reason, piece.receipt
+        choices = [await self._encoded(piece, self.message(piece)) for _, piece in sorted(pieces.items())]
+        return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """What a piece of a stream says, without its log probabilities."""
+
+    @abstractmethod
+    def message(self, piece: Piece) -> dict[str, Any]:
+        """What a whole answer says, likewise."""
+
+    @abstractmethod
+    async def scores(self, piece: Piece) -> str:
+        """JSON of its log probabilities."""
+
+    async def _encoded(self, piece: Piece, fields: dict[str, Any]) -> str:
+        """JSON of the fields with the piece's log probabilities. Those may be hundreds of thousands."""
+        if not piece.logprobs and not piece.prompt_logprobs:
+            return encode(fields)
+        more = ""
+        if piece.logprobs:
+            del fields["logprobs"]
+            more += f',"logprobs":{await self.scores(piece)}'
+        if self._body.prompt_logprobs is not None:
+            del fields["prompt_logprobs"]
+            more += f',"prompt_logprobs":[{await _joined(self._of_prompt, piece.prompt_logprobs)}]'
+        return f"{encode(fields)[:-1]}{more}}}"
+
+    def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._prompt_tokens += event.started.prompt_tokens
+            return None
+        number = index * self._each + (event.delta.choice if kind == "delta" else event.finished.choice)
+        choice = self._choices.setdefault(number, Choice(number))
+        piece = Piece(choice, offset=choice.letters)
+        if kind == "delta":
+            self._tokens += len(event.delta.token_ids)
+            if event.delta.last:
+                choice.held = event.delta
+                return None
+            self._add(piece, event.delta, index)
+        else:
+            if choice.held:
+                self._add(piece, choice.held, index)
+            self._finish(piece, event.finished)
+        choice.letters += len(piece.text)
+        return piece
+
+    def _add(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
+        if delta.index == 0:
+            self._begin(piece, delta, prompt)
+        piece.text += delta.text
+        if self._body.return_token_ids or delta.last:
+            piece.token_ids += delta.token_ids
+        if delta.HasField("logprobs"):
+            piece.logprobs += _logprobs(delta.token_ids, delta.logprobs)
+
+    def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
+        """What stands before the first token."""
+        if delta.HasField("prompt_logprobs"):
+            first, *rest = delta.prompt_logprobs.token_ids
+            piece.prompt_logprobs = [(first, None, {}), *_logprobs(rest, delta.prompt_logprobs.logprobs)]
+
+    def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
+        piece.text += finished.text
+        stopped = finished.reason == common_pb2.FINISH_REASON_STOP
+        piece.finish = "stop" if stopped else "length"
+        last = piece.token_ids[-1] if piece.token_ids else None
+        if finished.stop:
+            piece.stop_reason = finished.stop
+        elif stopped and last in (self._body.stop_token_ids or ()):
+            piece.stop_reason = last
+        if finished.choice == 0:  # the others found in the cache what this one has computed
+            self._cached_tokens += finished.receipt.cached_tokens
+        if self._body.tandem_receipt:
+            piece.receipt = results.receipt(finished.receipt).to_dict()
+
+    def _extras(self, piece: Piece) -> dict[str, Any]:
+        """Fields that OpenAI's API does not have, where they say something or were asked for."""
+        extras: dict[str, Any] = {}
+        if piece.finish:
+            extras["stop_reason"] = piece.stop_reason
+        if self._body.return_token_ids:
+            extras["token_ids"] = piece.token_ids
+        if self._body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = []
+        if piece.receipt:
+            extras["tandem_receipt"] = piece.receipt
+        return extras
+
+    def _of_prompt(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any] | None:
+        """As vLLM has it, but for the rank of a token that is not among the likeliest: it is unknown here."""
+        if chosen is None:
+            return None
+        ranks = {one: rank for rank, one in enumerate(top, 1)}
+        return {
+            str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": self._tokenizer.token(one)}
+            for one, value in {token: chosen, **top}.items()
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._tokens,
+            "total_tokens": self._prompt_tokens + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def _token(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._tokenizer.token(token_id)
+
+
+class CompletionsAnswer(Answer):
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    _body: Completions
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.choice.index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish,
+            **self._extras(piece),
+        }
+
+    message = chunk
+
+    def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
+        super()._begin(piece, delta, prompt)
+        if not self._body.echo:
+            return
+        request = self._requests[prompt]
+        is_text = request.WhichOneof("input") == "text"
+        piece.text = request.text.decode() if is_text else self._tokenizer.decode(request.token_ids.ids)
+        if self._body.logprobs is not None:
+            piece.logprobs = list(piece.prompt_logprobs)
+
+    async def scores(self, piece: Piece) -> str:
+        tokens = [self._token(token) for token, _, _ in piece.logprobs]
+        offsets, at = [], piece.offset
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        chosen = [chosen for _, chosen, _ in piece.logprobs]
+        fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
+        return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
+
+    def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
+        """By text, so that of several tokens with the same text the likeliest is shown; the chosen one always is."""
+        if chosen is None:
+            return None
+        return {
+            **{self._token(one): value for one, value in reversed(top.items())},
+            **({} if token in top else {self._token(token): chosen}),
+        }
+
+
+class ChatAnswer(Answer):
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    _body: Chat
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        content, calls = self._read(piece)
+        delta: dict[str, Any] = {"content": content}
+        if not piece.choice.begun:
+            piece.choice.begun = True
+            delta = {"role": "assistant", **delta}
+        if calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+        return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
+
+    def message(self, piece: Piece) -> dict[str, Any]:
+        content, calls = self._read(piece)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message |= {"content": content if content.strip() else None, "tool_calls": [call for _, call in calls]}
+        return {"index": piece.choice.index, "message": message, **self._rest(piece)}
+
+    def _read(self, piece: Piece) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
+        """What is text in it, and the calls that are complete with it, each with its number."""
+        if not self._body.offers_tools or self._tokenizer.calls is None:
+            return piece.text, []
+        reader = piece.choice.calls = piece.choice.calls or CallReader(self._tokenizer.calls)
+        before = len(reader.calls)
+        content = reader.push(piece.text)
+        if piece.finish:
+            content += reader.finish()
+            if reader.calls and piece.finish == "stop" and not self._body.names_tool:
+                piece.finish = "tool_calls"
+        if content.isspace() and self._body.forced() is not None:
+            content = ""  # it stands between calls
+        calls = [
+            (index, {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}})
+            for index, one in enumerate(reader.calls[before:], before)
+        ]
+        return content, calls
+
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
+
+    async def scores(self, piece: Piece) -> str:
+        return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
+
+    def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
+        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*one) for one in top.items()]}
+
+    def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def answer(
+    body: Sampled, request_id: str, model: str, tokenizer: Tokenizer, requests: Sequence[generation_pb2.GenerateRequest]
+) -> Answer:
+    kind = ChatAnswer if isinstance(body, Chat) else CompletionsAnswer
+    return kind(body, request_id, model, tokenizer, requests)
+
+
+async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
+    """JSON of each, with commas between, made some at a time, so that other streams are relayed meanwhile."""
+    parts = []
+    for at in range(0, len(scored), TOKENS_PER_SLICE):
+        parts += [encode(make(*one)) for one in scored[at : at + TOKENS_PER_SLICE]]
+        await asyncio.sleep(0)
+    return ",".join(parts)
+
+
+def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
+    """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
+    each = len(message.top_ids) // max(1, len(message.chosen))
+    for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
+        part = slice(place * each, (place + 1) * each)
+        top = zip(message.top_ids[part], (max(value, MIN_LOGPROB) for value in message.top[part]), strict=True)
+        yield token, max(chosen, MIN_LOGPROB), dict(top)

@@ -1,0 +1,218 @@
+"""The fields that both generating endpoints of the OpenAI API share, and what they mean for SamplingParams.
+
+A number of tandem.sampling is a field of the body under the same name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from services.router.frontend.json_body import encode
+from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
+from tandem.errors import CheckpointRefused, TandemError
+from tandem.sampling import NUMBERS
+from tandem.v1 import common_pb2, sampling_pb2
+
+GRAMMAR_FIELD = "sampling.grammar"
+
+Item = TypeVar("Item")
+List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+UInt64 = Annotated[int, Field(ge=0, lt=2**64)]
+TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON object's keys are strings
+
+
+class Defaults(BaseModel):
+    """Sampling of requests that do not say: the checkpoint's generation_config.json, as vLLM takes it, then these."""
+
+    model_config = ConfigDict(frozen=True)
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> Defaults:
+        """Raises CheckpointRefused for a file that cannot be read."""
+        path = folder / "generation_config.json"
+        try:
+            return cls.model_validate_json(path.read_bytes()) if path.is_file() else cls()
+        except (ValidationError, OSError) as error:
+            raise CheckpointRefused(f"{path} cannot be read: {error}") from error
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Structured(BaseModel):
+    """`structured_outputs`, as vLLM has it: one of these. Nothing else that it may hold is ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    # an alias, because a model has a method of that name
+    schema_: Any = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: List[str] | None = None
+    grammar: str | None = None
+
+
+if TYPE_CHECKING:
+    Numbers = BaseModel
+else:
+    KINDS = {FieldDescriptor.TYPE_DOUBLE: float, FieldDescriptor.TYPE_INT64: Int64}
+    FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    shared = [name for name in NUMBERS if name != "logprobs"]  # which means something else at each endpoint
+    Numbers = create_model("Numbers", **{name: (KINDS[FIELDS[name].type] | None, None) for name in shared})
+
+
+class Sampled(Numbers, ABC):
+    """What both kinds of body have. null means absent, everywhere."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int64 | None = None
+    seed: UInt64 | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int64 | None = None
+    n: Int64 | None = None
+    best_of: Int64 | None = None
+    stop: str | List[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: List[Int64] | None = None
+    logit_bias: dict[TokenKey, float] | None = None
+    prompt_logprobs: Int64 | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: List[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = None
+    priority: Int64 | None = None
+    ttft_slo_seconds: float | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    tandem_receipt: bool | None = None
+
+    default_max_tokens: ClassVar[int]
+    input_name: ClassVar[str]
+
+    @classmethod
+    def most_numbers(cls, context: int) -> int:
+        """Values that a body may have, for a context of so many tokens."""
+        return MAX_NUMBERS
+
+    def sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
+        given = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
+        usual = {"temperature": 1.0, **defaults.model_dump(exclude_none=True)}
+        params = sampling_pb2.SamplingParams(**{**usual, **given})
+        if params.top_k == -1:  # how vLLM's clients say "off"
+            params.top_k = 0
+        if self.best_of not in (None, self.n or 1):
+            raise wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone says nothing
+        params.include_stop = bool(self.include_stop_str_in_output)
+        if (found := self.grammar()) is not None:
+            params.grammar.CopyFrom(found[1])
+        return params
+
+    def grammar(self) -> tuple[str, common_pb2.Grammar] | None:
+        """What the text must fit, and the field that says so. Raises InvalidRequest if two do."""
+        structured = self.structured_outputs or Structured()
+        given = {
+            "response_format": _of_format(self.response_format or {"type": "text"}),
+            "structured_outputs.json": _of_schema(structured.schema_),
+            "structured_outputs.json_object": common_pb2.Grammar(json=True) if structured.json_object else None,
+            "structured_outputs.regex": _of_regex(structured.regex),
+            "structured_outputs.choice": _of_choice(structured.choice),
+            "structured_outputs.grammar": _of_rules(structured.grammar),
+            "guided_json": _of_schema(self.guided_json),
+            "guided_regex": _of_regex(self.guided_regex),
+            "guided_choice": _of_choice(self.guided_choice),
+            "guided_grammar": _of_rules(self.guided_grammar),
+        }
+        found = [(name, grammar) for name, grammar in given.items() if grammar is not None]
+        if not found:
+            return None
+        (name, grammar), *others = found
+        if others:
+            raise wrong(others[0][0], f"given beside {name}", "the only one")
+        return name.partition(".")[0], grammar
+
+    def named(self, error: TandemError) -> TandemError:
+        """The same error, with this body's own name for what the text must fit, and for what the context must hold."""
+        if error.reason == CONTEXT_LENGTH_EXCEEDED:
+            error.field = self.input_name
+        if error.field is not None and error.field.startswith(GRAMMAR_FIELD) and (found := self.grammar()) is not None:
+            error.field = found[0] + error.field.removeprefix(GRAMMAR_FIELD)
+        return error
+
+    @abstractmethod
+    def inputs(self, context: int) -> list[dict[str, Any]]:
+        """For each prompt its part of a GenerateRequest; `context` in tokens. Raises InvalidRequest."""
+
+
+# Fields that SamplingParams has under the same name, and of the same kind.
+SHARED_FIELDS = tuple(
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name in Sampled.model_fields and field.name != "stop"
+)
+
+
+def _of_format(given: dict[str, Any]) -> common_pb2.Grammar | None:
+    """OpenAI's response_format. A schema holds whether it says `strict` or not."""
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return common_pb2.Grammar(json=True)
+        case "json_schema":
+            inner = given.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if schema is None:
+                raise wrong("response_format.json_schema.schema", "absent", "a JSON schema")
+            return _of_schema(schema)
+    raise wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
+
+
+def _of_schema(given: Any) -> common_pb2.Grammar | None:
+    """A JSON schema, or one as text."""
+    if given is None:
+        return None
+    return common_pb2.Grammar(json_schema=to_bytes(given if isinstance(given, str) else encode(given)))
+
+
+def _of_regex(given: str | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(regex=to_bytes(given))
+
+
+def _of_choice(given: list[str] | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(choice=common_pb2.Choices(texts=map(to_bytes, given)))
+
+
+def _of_rules(given: str | None) -> common_pb2.Grammar | None:
+    return None if given is None else common_pb2.Grammar(ebnf=to_bytes(given))
+
+
+def to_bytes(text: str) -> bytes:
+    """Lone surrogates, which JSON can spell, become invalid UTF-8, which preprocess refuses by field."""
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,134 @@
+"""The path of one request, through whichever door it came.
+
+message ─▶ tenant ─▶ parse and validate (preprocess) ─▶ Request ─▶ the tenant's limits ─▶ completions (execution)
+client  ◀─ started, deltas, finished ◀─ output queue ◀─────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from time import monotonic
+
+from services.router.execution.poison_check import PoisonCheck
+from services.router.execution.request_executor import RequestExecutor
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.preprocess.preprocessor import Preprocessor
+from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState
+from services.router.preprocess.validation import DEFAULT_PRIORITY
+from services.router.tenancy.api_keys import ApiKey
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.settings import Settings
+from tandem.telemetry.metrics import RouterMetrics
+from tandem.telemetry.tracing import Headers, Tracing
+from tandem.v1 import generation_pb2
+
+
+class Generation:
+    def __init__(
+        self,
+        settings: Settings,
+        preprocessor: Preprocessor,
+        rate_limits: RateLimits,
+        poison: PoisonCheck,
+        executor: RequestExecutor,
+        metrics: RouterMetrics,
+        tracing: Tracing,
+    ) -> None:
+        self._settings = settings
+        self._preprocessor = preprocessor
+        self._rate_limits = rate_limits
+        self._poison = poison
+        self._executor = executor
+        self._metrics = metrics
+        self._tracing = tracing
+        self.running = 0  # requests in progress
+
+    async def generate(
+        self,
+        message: generation_pb2.GenerateRequest,
+        remaining_s: float | None = None,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        authorization: str | None = None,
+        tenant: ApiKey | None = None,
+        past: Sequence[generation_pb2.GenerateResponse] | None = None,
+        headers: Headers = tuple,
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        """Yields started, deltas, finished. The caller closes the generator when it stops reading.
+
+        `remaining_s` is the time until the client's deadline, None where it set none. `authorization` is the header
+        with its key, where `tenant` is not known yet. `past` are the events that earlier attempts of a job kept; the
+        message is then one that `fixed` returned. `headers` may name the request's trace.
+        """
+        arrived = monotonic()
+        longest_s = self._settings.request_timeout_s
+        deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
+        span = self._tracing.request(message, self._settings.model, headers)
+        with self._metrics.request() as counted, span:
+            timeline = RequestTimeline(arrived, span)
+            tenant = tenant or self._rate_limits.who(authorization)
+            request = await self._preprocessor.build(message, tenant.name, default_max_tokens, fixed=past is not None)
+            apply_tenant(tenant, request)
+            timeline.admitted()
+            self._poison.check(request)
+            resume = ResumeState(past or ())
+            request.adapter_fingerprint = resume.adapter_fingerprint
+            left = request.choices - len(resume.ended)
+            # The tokens of a job are charged by services/router/frontend/jobs_service.py.
+            charged = (
+                self._rate_limits.admitted(tenant, request.prompt_len, request.choices)
+                if past is None
+                else nullcontext()
+            )
+            with charged:
+                yield generation_pb2.GenerateResponse(started=self._started(request))
+                with self._in_progress():
+                    async with self._executor.completing(request, timeline, deadline, resume) as output:
+                        while left:
+                            event = await output.take()
+                            left -= event.HasField("finished")
+                            counted.complete = left == 0
+                            yield event
+
+    async def fixed(self, message: generation_pb2.GenerateRequest, tenant: ApiKey) -> generation_pb2.GenerateRequest:
+        """The same message with nothing left open: its prompt as token ids, its seed, its limits. Raises what
+        `generate` raises before it starts."""
+        request = await self._preprocessor.build(message, tenant.name)
+        apply_tenant(tenant, request)
+        fixed = generation_pb2.GenerateRequest()
+        fixed.CopyFrom(message)
+        fixed.request_id, fixed.priority = request.request_id, request.priority
+        fixed.token_ids.ids[:] = request.tokens
+        fixed.sampling.seed, fixed.sampling.max_tokens = request.sampling.seed, request.max_tokens
+        if request.sampling.HasField("grammar"):  # that of a forced call is made from the chat, which is tokens now
+            fixed.sampling.grammar.CopyFrom(request.sampling.grammar)
+        return fixed
+
+    def _started(self, request: Request) -> generation_pb2.Started:
+        return generation_pb2.Started(
+            request_id=request.request_id,
+            model=self._settings.model,
+            prompt_tokens=request.prompt_len,
+            choices=request.choices,
+        )
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+
+def apply_tenant(tenant: ApiKey, request: Request) -> None:
+    """Bounds the request's priority, and salts its prefix hashes so that no other tenant can tell from the time to a
+    first token which prompts this one sent."""
+    if tenant.name:
+        most_urgent = DEFAULT_PRIORITY if tenant.limits.priority is None else tenant.limits.priority
+        request.priority = max(request.priority, most_urgent)
+        request.tenant = tenant.name
+        request.salt = hashlib.blake2b(
+            request.salt, key=tenant.name.encode(), digest_size=32, person=b"tandem.tenant"
+        ).digest()

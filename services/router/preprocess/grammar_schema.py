@@ -1,0 +1,314 @@
+"""What a client wants its text to fit, checked as far as it can be without the library that compiles it.
+
+xgrammar takes every JSON schema and keeps what it knows. A text that breaks a keyword that was passed over would be a
+wrong answer with status OK, so here only the schemas pass of which every keyword is kept. What the rules below allow
+was tried against xgrammar keyword by keyword: tests/engine/test_structured_output.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_CHOICES = 1024
+MAX_DEPTH = 32
+MAX_COUNT = 10_000  # of repetitions, multiplied
+
+NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+AT_ROOT = {"$schema", "$id", "$defs", "definitions"}
+NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+OF_TYPE: dict[str, set[str]] = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": NUMBER,
+    "number": NUMBER,
+    "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "boolean": set(),
+    "null": set(),
+}
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+FORMATS = {"date", "time", "date-time", "email", "uuid", "uri", "ipv4", "ipv6", "hostname", "duration"}
+VALUES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
+    """Raises InvalidRequest that names the field and, in a schema, the place."""
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("a grammar says nothing", field=field, bound="json_schema, json, regex, ebnf or choice")
+    field = f"{field}.{kind}"
+    check_size(grammar, field)
+    match kind:
+        case "json_schema":
+            check_schema(_parse(_utf8(grammar.json_schema, field), field), field)
+        case "json":
+            if not grammar.json:
+                raise _bad(field, "it is false", "true, or no grammar")
+        case "regex":
+            _regex(_utf8(grammar.regex, field), field)
+        case "ebnf":
+            if not _utf8(grammar.ebnf, field).strip():
+                raise _bad(field, "it is empty", "rules, the first named root")
+        case "choice":
+            if not 1 <= len(grammar.choice.texts) <= MAX_CHOICES:
+                raise _bad(field, f"it has {len(grammar.choice.texts)} texts", f"1 to {MAX_CHOICES} texts")
+            for index, text in enumerate(grammar.choice.texts):
+                if not _utf8(text, f"{field}[{index}]"):
+                    raise _bad(f"{field}[{index}]", "it is empty", "at least one character")
+        case "calls":
+            raise _bad(field, "only the router makes it", "chat.tool_choice instead")
+
+
+def check_size(grammar: common_pb2.Grammar, field: str) -> None:
+    """Raises InvalidRequest."""
+    if (size := grammar.ByteSize()) > MAX_GRAMMAR_BYTES:
+        raise _bad(field, f"it has {size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+
+
+def check_schema(schema: Any, field: str) -> None:
+    """A schema as read from JSON. Raises InvalidRequest that names the place in it."""
+    _Schema(field).check(schema)
+
+
+def _bad(field: str, what: str, bound: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", reason="BAD_GRAMMAR", field=field, bound=bound)
+
+
+def _utf8(value: bytes, field: str) -> str:
+    try:
+        text = value.decode()
+    except UnicodeDecodeError as error:
+        raise _bad(field, f"byte {error.start} is not UTF-8", "valid UTF-8") from error
+    if "\0" in text:
+        raise _bad(field, "it holds a NUL character", "no NUL")
+    return text
+
+
+def _parse(text: str, field: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise _bad(field, "it is nested too deeply", f"at most {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise _bad(field, f"it is not JSON: {error}", "JSON") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _regex(text: str, field: str) -> None:
+    """Anchors inside are passed over by xgrammar, so they are refused; the whole text is matched anyway. Repetitions of
+    repetitions are multiplied out by it, so their product is bounded."""
+    bare = _bare(text)
+    if "^" in bare[1:] or "$" in bare[:-1]:
+        raise _bad(field, "it has ^ or $ inside", "anchors at its ends only; the whole text is matched")
+    if _weight(bare) > MAX_COUNT:
+        raise _bad(field, "its repetitions multiply to too much", f"at most {MAX_COUNT} characters written out")
+
+
+def _bare(text: str) -> str:
+    """Without escapes and classes: each of them is one underscore."""
+    bare, escaped, inside = [], False, False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+            if not inside:
+                bare.append("_")
+        elif inside:
+            inside = character != "]"
+        elif character == "[":
+            inside = True
+            bare.append("_")
+        else:
+            bare.append(character)
+    return "".join(bare)
+
+
+def _weight(bare: str) -> int:
+    """How many characters and classes it has when counted repetitions are written out."""
+    groups, last, place = [0], 0, 0
+    while place < len(bare):
+        repeated = _REPEAT.match(bare, place)
+        character = bare[place]
+        place = repeated.end() if repeated else place + 1
+        if repeated:
+            count = max(_count(repeated[1]), _count(repeated[2] or "0"), 1)
+            groups[-1] += last * (count - 1)
+            last *= count
+        elif character == "(":
+            groups.append(0)
+        elif character == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif character not in "*+?|":
+            last = 1
+            groups[-1] += 1
+        if groups[-1] > MAX_COUNT:
+            break
+    return max(groups)
+
+
+def _count(digits: str) -> int:
+    """Of more digits than the library counts with, it keeps something else."""
+    return int(digits) if len(digits) < 10 else MAX_COUNT + 1
+
+
+_REPEAT = re.compile(r"\{([0-9]+)(?:,([0-9]*))?\}")
+
+
+class _Schema:
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._root: Any = None
+
+    def check(self, root: Any) -> None:
+        self._root = root
+        if isinstance(root, dict):
+            for group in ("$defs", "definitions"):
+                defined = root.get(group, {})
+                if not isinstance(defined, dict):
+                    raise self._refuse(group, "it is not an object", "an object of schemas")
+                for name, schema in defined.items():
+                    self._node(schema, f"{group}.{name}", 1)
+            root = {key: value for key, value in root.items() if key not in AT_ROOT}
+        self._node(root, "", 0)
+
+    def _refuse(self, path: str, what: str, bound: str) -> InvalidRequest:
+        return _bad(f"{self._field}.{path}" if path else self._field, what, bound)
+
+    def _node(self, schema: Any, path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise self._refuse(path, "it is nested too deeply", f"at most {MAX_DEPTH} levels")
+        if schema is True:
+            return
+        if not isinstance(schema, dict):
+            raise self._refuse(path, "it is no schema that can be kept", "an object, or true")
+        words = schema.keys() - NOTES
+        if not words:
+            return  # anything
+        if "$ref" in words:
+            self._only(words, {"$ref"}, path)
+            self._ref(schema["$ref"], path)
+        elif "anyOf" in words or "allOf" in words:
+            word = "anyOf" if "anyOf" in words else "allOf"
+            self._only(words, {word}, path)
+            options = schema[word]
+            if not isinstance(options, list) or not 1 <= len(options) <= (256 if word == "anyOf" else 1):
+                raise self._refuse(f"{path}.{word}", "this many are not kept", "anyOf: 1 to 256; allOf: 1")
+            for index, option in enumerate(options):
+                self._node(option, f"{path}.{word}[{index}]".lstrip("."), depth + 1)
+        elif "enum" in words or "const" in words:
+            self._values(schema, words, path)
+        else:
+            self._typed(schema, words, path, depth)
+
+    def _only(self, words: set[str], allowed: set[str], path: str) -> None:
+        for word in sorted(words - allowed):
+            raise self._refuse(
+                f"{path}.{word}".lstrip("."),
+                f"this keyword would not be kept{' here' if word in _KNOWN else ''}",
+                f"with {'/'.join(sorted(allowed))[:200]}" if allowed else "no such keyword",
+            )
+
+    def _ref(self, ref: Any, path: str) -> None:
+        where = re.fullmatch(r"#(?:/(\$defs|definitions)/([^/~%]+))?", ref) if isinstance(ref, str) else None
+        if where is None or (where[1] and where[2] not in self._root.get(where[1], {})):
+            raise self._refuse(f"{path}.$ref".lstrip("."), f"it leads nowhere: {ref!r}"[:200], "#, #/$defs/NAME")
+
+    def _values(self, schema: dict[str, Any], words: set[str], path: str) -> None:
+        word = "enum" if "enum" in words else "const"
+        self._only(words, {word, "type"}, path)
+        values = schema["enum"] if word == "enum" else [schema["const"]]
+        if not isinstance(values, list) or not values:
+            raise self._refuse(f"{path}.enum".lstrip("."), "it has no value", "a list of at least one value")
+        if "type" in words:
+            types = self._types(schema, path)
+            for value in values:
+                fits = any(isinstance(value, VALUES[one]) for one in types)
+                if not fits or (isinstance(value, bool) and "boolean" not in types):
+                    raise self._refuse(f"{path}.{word}".lstrip("."), "a value is not of the type", "values of the type")
+
+    def _types(self, schema: dict[str, Any], path: str) -> list[str]:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if not types or not all(isinstance(one, str) and one in OF_TYPE for one in types):
+            raise self._refuse(f"{path}.type".lstrip("."), "it is no type", ", ".join(OF_TYPE))
+        return types
+
+    def _typed(self, schema: dict[str, Any], words: set[str], path: str, depth: int) -> None:
+        if "type" not in words:
+            self._only(words, set(), path)
+        types = self._types(schema, path)
+        self._only(words, {"type"}.union(*(OF_TYPE[one] for one in types)), path)
+        for word in sorted(words & COUNTS):
+            count = schema[word]
+            if type(count) is not int or not 0 <= count <= MAX_COUNT:
+                raise self._refuse(f"{path}.{word}".lstrip("."), f"it is {count!r}"[:100], f"0 to {MAX_COUNT}")
+        for word in sorted(words & NUMBER):
+            bound = schema[word]
+            if type(bound) not in ((int,) if "integer" in types else (int, float)) or not abs(bound) <= 2**53:
+                raise self._refuse(f"{path}.{word}".lstrip("."), f"it is {bound!r}"[:100], "a number up to 2^53")
+        if len(words & {"pattern", "format"}) + bool(words & {"minLength", "maxLength"}) > 1:
+            raise self._refuse(path, "only one of them is kept", "pattern, format, or minLength and maxLength")
+        if "pattern" in words:
+            self._pattern(schema["pattern"], f"{path}.pattern".lstrip("."))
+        if "format" in words and (not isinstance(schema["format"], str) or schema["format"] not in FORMATS):
+            raise self._refuse(f"{path}.format".lstrip("."), "this format is not kept", ", ".join(sorted(FORMATS)))
+        if "object" in types:
+            self._properties(schema, path, depth)
+        if "array" in types:
+            self._items(schema, words, path, depth)
+
+    def _pattern(self, pattern: Any, path: str) -> None:
+        if not isinstance(pattern, str):
+            raise self._refuse(path, "it is not a string", "a regular expression")
+        _regex(pattern, f"{self._field}.{path}")
+        # What would have to be escaped in a JSON string is copied as it is.
+        if '"' in pattern or re.search(r"\\[^dDwWsS^$.|?*+()\[\]{}/-]", pattern) or re.search(r"[\x00-\x1f]", pattern):
+            raise self._refuse(path, "this escape or character is not kept", r"no quotes; \d \w \s and punctuation")
+
+    def _properties(self, schema: dict[str, Any], path: str, depth: int) -> None:
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
+        if not isinstance(properties, dict):
+            raise self._refuse(f"{path}.properties".lstrip("."), "it is not an object", "an object of schemas")
+        if not isinstance(required, list) or not all(isinstance(one, str) and one in properties for one in required):
+            raise self._refuse(f"{path}.required".lstrip("."), "a name is not in properties", "names of properties")
+        for name, one in properties.items():
+            self._node(one, f"{path}.properties.{name}".lstrip("."), depth + 1)
+        rest = schema.get("additionalProperties", True)
+        if rest is not False:
+            self._node(rest, f"{path}.additionalProperties".lstrip("."), depth + 1)
+
+    def _items(self, schema: dict[str, Any], words: set[str], path: str, depth: int) -> None:
+        first = schema.get("prefixItems", [])
+        if not isinstance(first, list) or (first and words & {"minItems", "maxItems"}):
+            raise self._refuse(
+                f"{path}.prefixItems".lstrip("."), "it is not kept", "a list, without minItems, maxItems"
+            )
+        for index, one in enumerate(first):
+            self._node(one, f"{path}.prefixItems[{index}]".lstrip("."), depth + 1)
+        rest = schema.get("items", True)
+        if rest is not False or not first:
+            self._node(rest, f"{path}.items".lstrip("."), depth + 1)
+
+
+_KNOWN = {"$ref", "anyOf", "allOf", "enum", "const", "type"}.union(*OF_TYPE.values())

@@ -1,0 +1,83 @@
+"""The prompt of a request: text, token ids or a chat, as the tokens that the model reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.router.preprocess import json_limits
+from services.router.preprocess.served_model import ModelFacts
+from services.router.preprocess.tokenizer import Tokenizer
+from services.router.preprocess.validation import out_of_bounds, over_context, token_ids, utf8
+from tandem.errors import InvalidRequest
+from tandem.v1 import generation_pb2
+
+MAX_MESSAGES = 1024
+MAX_TOOLS = 128
+
+
+def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> list[int]:
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
+    if kind == "token_ids":
+        if len(message.token_ids.ids) >= model.context:
+            raise over_context(model.context, len(message.token_ids.ids), kind)
+        known = model.vocab_size if tokenizer.backend is None else min(model.vocab_size, tokenizer.known_ids)
+        tokens = token_ids(message.token_ids.ids, kind, known)
+    else:
+        chat = kind == "chat"
+        given = (
+            tokenizer.render(_messages(message.chat), tools_of(message.chat.tools))
+            if chat
+            else utf8(message.text, "text", "at least one character")
+        )
+        if least := tokenizer.at_least(given, model.context):
+            raise over_context(model.context, least, kind, counted=False)
+        tokens = tokenizer.encode(given, special=not chat)  # a template writes the special tokens itself
+    if not tokens:
+        raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
+    if len(tokens) >= model.context:
+        raise over_context(model.context, len(tokens), kind)
+    return tokens
+
+
+def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        raise out_of_bounds("chat.messages", f"{len(chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
+    messages = []
+    for index, message in enumerate(chat.messages):
+        where = f"chat.messages[{index}]"
+        if not message.role:
+            raise InvalidRequest("a message has no role", field=f"{where}.role", bound="not empty")
+        given: dict[str, Any] = {
+            "role": message.role,
+            "content": utf8(message.content, f"{where}.content", None),
+        }
+        if message.tool_calls:
+            given["tool_calls"] = _functions(message.tool_calls, f"{where}.tool_calls")
+        given |= {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name))}
+        messages.append(given)
+    return messages
+
+
+def tools_of(given: bytes) -> list[Any] | None:
+    return _functions(given, "chat.tools") if given else None
+
+
+def _functions(given: bytes, name: str) -> list[Any]:
+    """Tools, or calls of them: objects that have a function with a name. The rest is the template's business."""
+    bound = f"a list of 1 to {MAX_TOOLS} functions, each with a name"
+    json_limits.check(given, name=name)
+    try:
+        found = json.loads(given)
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may spell half a character, which is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is no readable JSON", field=name, bound=bound) from error
+    if not isinstance(found, list) or not 1 <= len(found) <= MAX_TOOLS:
+        raise InvalidRequest(f"{name} is no list of functions, or too long", field=name, bound=bound)
+    for index, one in enumerate(found):
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{name}[{index}] is no function with a name", field=f"{name}[{index}]", bound=bound)
+    return found

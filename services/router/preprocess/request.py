@@ -1,0 +1,176 @@
+"""A request as the router serves it, built from a client's message, or the error that names the field and its bound.
+Nothing is reserved for a request before it is built."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from services.router.preprocess import grammar_schema, tool_calls, validation
+from services.router.preprocess.prompt import prompt_tokens, tools_of
+from services.router.preprocess.served_model import ModelFacts
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(slots=True)
+class Request:
+    """A validated request with its journal: `tokens` is the prompt and every token sent to the client."""
+
+    request_id: str  # the client's
+    internal_id: str  # unlike any other request's, also when two clients choose the same id
+    tokens: list[int]
+    prompt_len: int
+    max_tokens: int
+    sampling: sampling_pb2.Sampling
+    stop_ids: list[int]
+    salt: bytes
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    choice: int = 0  # of `choices` completions of this prompt
+    choices: int = 1
+    stopped: bool = False  # by a stop string: the journal is complete
+    adapter: str = ""  # its name; empty: the base model
+    adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal
+    tenant: str = ""  # whose key it came with
+    kv_holder: str = ""  # the decode worker that has the prompt's KV already
+    priority: int = 0  # the smaller, the more urgent
+    ttft_s: float | None = None  # a first token later than this is of no use to the client
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def finish(self) -> common_pb2.FinishReason | None:
+        """Why the journal is complete; None while it is not."""
+        if self.stopped or (self.generated and self.tokens[-1] in self.stop_ids):
+            return common_pb2.FINISH_REASON_STOP
+        return common_pb2.FINISH_REASON_LENGTH if self.generated >= self.max_tokens else None
+
+    def stop_after(self, generated: int) -> None:
+        """A stop string is complete with that many tokens; what came after them never was."""
+        del self.tokens[self.prompt_len + generated :]
+        self.stopped = True
+
+    def fan_out(self) -> list[Request]:
+        """A job for each completion. Each is what its own seed alone gives, whatever becomes of the others."""
+        return [self, *(self._sibling(choice) for choice in range(1, self.choices))]
+
+    def _sibling(self, choice: int) -> Request:
+        sampling = sampling_pb2.Sampling()
+        sampling.CopyFrom(self.sampling)
+        sampling.seed = seed_of(self.sampling.seed, choice)
+        internal_id = f"{self.internal_id}-{choice}"
+        return replace(
+            self, internal_id=internal_id, tokens=list(self.tokens), sampling=sampling, choice=choice, notes=[]
+        )
+
+
+class ResumeState:
+    """What earlier lives of a job gave, by completion, and the weights of its adapter: of all its completions."""
+
+    def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = ()) -> None:
+        self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
+        self.ended: set[int] = set()
+        self.adapter_fingerprint = b""
+        for event in events:
+            if event.HasField("delta"):
+                self.deltas[event.delta.choice].append(event.delta)
+                self.adapter_fingerprint = self.adapter_fingerprint or event.delta.adapter_fingerprint
+            elif event.HasField("finished"):
+                self.ended.add(event.finished.choice)
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of a completion: the request's own for the first, 64 bits of blake2b(seed, choice) for the others."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, choice), digest_size=8, person=b"tandem.choice")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def build_request(
+    message: generation_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    model: ModelFacts,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    fixed: bool = False,
+) -> Request:
+    """Parses the prompt and validates every field. `fixed`: the router made the message from a request that it had
+    validated, and its grammar may be of a kind that clients cannot send. Raises InvalidRequest, NotFound for an unknown
+    adapter."""
+    params = message.sampling
+    request_id = validation.checked_request_id(message.request_id)
+    validation.check_adapter(message.adapter, model)
+    validation.check_salt(message.cache_salt)
+    sampling = validation.sampling(params, model.vocab_size)
+    tokens = prompt_tokens(message, tokenizer, model)
+    max_tokens = validation.max_tokens(params, len(tokens), model.context, default_max_tokens)
+    validation.check_min_tokens(params.min_tokens, max_tokens)
+    validation.check_prompt_logprobs(params, len(tokens))
+    stop_ids = validation.stop_ids(params, model)
+    if (grammar := _grammar(message, tokenizer, stop_ids, fixed)) is not None:
+        sampling.grammar.CopyFrom(grammar)
+    choices = validation.completions(params)
+    validation.check_priority(message.priority)
+    return Request(
+        request_id=request_id,
+        internal_id=f"{request_id}.{secrets.token_hex(4)}",
+        tokens=tokens,
+        prompt_len=len(tokens),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        salt=message.cache_salt,
+        ttft_s=validation.ttft_objective(message),
+        stops=validation.stop_strings(params, has_tokenizer=tokenizer.backend is not None),
+        include_stop=params.include_stop,
+        choices=choices,
+        adapter=message.adapter,
+        priority=message.priority,
+    )
+
+
+def _grammar(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, stop_ids: list[int], fixed: bool
+) -> common_pb2.Grammar | None:
+    """What the answer must fit, in a client's words or because it must be a call."""
+    params, calls = message.sampling, message.WhichOneof("input") == "chat" and message.chat.HasField("tool_choice")
+    if not params.HasField("grammar") and not calls:
+        return None
+    if tokenizer.backend is None:
+        raise InvalidRequest(
+            "this checkpoint has no tokenizer.json, so no text can fit a grammar",
+            field="sampling.grammar",
+            bound="no grammar with this model",
+        )
+    if params.ignore_eos or not stop_ids:
+        raise InvalidRequest(
+            "with a grammar the text must be able to end where the grammar does",
+            field="sampling.ignore_eos",
+            bound="false with a grammar, and a model with an end-of-sequence token or a stop token id",
+        )
+    if not calls:
+        if not fixed:
+            grammar_schema.check(params.grammar)
+        return params.grammar
+    if params.HasField("grammar"):
+        raise InvalidRequest(
+            "the answer must be a call, so it can have no grammar or response format as well",
+            field="chat.tool_choice",
+            bound="absent beside a grammar",
+        )
+    offered = tools_of(message.chat.tools)
+    if not offered or tokenizer.calls is None:
+        raise InvalidRequest(
+            "a call is asked for and no tool is offered", field="chat.tool_choice", bound="absent without tools"
+        )
+    return tool_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)

@@ -1,0 +1,121 @@
+"""Text to token ids and back, without torch: the checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from services.router.preprocess.chat_template import ChatTemplate, load_template
+from services.router.preprocess.tool_calls import Format
+from tandem.errors import CheckpointRefused, InvalidRequest
+
+# Texts of at most this many bytes for each token of the context are tokenised without checking whether they fit: the
+# worst case costs as many contexts of work, and most texts that fit are no longer.
+UNCHECKED_BYTES = 4
+PIECE_CHARACTERS = 16 * 1024  # characters that are counted at once
+MAX_CUT_TOKENS = 256  # tokens that a piece may have beyond its share of the whole, because it was cut off
+MAX_COMPOSED = 4  # characters that a normalizer may compose into one
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. A checkpoint without one still serves token ids."""
+
+    def __init__(self, backend: tokenizers.Tokenizer | None, template: ChatTemplate | None) -> None:
+        self.backend = backend
+        self.template = template
+        self._texts: dict[int, str] = {}  # of single tokens
+        if backend is not None:
+            backend.no_truncation()
+            backend.no_padding()
+            vocabulary = backend.get_vocab(with_added_tokens=True)
+            self.known_ids = 1 + max(vocabulary.values())
+            # By id: whether it can be anything in an answer's text. Special tokens, and ids that no token has, are not.
+            self.shown = bytearray(self.known_ids)
+            for token in vocabulary.values():
+                self.shown[token] = 1
+            for token, added in backend.get_added_tokens_decoder().items():
+                self.shown[token] = not added.special
+            self.bytes = _bytes(backend)
+            # A token's name has no fewer characters than the text that it stands for.
+            self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Raises CheckpointRefused for files that are there but cannot be read."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return cls(None, None)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
+        return cls(tokenizer, load_template(folder))
+
+    @property
+    def calls(self) -> Format | None:
+        """How the model writes calls of tools."""
+        return self.template.calls if self.template else None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
+        InvalidRequest without a tokenizer."""
+        ids: list[int] = self._need().encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of them, special tokens included. Raises InvalidRequest without a tokenizer."""
+        text: str = self._need().decode(ids, skip_special_tokens=False)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """One token as text, for log probabilities; an incomplete code point shows as U+FFFD."""
+        if self.backend is None:
+            return f"token_id:{token_id}"
+        if (text := self._texts.get(token_id)) is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return text
+
+    def at_least(self, text: str, most: int) -> int | None:
+        """A number of tokens over `most` that the text has, found without tokenising all of it; None: it may have
+        fewer. What it leaves to `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
+        tokenizer."""
+        tokenizer = self._need()
+        if len(text) > most * self._longest:
+            return len(text) // self._longest
+        if len(text.encode("utf-8", "surrogatepass")) <= most * UNCHECKED_BYTES:
+            return None
+        count = 0
+        for at in range(0, len(text), PIECE_CHARACTERS):
+            (piece,) = tokenizer.encode_batch_fast([text[at : at + PIECE_CHARACTERS]], add_special_tokens=False)
+            count += max(0, len(piece) - MAX_CUT_TOKENS)
+            if count > most:
+                return count
+        return None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """The conversation as the model reads it. Raises InvalidRequest without a template, or if it refuses."""
+        if self.template is None:
+            raise InvalidRequest(
+                "this model has no chat template; send text or token_ids",
+                field="chat",
+                bound="text or token_ids instead",
+            )
+        return self.template.render(messages, tools)
+
+    def _need(self) -> tokenizers.Tokenizer:
+        if self.backend is None:
+            raise InvalidRequest(
+                "this checkpoint has no tokenizer.json; send token_ids", field="text", bound="token_ids instead"
+            )
+        return self.backend
+
+
+def _bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
+    """The tokens that are a byte each where the decoder has byte fallback, as in Llama 2, Mistral and Gemma."""
+    if tokenizer.decoder is None or b'"ByteFallback"' not in tokenizer.decoder.__getstate__():
+        return {}
+    ids = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return {token: byte for token, byte in ids.items() if token is not None}

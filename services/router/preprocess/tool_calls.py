@@ -1,0 +1,208 @@
+"""Tools in a chat: the calls that a model writes in its answer, in the two ways that are common, read and forced.
+
+    hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, after text or not, several one after another
+    llama3   {"name": ..., "parameters": {...}}; the answer is nothing else, with `;` between several
+
+Which one a model writes is what its chat template teaches it. What is no readable call stays text: nothing is lost, and
+nothing is made up. Knows no HTTP and no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from services.router.preprocess import grammar_schema
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2, generation_pb2
+
+Format = Literal["hermes", "llama3"]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+SEPARATORS = {"hermes": b"\n", "llama3": b"; "}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as OpenAI's API has it."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+def format_of(template: str) -> Format | None:
+    """How a model with this chat template writes calls; None if the template does not say."""
+    if OPEN in template:
+        return "hermes"
+    return "llama3" if '"parameters"' in template and "ipython" in template else None
+
+
+def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: Format) -> common_pb2.Grammar:
+    """The calls that an answer may be. Raises InvalidRequest that names the tool and the place in its schema."""
+    given = choice.name if choice.HasField("name") else None
+    chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if given in (None, tool["function"]["name"])]
+    if not chosen:
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise InvalidRequest(
+            f"no tool is named {given!r:.140}; there are: {names:.500}", field="chat.tool_choice", bound="one of them"
+        )
+    calls = common_pb2.Calls(separator=SEPARATORS[format] if choice.several else None)
+    schemas = {}
+    for at, function in chosen:
+        field = f"chat.tools[{at}].function.parameters"
+        schemas[field] = schema = _arguments(function, field)
+        before, after = _around(function["name"], format)
+        calls.any.add(before=before.encode(), after=after.encode(), arguments=json.dumps(schema).encode())
+    grammar = common_pb2.Grammar(calls=calls)
+    grammar_schema.check_size(grammar, "chat.tools")
+    for field, schema in schemas.items():
+        grammar_schema.check_schema(schema, field)
+    return grammar
+
+
+def _around(name: str, format: Format) -> tuple[str, str]:
+    """What a call has before its arguments, and behind them."""
+    head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, '
+    if format == "hermes":
+        return f'{OPEN}\n{head}"arguments": ', f"}}\n{CLOSE}"
+    return f'{head}"parameters": ', "}"
+
+
+def _arguments(function: dict[str, Any], field: str) -> dict[str, Any]:
+    """A function that names no parameter takes none: its arguments are {}."""
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise InvalidRequest(f"{field} is no schema of an object", field=field, bound='a JSON schema of type "object"')
+    if schema.get("properties") == {}:
+        schema = {"additionalProperties": False, **schema}
+    return schema
+
+
+class CallReader:
+    """Takes calls out of a text that comes in pieces. What comes out does not depend on how the text was cut."""
+
+    def __init__(self, format: Format) -> None:
+        self._turn: Callable[[str], str] = self._hermes if format == "hermes" else self._llama3
+        self._format = format
+        self._held = ""
+        self._inside = False  # of a call, or of what may be one
+        self._begun = False  # something other than space has come
+        self._looked = 0  # at so much of what is held, and then inside of a string, behind a backslash:
+        self._quoted = self._escaped = False
+        self.calls: list[Call] = []
+
+    def push(self, text: str) -> str:
+        """The text that can be shown now; calls that are complete are added to `calls`."""
+        return self._turn(text)
+
+    def finish(self) -> str:
+        """What was held back and became no call."""
+        held, self._held = self._held, ""
+        if not self._inside:
+            return held
+        found = _several(held) if self._format == "llama3" else _one(held.removeprefix(OPEN))
+        self.calls += found
+        return "" if found else held
+
+    def _hermes(self, text: str) -> str:
+        self._held += text
+        shown = ""
+        while True:
+            if self._inside:
+                end = self._end()
+                if end is None:
+                    return shown
+                whole, self._held = self._held[:end], self._held[end:]
+                found = _one(whole[len(OPEN) : -len(CLOSE)])
+                self.calls += found
+                shown += "" if found else whole
+                self._inside = False
+            at = self._held.find(OPEN)
+            if at < 0:
+                cut = len(self._held) - _begun(self._held)
+                shown, self._held = shown + self._held[:cut], self._held[cut:]
+                return shown
+            shown, self._held = shown + self._held[:at], self._held[at:]
+            self._inside, self._looked, self._quoted, self._escaped = True, len(OPEN), False, False
+
+    def _end(self) -> int | None:
+        """Of the call that is held: behind CLOSE, unless that is part of a string."""
+        for place in range(self._looked, len(self._held)):
+            character = self._held[place]
+            if self._escaped:
+                self._escaped = False
+            elif character == '"':
+                self._quoted = not self._quoted
+            elif character == "\\":
+                self._escaped = self._quoted
+            elif character == ">" and not self._quoted and self._held.endswith(CLOSE, 0, place + 1):
+                return place + 1
+        self._looked = len(self._held)
+        return None
+
+    def _llama3(self, text: str) -> str:
+        if not self._begun:
+            self._held += text
+            if not self._held.strip():
+                return ""
+            self._begun, self._inside = True, self._held.lstrip().startswith("{")
+            text, self._held = self._held, ""
+        if self._inside:
+            self._held += text
+            return ""
+        return text
+
+
+def _begun(text: str) -> int:
+    """The longest end of the text that is a beginning of OPEN."""
+    return next((size for size in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:size])), 0)
+
+
+def _one(text: str) -> list[Call]:
+    """The call that the text is; empty if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    call = _call(found)
+    return [call] if call else []
+
+
+def _several(text: str) -> list[Call]:
+    """The calls that the whole text is; empty if any of it is none."""
+    decoder, at = json.JSONDecoder(), 0
+    calls: list[Call] = []
+    while at < len(text):
+        if text[at].isspace() or (calls and text[at] == ";"):
+            at += 1
+            continue
+        try:
+            found, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        call = _call(found)
+        if call is None:
+            return []
+        calls.append(call)
+    return calls
+
+
+def _call(found: Any) -> Call | None:
+    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        name.encode()
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # no Unicode; a number that JSON has no word for
+        return None
+    return Call(f"call_{secrets.token_hex(12)}", name, _LONE.sub(lambda one: f"\\u{ord(one[0]):04x}", text))
+
+
+_LONE = re.compile("[\ud800-\udfff]")

@@ -1,0 +1,384 @@
+"""Gives requests their places, and lets them wait their turn for room.
+
+What the policy decides on is in services.router.routing.worker_table. The worker itself has the last word ("not now").
+
+Nobody who waits looks for a place: whatever may have made room has `_dispatch` called, which places those who wait in
+their order, a few at a time, and wakes them alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from time import monotonic
+
+from cluster.state.registry import State
+from services.router.routing.fair_queue import GENERATED_TOKEN_WEIGHT, FairQueue, Waiting
+from services.router.routing.path_latency import PathLatencyTracker
+from services.router.routing.placement import Placement, RoutingConfig, WorkerSnapshot
+from services.router.routing.worker_pools import expected_wait
+from services.router.routing.worker_selector import choose_decode, choose_prefill, starts_late
+from services.router.routing.worker_table import Cached, WorkerTable
+from services.worker_liveness import Incarnation, WorkerLiveness
+from tandem.errors import Busy, DeadlineExceeded, NoWorker
+from tandem.settings import RESERVED_OUTPUT_TOKENS
+
+Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
+
+# A worker that failed a request is left alone for so long, unless it comes back as a new incarnation.
+SUSPECT_S = 5.0
+# One that said "not now", at most.
+REJECTED_S = 0.5
+# Placements while others wait: from so many on, and from the latest so many, one knows how fast places come free.
+MIN_SAMPLES, MAX_SAMPLES = 4, 32
+MIN_RETRY_S = 0.1
+WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
+PLACEMENTS_PER_SLICE = 2  # placements before the streams have their turn again
+OVER = object()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Waiting):
+    ahead: int = 0
+    kv_holder: str = ""
+    sum_order: str = ""
+    cached: Cached = lambda record: 0
+    holders: Holders = lambda role: ()
+    placement: Placement | None = None
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    alone: bool = False
+    computed: int = 0  # tokens of its prompt that were expected to be computed
+    admitted: bool = False  # its decode worker has taken it
+    refused: bool = False  # its worker said "not now"
+
+
+class RequestScheduler:
+    def __init__(self, view: WorkerLiveness, queue_timeout_s: float, config: RoutingConfig) -> None:
+        self._view = view
+        self._config = config
+        self._latencies = PathLatencyTracker()
+        self._workers = WorkerTable(config)
+        self._avoided: dict[tuple[Incarnation, Incarnation], float] = {}  # (decode, prefill) -> until when
+        self._queue_timeout_s = queue_timeout_s
+        self.arrived = 0  # prompt tokens to be computed that have come, refused ones included
+        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # when somebody was placed while others waited
+        self._news: Iterator[None] = iter(())
+        self._newest: object = None  # what `_news` is about
+        self._kept_up = False  # whether somebody takes over the view's news in the background
+        self._dispatching: asyncio.Handle | None = None
+        self._placed: dict[int, _Waiting] = {}  # by the id() of its placement
+
+    @asynccontextmanager
+    async def placed(
+        self,
+        tokens: int,
+        limit: int,
+        remaining_s: float,
+        kv_holder: str = "",
+        cached: Cached = lambda record: 0,
+        holders: Holders = lambda role: (),
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        ttft_s: float | None = None,
+        begun: bool = False,
+        follows: bool = False,
+        sum_order: str = "",
+        alone: bool = False,
+    ) -> AsyncIterator[Placement]:
+        """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
+        block ends. `cached` says how many leading tokens a worker has already, and `holders` which ones to ask first;
+        its first token is of no use after `ttft_s`. One that has `begun`, or `follows` another completion of its
+        request that has, is refused for no estimate. `sum_order` is that of the worker which lost it, "" for none. A
+        suspected poison request begins `alone`: on a decode worker, which computes its prompt.
+
+        Raises Busy at once when it would wait too long, and after the queue timeout or `remaining_s` when it did;
+        DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when nobody is there.
+        """
+        ahead = min(RESERVED_OUTPUT_TOKENS, limit - tokens)
+        waiting = _Waiting(
+            tokens,
+            tenant,
+            priority,
+            begun,
+            ahead=ahead,
+            kv_holder=kv_holder,
+            sum_order=sum_order,
+            cached=cached,
+            holders=holders,
+            alone=alone,
+        )
+        self._catch_up()
+        if not self._queue:
+            self._places.clear()
+        self._queue.add(waiting)
+        try:
+            useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s)
+        except (Busy, DeadlineExceeded):
+            self._queue.remove(waiting)  # nobody need look whether it is their turn now
+            raise
+        try:
+            yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
+        finally:
+            self._queue.remove(waiting)
+            if waiting.placement:
+                self._leave(waiting, waiting.placement)
+            self._dispatch_soon()
+
+    async def keep_up(self) -> None:
+        """Takes over what is new in the view, some workers at a time, and places who waits for it. To be called after
+        each change; who never does has it done by the next request, all at once."""
+        self._kept_up = True
+        for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer ones may come meanwhile
+            await asyncio.sleep(0)
+        self._dispatch()
+
+    def waiting(self) -> int:
+        """How many wait for a place."""
+        return len(self._queue)
+
+    def waiting_tokens(self) -> int:
+        """Of their prompts."""
+        return self._queue.tokens
+
+    def generated(self, tenant: str, tokens: int) -> None:
+        """A tenant was sent so many tokens: who had fewer comes before it."""
+        self._queue.charge(tenant, GENERATED_TOKEN_WEIGHT * tokens)
+
+    def admitted(self, placement: Placement) -> None:
+        """Its decode worker has taken it, so the worker's next record counts it."""
+        if waiting := self._placed.get(id(placement)):
+            waiting.admitted = True
+
+    async def prefilled(self, placement: Placement) -> None:
+        """Its first token has come: the prompt is nobody's backlog any more. Safe to call twice."""
+        self._workers.first_token(placement)
+        self._dispatch_soon()
+
+    def observe_path(self, placement: Placement, latency: tuple[float, int, float] | None) -> None:
+        """A request came this way to its end, in so many seconds, blocks and seconds
+        (services.router.execution.request_timeline)."""
+        if latency is not None:
+            prefill = placement.prefill.worker_id if placement.prefill else ""
+            self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
+
+    def rejected(self, placement: Placement) -> None:
+        """Its decode worker had no room after all: leave it alone until its record changes, something of ours ends
+        there, or REJECTED_S. The request will ask for another place, and is to be counted once."""
+        self._refused(placement.decode)
+        if waiting := self._placed.get(id(placement)):
+            waiting.refused = True
+
+    def suspect(self, worker: WorkerSnapshot) -> None:
+        """This incarnation of it failed a request: leave it alone for a while."""
+        self._workers.suspect(worker, monotonic() + SUSPECT_S)
+        self._dispatch_after(SUSPECT_S)
+
+    def suspect_unless_alone(self, worker: WorkerSnapshot, role: str) -> None:
+        """The same for a worker that is alive, and so still of use where it is the only one."""
+        if len(self._view.of_role(role)) > 1:
+            self.suspect(worker)
+
+    def avoid(self, decode: WorkerSnapshot, prefill: WorkerSnapshot) -> None:
+        """KV did not get from one to the other: do not pair these incarnations of them for a while."""
+        now = monotonic()
+        self._avoided = {pair: until for pair, until in self._avoided.items() if until > now}
+        self._avoided[_incarnation(decode), _incarnation(prefill)] = now + SUSPECT_S
+        self._dispatch_after(SUSPECT_S)
+
+    def _useful(self, waiting: _Waiting, remaining_s: float, ttft_s: float | None) -> float:
+        """For how many seconds waiting is of use to it. Raises Busy where that is expected to be too short, and
+        DeadlineExceeded where no wait at all would be."""
+        wait_s, own_s = self._expected(waiting)
+        if own_s > remaining_s:  # nor would it be of use later
+            raise DeadlineExceeded(
+                f"its prompt takes about {own_s:.2f} s to compute, and its deadline comes in {remaining_s:.2f} s",
+                field="deadline",
+                bound=f"at least {own_s:.2f} s",
+            )
+        wanted = [(remaining_s, "its deadline")]
+        if ttft_s is not None:
+            wanted.append((ttft_s, "its objective"))
+        if self._config.ttft is not None and wait_s > 0:  # a prompt that would be late anyway is not refused for that
+            wanted.append((self._config.ttft, "the objective"))
+        within_s, whose = min(wanted)
+        if wait_s + own_s > within_s:
+            raise Busy(
+                f"its first token would come in about {wait_s + own_s:.1f} s, after {whose} of {within_s:.1f} s",
+                reason="OVERLOADED",
+                retry_after=max(MIN_RETRY_S, wait_s + own_s - within_s),
+            )
+        return max(0.0, within_s - own_s)
+
+    def _expected(self, waiting: _Waiting) -> tuple[float, float]:
+        """Seconds until its turn, and of computing it: by the workers' rates, or by how places came free lately."""
+        self._workers.settle()
+        before, queued = self._queue.before(waiting)
+        pools, cached = self._workers, self._workers.cached_at(waiting.cached)
+        holders = [name for role in ("prefill", "decode") for name in waiting.holders(role)[:1]]
+        wait_s, own_s, waiting.computed = expected_wait(
+            pools.decodes, pools.prefills, waiting.tokens, queued, holders, cached
+        )
+        self.arrived += waiting.computed
+        if len(self._places) >= MIN_SAMPLES and before:
+            every = (monotonic() - self._places[0]) / len(self._places)
+            wait_s = max(wait_s, every * (before + 1))
+        return wait_s, own_s
+
+    async def _wait(self, waiting: _Waiting, timeout_s: float, useful_s: float) -> Placement:
+        if self._queue.first() is waiting:  # else it is not its turn, and those before it were tried before it came
+            self._dispatch()
+        patience_s = min(timeout_s, useful_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                await waiting.placed.wait()
+        except TimeoutError as error:
+            self._catch_up()
+            if waiting.placement is None and useful_s >= timeout_s and (placement := self._place(waiting, 0)):
+                self._take(waiting, placement)  # there is room; it must do without patience
+            if waiting.placement is None:
+                raise self._no_room(waiting, patience_s) from error
+        assert waiting.placement
+        return waiting.placement
+
+    def _refused(self, worker: WorkerSnapshot) -> None:
+        self._workers.rejected(worker, monotonic() + REJECTED_S)
+        self._dispatch_after(REJECTED_S)
+
+    def _dispatch_after(self, seconds: float) -> None:
+        """When a worker may be used again that was left alone for so long."""
+        asyncio.get_running_loop().call_later(seconds, self._dispatch_soon)
+
+    def _dispatch_soon(self) -> None:
+        """Once, however many requests end in this turn of the loop."""
+        if self._queue and self._dispatching is None:
+            self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Places those who wait, in their order, as long as there is room, some in each turn of the loop. The first for
+        whom it is too early keeps all others waiting."""
+        if self._dispatching:
+            self._dispatching.cancel()
+            self._dispatching = None
+        for _ in range(PLACEMENTS_PER_SLICE):
+            waiting = self._queue.first()
+            placement = self._place(waiting, len(self._queue) - 1) if waiting else None
+            if waiting is None or placement is None or starts_late(placement, waiting.tokens):
+                return
+            self._take(waiting, placement)
+        self._dispatch_soon()
+
+    def _place(self, waiting: _Waiting, queued_behind: int) -> Placement | None:
+        self._workers.settle()
+        latencies = self._latencies.at(monotonic())
+        decode = choose_decode(
+            self._decodes(waiting),
+            waiting.tokens,
+            waiting.ahead,
+            self._config,
+            waiting.kv_holder,
+            latencies,
+            waiting.sum_order,
+        )
+        if decode is None:
+            return None
+        if waiting.alone:
+            return replace(choose_prefill(decode, (), waiting.tokens, self._config), why_local=WHY_ALONE)
+        avoided = self._avoided_by(decode)
+        share = queued_behind / max(1, self._workers.prefills.usable_count(decode.layout_hash) - len(avoided))
+        prefills = self._prefills(waiting, decode, avoided)
+        placement = choose_prefill(decode, prefills, waiting.tokens, self._config, waiting.kv_holder, share, latencies)
+        if avoided and placement.prefill is None:
+            why = f"KV from {' and '.join(avoided)} did not arrive there lately"
+            return replace(placement, why_local=f"{why}; {placement.why_local}" if prefills else why)
+        return placement
+
+    def _avoided_by(self, decode: WorkerSnapshot) -> list[str]:
+        """Ids of living prefill workers that are not to hand over to this decode worker now."""
+        if not self._avoided:
+            return []
+        now, known = monotonic(), self._workers.prefills.workers
+        return [
+            prefill[0]
+            for (to, prefill), until in self._avoided.items()
+            if until > now
+            and to == _incarnation(decode)
+            and prefill[0] in known
+            and _incarnation(known[prefill[0]]) == prefill
+        ]
+
+    def _decodes(self, waiting: _Waiting) -> list[WorkerSnapshot]:
+        cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("decode")
+        return self._workers.decodes.shortlist(waiting.tokens, waiting.ahead, waiting.kv_holder, holders, cached)
+
+    def _prefills(self, waiting: _Waiting, decode: WorkerSnapshot, avoided: Sequence[str]) -> list[WorkerSnapshot]:
+        cached, holders = self._workers.cached_at(waiting.cached), waiting.holders("prefill")
+        return self._workers.prefills.shortlist(decode, self._latencies.at(monotonic()), holders, cached, avoided)
+
+    def _take(self, waiting: _Waiting, placement: Placement) -> None:
+        waiting.placement = placement
+        self._placed[id(placement)] = waiting
+        waiting.placed.set()
+        self._queue.place(waiting)
+        if self._queue:
+            self._places.append(monotonic())
+        else:
+            self._places.clear()
+        self._workers.take(placement, self._blocks(waiting, placement), _new(waiting, placement))
+
+    def _leave(self, waiting: _Waiting, placement: Placement) -> None:
+        self._workers.end(placement, self._blocks(waiting, placement), waiting.admitted)
+        del self._placed[id(placement)]
+        if waiting.refused:
+            self._refused(placement.decode)  # what ended there is what it said no to
+            self._queue.give_back(waiting.tenant, waiting.tokens)
+            self.arrived -= waiting.computed
+
+    def _catch_up(self) -> None:
+        """In the middle of the view's news, with one slice of them."""
+        for _ in islice(self._latest_news(), 1 if self._kept_up else None):
+            pass
+
+    def _latest_news(self) -> Iterator[None]:
+        if self._newest is not self._view.workers:
+            self._newest = self._view.workers
+            self._news = self._workers.news(self._view.workers)
+        return self._news
+
+    @staticmethod
+    def _blocks(waiting: _Waiting, placement: Placement) -> int:
+        tokens = placement.decode.block_size if _shares(waiting, placement) else waiting.tokens
+        return -(-(tokens + waiting.ahead) // placement.decode.block_size)
+
+    def _no_room(self, waiting: _Waiting, timeout_s: float) -> Busy | NoWorker:
+        if not any(record.state is State.READY for record in self._view.of_role("decode")):
+            return NoWorker(
+                f"no decode worker was ready within {timeout_s:.0f} s; `tandem workers` shows the pools",
+                retry_after=5.0,
+            )
+        return Busy(
+            f"no place came free for {waiting.tokens} tokens within {timeout_s:.1f} s",
+            reason="QUEUE_TIMEOUT",
+            retry_after=1.0,
+        )
+
+
+def _incarnation(worker: WorkerSnapshot) -> Incarnation:
+    return worker.worker_id, worker.incarnation
+
+
+def _new(waiting: _Waiting, placement: Placement) -> int:
+    """Tokens that must be computed: of the last block only, where the KV of the others is."""
+    if _shares(waiting, placement):
+        return placement.decode.block_size
+    return (placement.prefill or placement.decode).uncached(waiting.tokens)
+
+
+def _shares(waiting: _Waiting, placement: Placement) -> bool:
+    return placement.prefill is None and placement.decode.worker_id == waiting.kv_holder

@@ -1,0 +1,192 @@
+"""Who may ask the router: the keys in a file, which is read again when it changes.
+
+    NAME KEY                          may generate
+    NAME KEY metrics                  may also read the router's metrics over HTTP
+    NAME KEY admin                    may do that, and scale, drain and look into the cluster
+    NAME KEY requests=8               has no more in progress at a time
+    NAME KEY tokens_per_minute=10000  of prompts and answers together
+    NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, and 0 is both what a
+                                      request has that names none and the most urgent one of a key without this word
+
+One on a line, its words in any order behind the key; `#` begins a comment. Several keys of one NAME are one tenant.
+Only digests of the keys stay in memory, and every one is compared, so that how long an answer takes says nothing about
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+import structlog
+
+from services.cluster_credentials import Guard
+from tandem.errors import PermissionDenied, SettingsError, Unauthenticated
+
+log = structlog.get_logger(__name__)
+
+MIN_KEY_CHARACTERS = 16  # characters
+RECHECK_S = 1.0
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NUMBER_PATTERN = re.compile(r"-?[0-9]{1,12}")
+MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words behind a key
+RIGHTS = ("admin", "metrics")
+ADMIN_SERVICE = "/tandem.v1.AdminService/"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a tenant, at one router. None: no limit."""
+
+    requests: int | None = None
+    tokens_per_minute: int | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    name: str  # of the tenant
+    digest: bytes = field(default=b"", repr=False)
+    admin: bool = False
+    metrics: bool = False
+    limits: Limits = Limits()
+
+
+ANONYMOUS = ApiKey("")  # where no key is asked for
+
+
+class ApiKeys:
+    """Raises SettingsError when the file cannot be read or means nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version = _version(path)
+        self._keys = _read(path)
+        self._looked = monotonic()
+
+    def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> ApiKey:
+        """Who sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
+        self._look()
+        scheme, _, given = (authorization or "").partition(" ")
+        digest = _digest(given.strip())
+        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        if scheme.lower() != "bearer" or not found:
+            raise Unauthenticated(
+                "this cluster asks for a key, and there was none or an unknown one; send `authorization: Bearer KEY`",
+                field="authorization",
+                bound="a key of the cluster's api_keys file",
+            )
+        if admin and not found[0].admin:
+            raise PermissionDenied(f"the key of {found[0].name} may generate, and not change or look into the cluster")
+        if metrics and not (found[0].metrics or found[0].admin):
+            raise PermissionDenied(f"the key of {found[0].name} may not read metrics, which are of all tenants")
+        return found[0]
+
+    def named(self, name: str) -> ApiKey:
+        """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
+        PermissionDenied when it has no key."""
+        self._look()
+        limits = [key.limits for key in self._keys if key.name == name]
+        if not limits:
+            raise PermissionDenied(f"{name} has no key any more")
+
+        def given(what: str) -> list[int]:
+            return [value for one in limits if (value := getattr(one, what)) is not None]
+
+        return ApiKey(
+            name,
+            limits=Limits(
+                requests=min(given("requests"), default=None),
+                tokens_per_minute=min(given("tokens_per_minute"), default=None),
+                priority=max(given("priority"), default=None),
+            ),
+        )
+
+    def _look(self) -> None:
+        """Reads the file again if it is another one by now. A file that means nothing changes nothing."""
+        if monotonic() - self._looked < RECHECK_S:
+            return
+        self._looked = monotonic()
+        try:
+            version = _version(self._path)
+            if version == self._version:
+                return
+            self._keys, self._version = _read(self._path), version
+            log.info("keys.read", file=str(self._path), keys=len(self._keys))
+        except SettingsError as error:
+            log.error("keys.not_read", error=error.message)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise _bad(path, f"cannot be read: {error.strerror}") from error
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _read(path: Path) -> list[ApiKey]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise _bad(path, f"cannot be read: {error}") from error
+    keys: list[ApiKey] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) < 2 or not NAME_PATTERN.fullmatch(words[0]):
+            raise _bad(path, f"has a line {number} that does not begin with NAME KEY")
+        if len(words[1]) < MIN_KEY_CHARACTERS:
+            raise _bad(path, f"has a key of under {MIN_KEY_CHARACTERS} characters in line {number}")
+        keys.append(_key(path, number, words))
+    if not keys:
+        raise _bad(path, "holds no key")
+    if len({key.digest for key in keys}) < len(keys):
+        raise _bad(path, "holds a key twice")
+    return keys
+
+
+def _key(path: Path, number: int, words: list[str]) -> ApiKey:
+    name, key, *about = words
+    rights: set[str] = set()
+    limits = {}
+    for word in about:
+        what, _, value = word.partition("=")
+        if word in RIGHTS and word not in rights:
+            rights.add(word)
+        elif (
+            what in MIN_LIMITS
+            and what not in limits
+            and NUMBER_PATTERN.fullmatch(value)
+            and int(value) >= MIN_LIMITS[what]
+        ):
+            limits[what] = int(value)
+        else:
+            raise _bad(path, f"has a word {word!r:.80} in line {number} that means nothing there")
+    return ApiKey(name, _digest(key), "admin" in rights, "metrics" in rights, Limits(**limits))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _bad(path: Path, what: str) -> SettingsError:
+    words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
+    return SettingsError(f"{path} {what}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}")
+
+
+class KeyGuard(Guard):
+    """Asks every call for its key."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    def check(self, method: str, shown: dict[str, str | bytes]) -> None:
+        given = shown.get("authorization")
+        self._keys.check(given if isinstance(given, str) else None, admin=method.startswith(ADMIN_SERVICE))

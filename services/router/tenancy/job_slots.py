@@ -1,0 +1,58 @@
+"""Slots for jobs, assigned to tenants in rotation: one tenant's backlog does not delay another tenant's jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class JobSlots:
+    def __init__(self, most: int, most_each: int) -> None:
+        """`most` slots, at most `most_each` of them for one named tenant."""
+        self._free, self._most, self._most_each = most, most, most_each
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant; the first is served first
+
+    @asynccontextmanager
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """Holds a slot; waits for one."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(mine)
+        self._serve()
+        try:
+            await mine
+            yield
+        finally:
+            if mine.cancelled() or not mine.done():  # cancelled while it waited
+                mine.cancel()
+            else:
+                self._free += 1
+                self._held[tenant] -= 1
+                self._held += Counter()  # drops tenants without a slot
+            self._serve()
+
+    @property
+    def free(self) -> int:
+        """Slots that are neither taken nor about to be."""
+        return self._free
+
+    def _serve(self) -> None:
+        while self._free and (tenant := self._next()) is not None:
+            line = self._waiting.pop(tenant)
+            line.popleft().set_result(None)
+            if line:
+                self._waiting[tenant] = line  # after the other tenants
+            self._free -= 1
+            self._held[tenant] += 1
+
+    def _next(self) -> str | None:
+        for tenant, line in list(self._waiting.items()):
+            while line and line[0].done():  # cancelled
+                line.popleft()
+            if not line:
+                del self._waiting[tenant]
+            elif not tenant or self._held[tenant] < self._most_each:
+                return tenant
+        return None

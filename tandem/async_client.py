@@ -1,0 +1,203 @@
+"""The client for asyncio; see client.py, from which it differs only in awaiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from types import TracebackType
+from typing import Any, ClassVar, Self, Unpack, overload
+
+import grpc
+import grpc.aio
+
+from tandem import results
+from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
+from tandem.grpc_errors import from_rpc
+from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
+from tandem.rpc.channel import _Connection
+from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
+from tandem.rpc.unary_calls import (
+    Answer,
+    _audit,
+    _autoscaling,
+    _call_span,
+    _cancel_job,
+    _diagnose,
+    _drain,
+    _get_job,
+    _model_info,
+    _Question,
+    _receipts,
+    _scale,
+    _submit,
+    _workers,
+)
+from tandem.rpc.watching import _late, _unanswered, _Watching
+from tandem.telemetry import tracing
+from tandem.v1 import generation_pb2
+
+
+class AsyncClient(_Connection):
+    """Talks to one cluster from asyncio. One connection, any number of requests at a time; close it when done."""
+
+    _grpc: ClassVar[Any] = grpc.aio
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, n: None = None, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, n: int, timeout: float | None = None, **options: Unpack[Options]
+    ) -> list[Completion]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Completion | list[Completion]:
+        """The whole completion of a prompt, which is text or token ids; see Options. With `n` so many, as a list.
+
+        `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
+        """
+        pieces = [piece async for piece in self.stream(prompt, n=n, timeout=timeout, **options)]
+        return results.completion(pieces) if n is None else results.completions(pieces)
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Piece, None]:
+        """The completion piece by piece, each as soon as it arrives. The last one has the receipt; with `n` the pieces
+        of the answers are mixed, and the last one of each has its receipt.
+
+        The request is sent when the first piece is asked for; `aclose()`, or leaving the task, cancels it.
+        Raises InvalidRequest at once for what cannot be sent, and a TandemError while iterating.
+        """
+        return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
+
+    async def _pieces(
+        self, request: generation_pb2.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[Piece, None]:
+        reader = results.StreamReader()
+        with _call_span("generate", self.target) as span:
+            call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
+            try:
+                async for event in call:
+                    if (piece := reader.read(event)) is not None:
+                        yield piece
+                reader.end()
+            except grpc.RpcError as error:
+                raise from_rpc(error, late=_late(timeout, reader)) from error
+            finally:
+                call.cancel()  # does nothing to a call that is over
+
+    async def submit(self, prompt: Prompt | None = None, *, n: int | None = None, **options: Unpack[Options]) -> Job:
+        """A job: its tokens are kept, whatever becomes of this client and of the router. Returns when that is so.
+
+        The same `request_id` twice is one job; without one, this call makes one up. Raises a TandemError.
+        """
+        return (await self._submitted([build_request(prompt, n=n, **options)]))[0]
+
+    async def submit_many(
+        self, prompts: Iterable[Prompt], *, n: int | None = None, **options: Unpack[Options]
+    ) -> list[Job]:
+        """A job for each of up to 128 prompts, all with these options. None is taken if one of them is wrong."""
+        return await self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
+
+    async def watch(self, job_id: str, *, from_token: int = 0) -> AsyncGenerator[Piece, None]:
+        """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
+        the receipt. What came in one piece with `from_token` comes, too.
+
+        A router that is lost is no end: the next one goes on where this one stopped. Raises a TandemError: the job's
+        own, NotFound for one that is not kept, Unavailable when no router was there for half a minute.
+        """
+        watching = _Watching(job_id, from_token)
+        while not watching.reader.complete:
+            call = self._watch(watching.request(), metadata=self._metadata)
+            try:
+                async for answer in call:
+                    if (piece := watching.read(answer)) is not None:
+                        yield piece
+                watching.reader.end()
+            except grpc.RpcError as error:
+                if not watching.reader.complete:
+                    await asyncio.sleep(watching.after(error))
+            finally:
+                call.cancel()
+
+    async def job(self, job_id: str) -> Job:
+        """How far it is."""
+        return await self._ask(_get_job(job_id))
+
+    async def cancel(self, job_id: str) -> Job:
+        """Ends it within seconds; one that has ended stays as it is."""
+        return await self._ask(_cancel_job(job_id))
+
+    async def workers(self) -> Pools:
+        """Every worker of the cluster, and the wanted pool sizes."""
+        return await self._ask(_workers())
+
+    async def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
+        """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
+        return await self._ask(_scale(prefill, decode))
+
+    async def autoscaling(self) -> Autoscaling:
+        """What the autoscaler found when it looked last. Raises PreconditionFailed where it is off."""
+        return await self._ask(_autoscaling())
+
+    async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
+        """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
+        return await self._ask(_drain(worker_id, grace))
+
+    async def audit(self) -> Audit:
+        """The block ledger of every worker."""
+        return await self._ask(_audit())
+
+    async def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
+        """Of the last thousand requests at this router, the newest first; of one only, or so many at most, or of those
+        that ended `within` so many seconds."""
+        return await self._ask(_receipts(request_id, limit, within))
+
+    async def diagnose(self) -> Diagnosis:
+        """Every prefill-decode pair probed, the registry and the versions."""
+        return await self._ask(_diagnose())
+
+    async def model_info(self) -> ModelInfo:
+        """What the cluster serves."""
+        return await self._ask(_model_info())
+
+    async def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
+        with _call_span("submit", self.target) as span:
+            return await self._ask(_submit(requests), span)
+
+    async def _ask(self, question: _Question[Answer], span: tracing.Span = tracing.NO_SPAN) -> Answer:
+        call = self._channel.unary_unary(
+            question.path,
+            request_serializer=type(question.request).SerializeToString,
+            response_deserializer=question.answer.FromString,
+        )
+        metadata = (*self._metadata, *span.headers)
+        try:
+            return question.read(await call(question.request, timeout=question.timeout, metadata=metadata))
+        except grpc.RpcError as error:
+            raise from_rpc(error, late=_unanswered(question)) from error
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

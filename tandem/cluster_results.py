@@ -1,0 +1,266 @@
+"""What a client learns about the cluster: its workers, sizes, ledgers and links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tandem.results import _Dict, from_message
+from tandem.v1 import admin_pb2, common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Worker(_Dict):
+    """One worker as the router sees it."""
+
+    worker_id: str
+    role: str
+    state: str
+    """ready or draining. A worker that still starts, or was not heard of for a while, is not in the list."""
+    pid: int
+    incarnation: str
+    address: str
+    """host:port."""
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_held: int
+    """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
+    heartbeat_age: float
+    weights: str = ""
+    """Format of the weights of its products: checkpoint, or what they were rounded to; empty of a router."""
+    weight_bytes: int = 0
+    kv_dtype: str = ""
+    """What an element of K or V is kept and moved in, such as int8; empty for a router."""
+    kv_token_bytes: float = 0.0
+    """Of one token's KV, scales and padding included."""
+    sum_order: str = ""
+    """In which order it sums products, such as tile32: equal in two workers, equal bits; empty for a router."""
+    metrics_address: str = ""
+    """host:port of its metrics; empty: it serves none there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools(_Dict):
+    """Every worker, and how many of each role are wanted. Iterates over the workers."""
+
+    workers: list[Worker]
+    wanted: dict[str, int]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(_Dict):
+    """What the autoscaler found of one pool."""
+
+    role: str
+    size: int
+    """Wanted until then."""
+    wanted: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling(_Dict):
+    """What the autoscaler found when it looked last."""
+
+    mode: str
+    """on, or dry-run: then nothing is done."""
+    age: float
+    pools: list[Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(_Dict):
+    """What became of the requests of a drained worker."""
+
+    finished: int
+    cut: int
+    """Not done within the grace; they go on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held(_Dict):
+    """Blocks with one owner."""
+
+    owner: str
+    """sequence:<request> from its reservation on, transfer:<id>#<generation>, or probe:<worker> during diagnose()."""
+    blocks: list[int]
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger(_Dict):
+    """Every KV block of one worker."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    total: int
+    free: int
+    cached: int
+    held: int
+    """Blocks with at least one owner; a shared one counts once."""
+    entries: list[Held]
+    faults: list[str]
+    """Sentences about what does not add up, the worker's own and this client's; empty when it balances."""
+
+    @property
+    def balanced(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Audit(_Dict):
+    """The ledgers of all workers, and the workers that did not answer with the reason."""
+
+    ledgers: list[Ledger]
+    unreachable: dict[str, str]
+
+    @property
+    def balanced(self) -> bool:
+        """Every worker answered and every ledger adds up."""
+        return not self.unreachable and all(ledger.balanced for ledger in self.ledgers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(_Dict):
+    """A prefill and a decode worker: whether KV may move between them, over what and how fast."""
+
+    prefill_worker: str
+    decode_worker: str
+    compatible: bool
+    differences: list[str]
+    """Why not, a sentence each."""
+    transport: str
+    bytes_per_second: float
+    """Of a probe transfer."""
+    error: str
+    """Why the probe failed; empty when it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(_Dict):
+    """What `tandem doctor` asks for."""
+
+    pairs: list[Pair]
+    registry_reachable: bool
+    registry_round_trip: float
+    versions: dict[str, str]
+    problems: list[str]
+    """What an operator should look at; empty when all is well."""
+
+
+def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
+    return Pools([_worker(worker) for worker in answer.workers], dict(answer.wanted))
+
+
+def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
+    pools = [Verdict(one.role, one.size, one.wanted, one.why) for one in answer.pools]
+    return Autoscaling(answer.mode, answer.age_seconds, pools)
+
+
+def audit(answer: admin_pb2.AuditResponse) -> Audit:
+    return Audit([_ledger(ledger) for ledger in answer.ledgers], dict(answer.unreachable))
+
+
+def diagnosis(answer: admin_pb2.DiagnoseResponse) -> Diagnosis:
+    return Diagnosis(
+        pairs=[from_message(Pair, pair) for pair in answer.pairs],
+        registry_reachable=answer.registry_reachable,
+        registry_round_trip=answer.registry_round_trip_seconds,
+        versions=dict(sorted(answer.versions.items())),
+        problems=list(answer.problems),
+    )
+
+
+def _worker(worker: admin_pb2.Worker) -> Worker:
+    return from_message(Worker, worker, heartbeat_age=worker.heartbeat_age_seconds)
+
+
+def _ledger(ledger: common_pb2.Ledger) -> Ledger:
+    return from_message(
+        Ledger,
+        ledger,
+        worker_id=ledger.worker.worker_id,
+        incarnation=ledger.worker.incarnation,
+        address=ledger.worker.address,
+        entries=[Held(entry.owner, list(entry.blocks), entry.age_seconds) for entry in ledger.entries],
+        faults=[*ledger.faults, *_sums(ledger)],
+    )
+
+
+def _sums(ledger: common_pb2.Ledger) -> list[str]:
+    """The sums done again here, so that a ledger is believed for its numbers and not for its word."""
+    faults = []
+    counted = ledger.free + ledger.held + ledger.cached
+    if counted != ledger.total:
+        faults.append(
+            f"free {ledger.free} + held {ledger.held} + cached {ledger.cached} = {counted}, not total {ledger.total}"
+        )
+    owned = {block for entry in ledger.entries for block in entry.blocks}
+    if len(owned) != ledger.held:
+        faults.append(f"{ledger.held} blocks are held and {len(owned)} have an owner")
+    return faults
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(_Dict):
+    """A diagnosis in sentences."""
+
+    problems: list[str]
+    """Something does not work."""
+    degraded: list[str]
+    """It works, but slower than this machine could."""
+    slow_pairs: list[tuple[str, str]]
+    """The (prefill, decode) pairs of those sentences."""
+    advice: list[str]
+    """It works, and could be made more even."""
+
+
+def examine(answer: Diagnosis, seen: Pools) -> Findings:
+    """Everything in the diagnosis that an operator should look at."""
+    problems = list(answer.problems)
+    if not answer.registry_reachable:
+        problems.append("the registry does not answer")
+    for pair in answer.pairs:
+        name = f"{pair.prefill_worker} and {pair.decode_worker}"
+        if pair.error:
+            problems.append(f"{name}: the probe failed: {pair.error}")
+        elif not pair.compatible:
+            problems.append(f"{name} do not fit: {'; '.join(pair.differences) or 'no reason given'}")
+    hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in seen}
+    slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
+    sentences = [
+        f"{pair.prefill_worker} and {pair.decode_worker} are on one host and talk over TCP ({pair.transport})"
+        for pair in slow
+    ]
+    pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
+    return Findings(list(dict.fromkeys(problems)), sentences, pairs, _unlike_orders(seen))
+
+
+def _unlike_orders(seen: Pools) -> list[str]:
+    """What is to be said of workers that do not give equal bits: at most one sentence."""
+    orders: dict[str, list[str]] = {}
+    for worker in seen:
+        if worker.sum_order:
+            orders.setdefault(worker.sum_order, []).append(worker.worker_id)
+    if len(orders) < 2:
+        return []
+    names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
+    cure = "plain PyTorch agrees with none" if "torch" in orders else "the setting sum_order makes them agree on one"
+    return [
+        f"workers sum in unlike orders ({names}): a stream that goes from one to another may go on with other tokens,"
+        f" as right as those that it would have had; {cure}"
+    ]
+
+
+def _over_tcp_at_home(pair: Pair, hosts: Mapping[str, str]) -> bool:
+    """TCP between two workers of one host, where memory could be read directly. `hosts` is by worker id."""
+    prefill, decode = hosts.get(pair.prefill_worker), hosts.get(pair.decode_worker)
+    return "tcp" in pair.transport.split(":") and prefill is not None and prefill == decode

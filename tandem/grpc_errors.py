@@ -1,0 +1,300 @@
+"""The error tree on the wire, both ways. The only place where errors and gRPC statuses meet.
+
+Outwards: code, message and `grpc-status-details-bin` with ErrorInfo (reason, domain "tandem"), BadRequest (field and
+bound), RetryInfo; a retryable refusal also carries the `grpc-retry-pushback-ms` trailer. Inwards: the same details
+become the same class of error again. Clients switch on the class or on `reason`, never on the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from tandem import errors
+from tandem.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    TandemError,
+    WorkerLost,
+)
+from tandem.rpc.message_parts import LARGE_BYTES, check_parts
+
+log = structlog.get_logger(__name__)
+DOMAIN = "tandem"
+Read = Callable[[bytes], Awaitable[Any]]
+MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
+
+
+def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _leaves(child))]
+
+
+# A reason names its class; where a class is raised with another reason, its status decides.
+_BY_REASON = {cls.default_reason: cls for cls in _leaves(TandemError)}
+_BY_STATUS: dict[str, type[TandemError]] = {}
+for _cls in _leaves(TandemError):
+    _BY_STATUS.setdefault(_cls.status, _cls)
+_BY_STATUS.update(
+    RESOURCE_EXHAUSTED=errors.Busy,
+    UNAVAILABLE=errors.Unavailable,
+    INVALID_ARGUMENT=errors.InvalidRequest,
+    INTERNAL=InternalError,
+    UNKNOWN=InternalError,
+    UNIMPLEMENTED=errors.PreconditionFailed,
+    OUT_OF_RANGE=errors.InvalidRequest,
+)
+
+
+def shown(text: str, most: int = MESSAGE_BYTES) -> str:
+    """What may be put on a wire: a message may quote what a client sent, of any length, with lone surrogates."""
+    data = text.encode("utf-8", "backslashreplace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "..."
+
+
+def to_status(error: TandemError) -> status_pb2.Status:
+    """google.rpc.Status with details."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason, domain=DOMAIN, metadata={"class": type(error).__name__, **_text(error, "bound")}
+    )
+    details: list[Any] = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=shown(error.field, NAME_BYTES), description=shown(error.bound or "", NAME_BYTES)
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(error.retry_after * 1000))
+        details.append(retry)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=shown(error.message))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up") -> TandemError:
+    """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
+
+    `late` says what a deadline means that gRPC noticed here; a peer that noticed it has words of its own.
+    """
+    code, message = error.code().name, error.details() or ""
+    if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
+        return WorkerLost(message or "the connection was lost")
+    if code == "DEADLINE_EXCEEDED" and not _details(error):
+        return DeadlineExceeded(late)
+    if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
+        return errors.TooLarge(message)
+    found: dict[str, Any] = {}
+    cls = _BY_STATUS.get(code, InternalError)
+    for detail in _details(error):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            found["reason"] = info.reason
+            found["bound"] = info.metadata.get("bound")
+            named = getattr(errors, info.metadata.get("class", ""), None) or _BY_REASON.get(info.reason)
+            if isinstance(named, type) and issubclass(named, TandemError) and named.status == code:
+                cls = named
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            if bad.field_violations:
+                found["field"] = bad.field_violations[0].field
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            found["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
+    return cls(message, **found)
+
+
+@contextmanager
+def calling(peer: str) -> Iterator[None]:
+    """Around calls to `peer`: whatever ends them is raised as an error of ours, WorkerLost when the peer went away.
+
+    A call can also be cancelled without anybody's wish: by a server that ends, or by a channel that closes. On this
+    side asyncio then raises CancelledError in a task that nobody cancelled, and a task that lets it pass ends without
+    a word. It is taken for what it is, a lost peer; a cancellation that is meant passes.
+    """
+    try:
+        yield
+    except grpc.aio.UsageError as error:  # the call began on a channel that had just been closed
+        raise WorkerLost(f"the connection to {peer} is closed") from error
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.CANCELLED:
+            raise WorkerLost(f"{peer} cancelled the call") from error
+        raise from_rpc(error) from error
+    except asyncio.CancelledError as error:
+        if _meant():
+            raise
+        raise WorkerLost(f"the connection to {peer} was closed") from error
+
+
+@contextmanager
+def known_errors(where: str) -> Iterator[None]:
+    """Around a whole request: what ends it is raised as an error of ours, a bug as InternalError, logged."""
+    try:
+        yield
+    except Exception as error:
+        raise known(error, where) from error
+
+
+def _meant() -> bool:
+    """Whether a CancelledError was asked for by whoever runs this task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
+    """End the call with this error."""
+    status = rpc_status.to_status(to_status(error))
+    if error.retry_after is not None:  # into the status itself: its trailers replace those set on the context
+        pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)))
+        status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
+    await context.abort_with_status(status)
+    raise AssertionError("abort returns to nobody")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
+    to the log: without this, grpcio would send UNKNOWN with the exception's text. So it would for bytes that are no
+    message, which is why they are read here."""
+
+    def __init__(self, bounded: bool = False) -> None:
+        """`bounded`: requests come from clients, and may not consist of more than MOST_PARTS parts."""
+        self._bounded = bounded
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        method, read = handler_call_details.method, handler.request_deserializer or bytes
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream, self._reader(read, method), method),
+                None,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            _guard_unary(handler.unary_unary, self._reader(read, method), method), None, handler.response_serializer
+        )
+
+    def _reader(self, parse: Callable[[bytes], Any], method: str) -> Read:
+        async def read(data: bytes) -> Any:
+            """Raises InvalidRequest."""
+            if self._bounded and len(data) > LARGE_BYTES:
+                await asyncio.to_thread(check_parts, data, method)  # streams go on meanwhile
+            try:
+                return parse(data)
+            except DecodeError as error:
+                raise errors.InvalidRequest(
+                    "the bytes are not the message that this method takes",
+                    field="message",
+                    bound="protobuf, with UTF-8 in every string",
+                ) from error
+
+        return read
+
+
+class _Stray(Exception):
+    """A cancellation that nobody asked for reached the end of a handler: without an answer its caller would wait."""
+
+
+@asynccontextmanager
+async def _answered(context: grpc.aio.ServicerContext, method: str) -> AsyncGenerator[None, None]:
+    """Whatever error a handler ends with is answered with its status."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except asyncio.CancelledError as error:
+        if _meant():
+            raise
+        await abort(context, known(_Stray(error), method))
+    except Exception as error:
+        await abort(context, known(error, method))
+
+
+def _guard_unary(inner: Callable[..., Any], read: Read, method: str) -> Callable[..., Any]:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async with _answered(context, method):
+            return await inner(await read(data), context)
+
+    return call
+
+
+def _guard_stream(
+    inner: Callable[..., AsyncGenerator[Any, None] | Awaitable[None]], read: Read, method: str
+) -> Callable[..., Any]:
+    """`inner` yields messages, or is a coroutine that writes them to the context itself."""
+
+    # Written with context.write instead of yield: a cancellation while grpcio writes then surfaces here, and the
+    # handler's generator is closed, its `finally` blocks awaited, before the call is over.
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> None:
+        async with _answered(context, method):
+            answer = inner(await read(data), context)
+            if isinstance(answer, Awaitable):
+                await answer
+                return
+            async with aclosing(answer) as messages:
+                async for message in messages:
+                    await context.write(message)
+
+    return call
+
+
+def known(error: Exception, where: str) -> TandemError:
+    """The error itself if it is one of ours; a peer's error for a broken call; else a bug, logged with an id."""
+    if isinstance(error, TandemError):
+        return error
+    if isinstance(error, grpc.RpcError):
+        return from_rpc(error)
+    if isinstance(error, grpc.aio.UsageError):
+        return WorkerLost(f"{where}: a connection was closed")
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(f"{where} took too long")
+    incident = uuid.uuid4().hex[:12]
+    log.error("bug", where=where, incident=incident, exc_info=error)
+    return InternalError(f"internal error, incident {incident}: please report it with the server's log")
+
+
+def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
+    trailers: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    for key, value in trailers or ():
+        if key == "grpc-status-details-bin":
+            return list(status_pb2.Status.FromString(value).details)
+    return []
+
+
+def _text(error: TandemError, name: str) -> dict[str, str]:
+    value = getattr(error, name)
+    return {name: shown(value, NAME_BYTES)} if value else {}
+
+
+__all__ = [
+    "Cancelled",
+    "ErrorInterceptor",
+    "abort",
+    "calling",
+    "from_rpc",
+    "known",
+    "known_errors",
+    "shown",
+    "to_status",
+]

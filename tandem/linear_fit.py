@@ -1,0 +1,32 @@
+"""A straight line learnt from one point after the other. Pure."""
+
+from __future__ import annotations
+
+NEWEST_WEIGHT = 0.2  # of the newest point
+
+
+class LinearFit:
+    """`base + each * x`, neither negative: least mean squares, normalised (Widrow and Hoff, 1960).
+
+    `scale` is an x at which both parts get the same share of what a point says.
+    """
+
+    def __init__(self, base: float = 0.0, each: float = 0.0, *, scale: float) -> None:
+        """Zeros: not known yet."""
+        self.base = base
+        self.each = each
+        self._scale = scale
+
+    def at(self, x: float) -> float:
+        return self.base + self.each * x
+
+    def learn(self, x: float, y: float) -> None:
+        """`x` from 0."""
+        part = x / self._scale
+        if not self.base and not self.each:
+            self.base = y / (1 + part)
+            self.each = self.base / self._scale
+            return
+        error = NEWEST_WEIGHT * (y - self.at(x)) / (1 + part**2)
+        self.base = max(self.base + error, self.base / 2)  # positive, whatever one strange point says
+        self.each = max(self.each + error * part / self._scale, 0.0)

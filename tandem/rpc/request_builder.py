@@ -1,0 +1,185 @@
+"""Builds a GenerateRequest from keyword options, and refuses what the wire cannot carry."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from tandem.errors import InvalidRequest, TooLarge
+from tandem.rpc.channel import MAX_MESSAGE_BYTES
+from tandem.sampling import SamplingOptions
+from tandem.v1 import generation_pb2, sampling_pb2
+
+Prompt = str | bytes | Iterable[int]
+
+
+LONGEST_S = 1e9
+"""A deadline further away is this one, some 30 years."""
+
+
+class Options(SamplingOptions, total=False):
+    """What `generate` and `stream` take besides the prompt. Absent or None: the server's default."""
+
+    messages: Sequence[Mapping[str, str | bytes]] | None
+    """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template."""
+    adapter: str | None
+    """The name of an adapter; absent: the base model. `model_info` lists them."""
+    cache_salt: str | bytes | None
+    """Requests with different salts never share cached KV."""
+    priority: int | None
+    """-1000 to 1000; the smaller, the sooner it is placed when requests wait. Absent: 0."""
+    ttft_slo: float | None
+    """Seconds. A first token later than this is of no use: Busy as soon as that is expected."""
+    request_id: str | None
+    """To find the request again in logs; made up by the router when absent."""
+
+
+FIELDS = {"ttft_slo": "ttft_slo_seconds"}  # of the messages, where an option has another name
+KINDS = {
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
+    FieldDescriptor.TYPE_UINT32: "an integer of 32 bits, 0 or more",
+    FieldDescriptor.TYPE_UINT64: "an integer from 0 to 2^64-1",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+    FieldDescriptor.TYPE_STRING: "Unicode text",
+}
+
+
+def build_request(
+    prompt: Prompt | None, *, n: int | None = None, **options: Unpack[Options]
+) -> generation_pb2.GenerateRequest:
+    """The message for these options. Raises InvalidRequest or TooLarge for what no message can hold."""
+    request = generation_pb2.GenerateRequest()
+    given: dict[str, Any] = {**options, "n": n}
+    _set_input(request, prompt, given.pop("messages", None))
+    for name, value in given.items():
+        if name not in Options.__annotations__ and name != "n":
+            raise TypeError(f"build_request() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            message = request.sampling if name in request.sampling.DESCRIPTOR.fields_by_name else request
+            SETTERS.get(name, _set)(message, FIELDS.get(name, name), value)
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        bound = f"at most {MAX_MESSAGE_BYTES} bytes"
+        raise TooLarge(f"the request has {size} bytes; {bound} can be sent", field="prompt", bound=bound)
+    return request
+
+
+def _set_input(request: generation_pb2.GenerateRequest, prompt: Prompt | None, messages: Any) -> None:
+    if (prompt is None) == (messages is None):
+        raise InvalidRequest("give either a prompt or messages", field="prompt", bound="exactly one of the two")
+    if messages is not None:
+        request.chat.SetInParent()
+        for place, message in enumerate(messages):
+            _add_message(f"chat.messages[{place}]", message, request.chat)
+    elif isinstance(prompt, str | bytes):
+        _set_bytes(request, "text", prompt)
+    else:
+        request.token_ids.SetInParent()
+        _add_ids("token_ids", prompt, request.token_ids.ids)
+
+
+def _unencodable(field: str, value: object, bound: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} must be {bound}, not {reprlib.repr(value)}", field=field, bound=bound)
+
+
+def _set(message: Any, field: str, value: object) -> None:
+    """Protobuf raises for another type, a number out of range, bad Unicode."""
+    try:
+        setattr(message, field, value)
+    except (TypeError, ValueError) as error:
+        kind = KINDS[message.DESCRIPTOR.fields_by_name[field].type]
+        raise _unencodable(field, value, f"{kind} of seconds" if field.endswith("_seconds") else kind) from error
+
+
+def _set_bytes(message: Any, field: str, text: str | bytes) -> None:
+    setattr(message, field, _bytes(field, text))
+
+
+def _bytes(field: str, text: str | bytes) -> bytes:
+    try:
+        return text if isinstance(text, bytes) else text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise _unencodable(field, text, "bytes or Unicode text") from error
+
+
+def _add_ids(field: str, ids: Any, into: Any) -> None:
+    try:
+        values = list(ids)
+        into.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _unencodable(field, ids, "a list of integers of 64 bits") from error
+
+
+def _add_stop_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -> None:
+    _add_ids(field, ids, sampling.stop_token_ids)
+
+
+def _add_bias(sampling: sampling_pb2.SamplingParams, field: str, bias: Any) -> None:
+    try:
+        sampling.logit_bias.update(bias)
+    except (TypeError, ValueError) as error:
+        raise _unencodable(field, bias, "a mapping of token ids to numbers") from error
+
+
+def _add_stops(sampling: sampling_pb2.SamplingParams, field: str, stop: Any) -> None:
+    try:
+        sampling.stop.extend([_bytes(field, text) for text in ([stop] if isinstance(stop, str | bytes) else stop)])
+    except TypeError as error:
+        raise _unencodable(field, stop, "a string or a list of strings") from error
+
+
+def _add_grammar(sampling: sampling_pb2.SamplingParams, field: str, grammar: Any) -> None:
+    into = sampling.grammar
+    kinds = "exactly one of json_schema, json, regex, ebnf and choice"
+    if (
+        not isinstance(grammar, Mapping)
+        or len(grammar) != 1
+        or not {*grammar} <= {"json_schema", "json", "regex", "ebnf", "choice"}
+    ):
+        raise _unencodable(field, grammar, kinds)
+    [(kind, value)] = grammar.items()
+    if kind == "json":
+        _set(into, kind, value)
+    elif kind == "choice":
+        try:
+            into.choice.texts.extend([_bytes("grammar.choice", text) for text in value])
+        except TypeError as error:
+            raise _unencodable("grammar.choice", value, "a list of strings") from error
+    else:
+        if kind == "json_schema" and not isinstance(value, str | bytes):
+            try:
+                value = json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise _unencodable("grammar.json_schema", value, "a JSON schema") from error
+        setattr(into, kind, _bytes(f"grammar.{kind}", value))
+
+
+def _add_message(field: str, message: Mapping[str, str | bytes], chat: generation_pb2.Chat) -> None:
+    try:
+        role, content = message["role"], message["content"]
+    except (KeyError, TypeError) as error:
+        raise _unencodable(field, message, "an object with role and content") from error
+    _set(chat.messages.add(content=_bytes(f"{field}.content", content)), "role", role)
+
+
+SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
+    "stop_token_ids": _add_stop_ids,
+    "logit_bias": _add_bias,
+    "grammar": _add_grammar,
+    "stop": _add_stops,
+    "cache_salt": _set_bytes,
+}
+
+
+def _seconds(timeout: float | None) -> float | None:
+    """A deadline that gRPC can keep: it would take 0 for "none" and overflow into the past at some 1e12."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
+        raise _unencodable("timeout", timeout, "more than 0 seconds")
+    return min(float(timeout), LONGEST_S)

@@ -1,0 +1,123 @@
+"""The unary calls of both clients: request, method, and how the answer is read; and the span around a call."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tandem import cluster_results, results
+from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
+from tandem.results import Job, ModelInfo, Receipt
+from tandem.rpc.channel import ADMIN, GENERATION, JOBS
+from tandem.rpc.request_builder import LONGEST_S, _set, _unencodable
+from tandem.telemetry import tracing
+from tandem.v1 import admin_pb2, generation_pb2, jobs_pb2
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question(Generic[Answer]):
+    """One unary call: where it goes, what it says, how long it may take (seconds), and how its answer is read."""
+
+    path: str
+    request: Any
+    answer: Any
+    read: Callable[[Any], Answer]
+    timeout: float = 30.0
+
+
+def _call_span(name: str, target: str) -> tracing.Span:
+    """Of one generation or submission, in the application's own traces, if it has set up OpenTelemetry."""
+    return tracing.of_application().call(name, {"server.address": target})
+
+
+def _workers() -> _Question[Pools]:
+    return _Question(
+        f"/{ADMIN}/ListWorkers", admin_pb2.ListWorkersRequest(), admin_pb2.ListWorkersResponse, cluster_results.pools
+    )
+
+
+def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]:
+    request = admin_pb2.ScalePoolsRequest()
+    for role, size in (("prefill", prefill), ("decode", decode)):
+        try:
+            request.wanted.update({} if size is None else {role: size})
+        except (TypeError, ValueError) as error:
+            raise _unencodable(role, size, "an integer of 32 bits, 0 or more") from error
+    return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
+
+
+def _autoscaling() -> _Question[Autoscaling]:
+    return _Question(
+        f"/{ADMIN}/GetScaling", admin_pb2.GetScalingRequest(), admin_pb2.GetScalingResponse, cluster_results.autoscaling
+    )
+
+
+def _drain(worker_id: str, grace: float) -> _Question[Drained]:
+    if not math.isfinite(grace) or grace < 0:
+        raise _unencodable("grace", grace, "0 seconds or more")
+    return _Question(
+        f"/{ADMIN}/DrainWorker",
+        admin_pb2.DrainWorkerRequest(worker_id=worker_id, grace_seconds=grace),
+        admin_pb2.DrainWorkerResponse,
+        lambda answer: Drained(answer.finished, answer.cut),
+        timeout=min(grace + 30.0, LONGEST_S),
+    )
+
+
+def _audit() -> _Question[Audit]:
+    return _Question(f"/{ADMIN}/Audit", admin_pb2.AuditRequest(), admin_pb2.AuditResponse, cluster_results.audit)
+
+
+def _diagnose() -> _Question[Diagnosis]:
+    return _Question(
+        f"/{ADMIN}/Diagnose",
+        admin_pb2.DiagnoseRequest(),
+        admin_pb2.DiagnoseResponse,
+        cluster_results.diagnosis,
+        timeout=120.0,
+    )
+
+
+def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Job]]:
+    for request in requests:
+        request.request_id = request.request_id or secrets.token_hex(8)  # so that a retry is the same job
+    return _Question(
+        f"/{JOBS}/SubmitJobs",
+        jobs_pb2.SubmitJobsRequest(requests=requests),
+        jobs_pb2.SubmitJobsResponse,
+        lambda answer: [results.job(one) for one in answer.jobs],
+    )
+
+
+def _get_job(job_id: str) -> _Question[Job]:
+    request = jobs_pb2.GetJobRequest()
+    _set(request, "job_id", job_id)
+    return _Question(f"/{JOBS}/GetJob", request, jobs_pb2.GetJobResponse, lambda answer: results.job(answer.job))
+
+
+def _cancel_job(job_id: str) -> _Question[Job]:
+    request = jobs_pb2.CancelJobRequest()
+    _set(request, "job_id", job_id)
+    return _Question(f"/{JOBS}/CancelJob", request, jobs_pb2.CancelJobResponse, lambda answer: results.job(answer.job))
+
+
+def _receipts(request_id: str, limit: int, within: float) -> _Question[list[Receipt]]:
+    request = admin_pb2.ListReceiptsRequest()
+    _set(request, "request_id", request_id)
+    _set(request, "limit", limit)
+    _set(request, "within_seconds", within)
+    return _Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, results.receipts)
+
+
+def _model_info() -> _Question[ModelInfo]:
+    return _Question(
+        f"/{GENERATION}/GetModelInfo",
+        generation_pb2.GetModelInfoRequest(),
+        generation_pb2.GetModelInfoResponse,
+        results.model_info,
+    )

@@ -1,0 +1,55 @@
+"""Following a stream or a job: what was read so far, when to try again, and what a late answer means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem import results
+from tandem.errors import Unavailable
+from tandem.grpc_errors import from_rpc
+from tandem.results import Piece
+from tandem.rpc.request_builder import _set
+from tandem.rpc.unary_calls import _Question
+from tandem.v1 import jobs_pb2
+
+MAX_WATCH_TRIES, MAX_WATCH_PAUSE_S = 20, 2.0
+"""How often, and with pauses of how many seconds at most, a job's watcher asks for a router that answers."""
+
+
+class _Watching:
+    """Where a watcher of a job stands, and how long it waits for a router."""
+
+    def __init__(self, job_id: str, from_token: int) -> None:
+        self._job_id = job_id
+        self._failures = 0
+        self.reader = results.StreamReader(from_token)
+
+    def request(self) -> jobs_pb2.WatchJobRequest:
+        request = jobs_pb2.WatchJobRequest()
+        _set(request, "job_id", self._job_id)
+        _set(request, "from_token", self.reader.due)
+        return request
+
+    def read(self, answer: jobs_pb2.WatchJobResponse) -> Piece | None:
+        self._failures = 0
+        return None if self.reader.has(answer.event) else self.reader.read(answer.event)
+
+    def after(self, error: grpc.RpcError) -> float:
+        """Seconds until the next try. Raises what ends the watch."""
+        found = from_rpc(error)
+        self._failures += 1
+        if not isinstance(found, Unavailable) or self._failures > MAX_WATCH_TRIES:
+            raise found from error
+        return min(0.1 * float(2**self._failures), MAX_WATCH_PAUSE_S)
+
+
+def _late(timeout: float | None, reader: results.StreamReader) -> str:
+    came = f"{reader.tokens} token{'s' * (reader.tokens != 1)} had come" if reader.tokens else "no token had come"
+    return f"{'the deadline' if timeout is None else f'the deadline of {timeout:g} s'} passed; {came}"
+
+
+def _unanswered(question: _Question[Any]) -> str:
+    return f"{question.path.rpartition('/')[2]} was not answered within {question.timeout:g} s"

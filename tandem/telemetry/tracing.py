@@ -1,0 +1,298 @@
+"""What happened to a request, as spans in all processes that it crossed: the only file that knows OpenTelemetry.
+
+    client ─traceparent─▶ router ─traceparent─▶ decode worker ─traceparent─▶ prefill worker        gRPC metadata
+    span                  request, attempts     decode, kv.transfer          prefill
+
+The phases of the receipt are spans of the process that measured them, with the attribute `tandem.phase`; they are made
+when they are over, with the times that the receipt has. Nothing of a prompt or of an answer is in any span.
+
+Spans are passed on by hand, as an argument: generators of one request run in several tasks, and a "current span" would
+be another one's in some. Where tracing is off every span is NO_SPAN, which does nothing and puts nothing on the wire.
+OpenTelemetry is imported when tracing is turned on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic, time_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from structlog.contextvars import bind_contextvars
+
+from tandem.errors import Cancelled, TandemError
+from tandem.settings import Settings
+from tandem.v1 import common_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Tracer
+
+Headers = Callable[[], Iterable[tuple[str, Any]] | None]  # asked only where tracing is on
+Attributes = Mapping[str, Any]
+EXPORT_TIMEOUT_S = 5.0
+LAST_EXPORT_TIMEOUT_S = 3.0  # for what was not exported when a process ends
+PHASE_ATTRIBUTE = "tandem.phase"
+PROPAGATED_HEADERS = ("traceparent", "tracestate")
+PATHS = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
+REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Span:
+    """Something that took time. This one is nothing: not recorded, not sent on. As a context it ends by itself."""
+
+    headers: tuple[tuple[str, str], ...] = ()
+    """Metadata for the call with which another process goes on."""
+    trace_id = ""
+
+    def __bool__(self) -> bool:
+        """Whether anything is recorded, so that what is only for that need not be made."""
+        return False
+
+    def begin(self, name: str, attributes: Attributes | None = None) -> Span:
+        """A part of it that begins now, in this process or by a call from here."""
+        return self
+
+    def part(
+        self,
+        name: str,
+        start: float,
+        seconds: float,
+        attributes: Attributes | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """A part of it that is over, from `start` (of time.monotonic) on."""
+
+    def phase(self, name: str, start: float, seconds: float) -> None:
+        """A part of it that the receipt has, too."""
+
+    def set(self, attributes: Attributes) -> None:
+        """Says more about it."""
+
+    def answered(self, finished: generation_pb2.Finished) -> None:
+        """How a request ended, after the conventions for generative AI."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends it, with `error` if that is one."""
+
+
+NO_SPAN = Span()
+
+
+class Tracing:
+    """One process's spans. This one makes none."""
+
+    def serve(self, name: str, headers: Headers, attributes: Attributes | None = None) -> Span:
+        """A call that has come: it goes on with the caller's trace, if `headers` name one. To be used in the task of
+        this request alone, whose log lines have the trace's id from here on."""
+        return NO_SPAN
+
+    def request(self, request: generation_pb2.GenerateRequest, model: str, headers: Headers) -> Span:
+        """The same for a request at the front door, after the conventions for generative AI."""
+        return NO_SPAN
+
+    def call(self, name: str, attributes: Attributes) -> Span:
+        """A call that goes out."""
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Sends what was not sent yet, within some seconds."""
+
+
+NO_TRACING = Tracing()
+
+
+def of_process(settings: Settings, role: str, worker_id: str) -> Tracing:
+    """As `otlp_endpoint` and `trace_ratio` say."""
+    if settings.otlp_endpoint is None:
+        return NO_TRACING
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    exporter = OTLPSpanExporter(
+        endpoint=settings.otlp_endpoint,
+        insecure=settings.otlp_endpoint.startswith("http://"),
+        timeout=EXPORT_TIMEOUT_S,
+    )
+    return exporting(exporter, settings.trace_ratio, f"tandem-{role}", worker_id)
+
+
+def exporting(exporter: SpanExporter, ratio: float, service: str, instance: str) -> Tracing:
+    """Spans that go to `exporter`: those of traces that were sampled where they began, and of `ratio` of those that
+    begin here."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+    provider = TracerProvider(
+        sampler=ParentBasedTraceIdRatio(ratio),
+        resource=Resource.create({"service.name": service, "service.instance.id": instance}),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return _Tracing(provider.get_tracer("tandem"), provider, exporter)
+
+
+def of_application() -> Tracing:
+    """For a client: as the application traces itself, if it does."""
+    if "opentelemetry.trace" not in sys.modules:
+        return NO_TRACING
+    from opentelemetry import trace
+
+    provider = trace.get_tracer_provider()
+    return NO_TRACING if isinstance(provider, trace.ProxyTracerProvider) else _of(provider)
+
+
+@functools.lru_cache(maxsize=1)
+def _of(provider: Any) -> Tracing:
+    return _Tracing(provider.get_tracer("tandem"))
+
+
+class _Tracing(Tracing):
+    def __init__(
+        self, tracer: Tracer, provider: TracerProvider | None = None, exporter: SpanExporter | None = None
+    ) -> None:
+        from opentelemetry import context, trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.otel = trace
+        self.tracer = tracer
+        self.propagator = TraceContextTextMapPropagator()
+        self._nowhere = context.Context()  # else what calls us from the same process would be the parent
+        self._provider, self._exporter = provider, exporter
+
+    def serve(self, name: str, headers: Headers, attributes: Attributes | None = None) -> Span:
+        carried = {key: value for key, value in headers() or () if key in PROPAGATED_HEADERS and isinstance(value, str)}
+        parent = self.propagator.extract(carried, self._nowhere)
+        kind = self.otel.SpanKind.SERVER
+        span = _Span(self, self.tracer.start_span(name, parent, kind, dict(attributes or {})))
+        bind_contextvars(trace_id=span.trace_id)
+        return span
+
+    def request(self, request: generation_pb2.GenerateRequest, model: str, headers: Headers) -> Span:
+        operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+        span = self.serve(f"{operation} {model}", headers)
+        if span:
+            span.set(_asked(request, model, operation))
+        return span
+
+    def call(self, name: str, attributes: Attributes) -> Span:
+        return _Span(self, self.tracer.start_span(name, None, self.otel.SpanKind.CLIENT, dict(attributes)))
+
+    def close(self) -> None:
+        if self._provider is None or self._exporter is None:
+            return
+        ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        ending.start()
+        ending.join(LAST_EXPORT_TIMEOUT_S)
+        if ending.is_alive():
+            self._exporter.shutdown()  # it tries again, and nobody is there
+
+
+class _Span(Span):
+    def __init__(self, tracing: _Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._inside = tracing.otel.set_span_in_context(span, tracing._nowhere)
+        carrier: dict[str, str] = {}
+        tracing.propagator.inject(carrier, self._inside)
+        self.headers = tuple(carrier.items())
+        self.trace_id = self._tracing.otel.format_trace_id(span.get_span_context().trace_id)
+
+    def __bool__(self) -> bool:
+        return bool(self._span.is_recording())
+
+    def begin(self, name: str, attributes: Attributes | None = None) -> Span:
+        return _Span(self._tracing, self._tracing.tracer.start_span(name, self._inside, attributes=attributes))
+
+    def part(
+        self,
+        name: str,
+        start: float,
+        seconds: float,
+        attributes: Attributes | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        if not self:
+            return
+        began = time_ns() - int((monotonic() - start) * 1e9)
+        part = self._tracing.tracer.start_span(name, self._inside, attributes=attributes, start_time=began)
+        self._failed(part, error)
+        part.end(began + max(0, int(seconds * 1e9)))
+
+    def phase(self, name: str, start: float, seconds: float) -> None:
+        self.part(name, start, seconds, {PHASE_ATTRIBUTE: name})
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(attributes)
+
+    def answered(self, finished: generation_pb2.Finished) -> None:
+        if self:
+            self.set(_answered(finished))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed(self._span, error)
+        self._span.end()
+
+    def _failed(self, span: Any, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if isinstance(error, asyncio.CancelledError | GeneratorExit | Cancelled):
+            span.set_attribute("tandem.cancelled", True)
+            return
+        # Without the message, which may quote the request.
+        span.set_attribute("error.type", error.reason if isinstance(error, TandemError) else type(error).__name__)
+        span.set_status(self._tracing.otel.StatusCode.ERROR)
+
+
+def _asked(request: generation_pb2.GenerateRequest, model: str, operation: str) -> Attributes:
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
+
+    said: dict[str, Any] = {
+        names.GEN_AI_OPERATION_NAME: operation,
+        names.GEN_AI_PROVIDER_NAME: "tandem",
+        names.GEN_AI_REQUEST_MODEL: request.adapter or model,
+    }
+    given = {
+        "max_tokens": names.GEN_AI_REQUEST_MAX_TOKENS,
+        "temperature": names.GEN_AI_REQUEST_TEMPERATURE,
+        "top_p": names.GEN_AI_REQUEST_TOP_P,
+        "top_k": names.GEN_AI_REQUEST_TOP_K,
+        "frequency_penalty": names.GEN_AI_REQUEST_FREQUENCY_PENALTY,
+        "presence_penalty": names.GEN_AI_REQUEST_PRESENCE_PENALTY,
+        "n": names.GEN_AI_REQUEST_CHOICE_COUNT,
+    }
+    sampling = request.sampling
+    return said | {name: getattr(sampling, field) for field, name in given.items() if sampling.HasField(field)}
+
+
+def _answered(finished: generation_pb2.Finished) -> Attributes:
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
+
+    receipt = finished.receipt
+    said: dict[str, Any] = {
+        names.GEN_AI_RESPONSE_ID: receipt.request_id,
+        names.GEN_AI_RESPONSE_MODEL: receipt.adapter or receipt.model,
+        names.GEN_AI_RESPONSE_FINISH_REASONS: [REASONS.get(finished.reason, "unknown")],
+        names.GEN_AI_USAGE_INPUT_TOKENS: receipt.prompt_tokens,
+        names.GEN_AI_USAGE_OUTPUT_TOKENS: receipt.completion_tokens,
+        names.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: receipt.cached_tokens,
+        names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: receipt.ttft_seconds,
+        "tandem.path": PATHS.get(receipt.path, "unknown"),
+        "tandem.decode_worker": receipt.decode_worker,
+        "tandem.attempts": receipt.attempts,
+        "tandem.preemptions": receipt.preemptions,
+    }
+    return said | ({"tandem.prefill_worker": receipt.prefill_worker} if receipt.prefill_worker else {})

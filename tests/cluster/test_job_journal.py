@@ -1,0 +1,408 @@
+"""The journal of jobs on a real Valkey: who may change what, and what watchers get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from cluster.state import stream_watches
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.job_journal import (
+    READ_CONNECTIONS,
+    WRITE_CONNECTIONS,
+    Asked,
+    Entry,
+    JobJournal,
+    JobRecord,
+    JobState,
+    Kept,
+)
+from cluster.state.stream_watches import MAX_TAIL_ENTRIES, READ_BLOCK_S, StreamWatches
+from tandem.errors import Busy, NotFound, PreconditionFailed, Unavailable
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+async def kept(valkey: EmbeddedValkey) -> AsyncIterator[JobJournal]:
+    journal = JobJournal(valkey.url, "test", lease_s=6.0, kept_s=60.0, most=2000, most_each=1500)
+    yield journal
+    await journal.close()
+
+
+def asked(*names: str, digest: str = "d") -> list[Asked]:
+    return [Asked(name, b"request of " + name.encode(), digest) for name in names]
+
+
+async def connections(journal: JobJournal) -> int:
+    """That all clients have open at the server."""
+    async with journal._reads.turn() as client:
+        return len(await client.client_list())
+
+
+async def until_end(journal: JobJournal, name: str) -> list[bytes]:
+    found: list[Entry] = []
+    async with aclosing(journal.watch(name, idle_s=60.0)) as pages:
+        async for entries in pages:
+            found += entries
+            if found and found[-1].ended:
+                break
+    return [entry.event for entry in found[:-1]]
+
+
+# ---- what is kept
+
+
+async def test_an_ended_job_cannot_be_changed(kept: JobJournal) -> None:
+    """Not by its owner either: whatever comes behind the end is refused, and the stream stays as it is."""
+    await kept.submit(asked("/job"))
+    assert await kept.append("/job", 1, 0, 2, b"first") is Kept.KEPT
+    assert await kept.end("/job", 1, JobState.FINISHED, b"last") is Kept.KEPT
+    before = await kept.all("/job")
+    assert await kept.append("/job", 1, 2, 3, b"late") is Kept.LOST
+    assert await kept.end("/job", 1, JobState.FAILED) is Kept.LOST
+    assert await kept.renew([("/job", 1)]) == [Kept.LOST]
+    assert await kept.all("/job") == before
+    assert (await kept.get("/job")).state is JobState.FINISHED
+
+
+async def test_of_one_call_all_jobs_are_kept_or_none(kept: JobJournal) -> None:
+    """A job in the middle that cannot be kept leaves nothing of those before it."""
+    await kept.submit(asked("/b", digest="other"))
+    with pytest.raises(PreconditionFailed) as differs:
+        await kept.submit(asked("/a", "/b", "/c"))
+    assert differs.value.reason == "JOB_DIFFERS"
+    small = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=3)
+    with pytest.raises(Busy) as full:
+        await small.submit(asked("/a", "/c", "/d"))
+    assert (full.value.reason, full.value.retry_after) == ("JOBS_FULL", 5.0)
+    assert await small.submit(asked("/a", "/b", "/c", digest="other")) == [True, False, True]
+    assert await small.submit(asked("/a", "/b", "/c", digest="other")) == [False, False, False]
+    await small.close()
+
+
+async def test_one_id_twice_in_one_call_is_one_job(kept: JobJournal) -> None:
+    """The same request is one job; two different ones are refused before either is kept."""
+    assert await kept.submit(asked("/a", "/a")) == [True, False]
+    with pytest.raises(PreconditionFailed):
+        await kept.submit([*asked("/b"), *asked("/b", digest="other")])
+    assert await kept.submit(asked("/b")) == [True]
+
+
+async def test_open_jobs_of_a_tenant_are_bounded(kept: JobJournal) -> None:
+    """Ended ones make room, other tenants have room, and names that begin alike are different tenants."""
+    few = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=60.0, most=100, most_each=2)
+    await few.submit(asked("ann/1", "ann/2"), "ann")
+    with pytest.raises(Busy) as full:
+        await few.submit(asked("ann/3"), "ann")
+    assert (full.value.reason, full.value.retry_after) == ("TENANT_JOBS", 5.0)
+    await few.submit(asked("anna/1", "anna/2"), "anna")
+    await few.submit(asked("an/1", "an/2"), "an")
+    await few.submit(asked(*(f"/{number}" for number in range(5))))  # nobody's, where no keys are asked for
+    await few.end("ann/1", 1, JobState.FINISHED)
+    await few.submit(asked("ann/3"), "ann")
+    await few.close()
+
+
+async def test_a_job_may_be_named_as_the_stream_of_another(kept: JobJournal) -> None:
+    """No id is the key of anything but its own job."""
+    names = ["/x", "/x:events", "/events:/x", "/{x}"]
+    await kept.submit(asked(*names))
+    for name in names:
+        assert await kept.append(name, 1, 0, 1, name.encode()) is Kept.KEPT
+        assert await kept.end(name, 1, JobState.FINISHED) is Kept.KEPT
+    for name in names:
+        assert [entry.event for entry in await kept.all(name)] == [name.encode(), b""]
+        assert (await kept.get(name)).request == b"request of " + name.encode()
+
+
+async def test_all_leases_are_renewed_at_once(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 jobs, each told for itself, in two calls: a slow registry does not cost the last of them its lease."""
+    names = [f"/{number}" for number in range(600)]
+    await kept.submit(asked(*names))
+    await kept.cancel("/7")
+    await kept.end("/8", 1, JobState.FINISHED)
+    calls, run = [], kept._writes.run
+
+    async def counted(*args: Any) -> Any:
+        calls.append(args)
+        return await run(*args)
+
+    monkeypatch.setattr(kept._writes, "run", counted)
+    found = await kept.renew([(name, 2 if name == "/9" else 1) for name in names])
+    assert len(calls) == 2
+    assert {name: one for name, one in zip(names, found, strict=True) if one is not Kept.KEPT} == {
+        "/7": Kept.CANCELLED,
+        "/8": Kept.LOST,
+        "/9": Kept.LOST,
+    }
+
+
+async def test_a_released_job_can_be_claimed_at_once(kept: JobJournal) -> None:
+    """Its lease would have lasted seconds."""
+    await kept.submit(asked("/job"))
+    assert await kept.claim() is None
+    await kept.release([("/job", 1)])
+    record = await kept.claim()
+    assert record is not None
+    assert (record.job_id, record.generation) == ("/job", 2)
+
+
+async def test_a_job_whose_lease_has_ended_stays_its_owners_until_another_claims_it(
+    kept: JobJournal, valkey: EmbeddedValkey
+) -> None:
+    """A router that stood still for longer than a lease, with no other there to take its jobs, goes on; once another
+    has one, the first can change nothing of it."""
+    late = JobJournal(valkey.url, "test", lease_s=0.0, kept_s=60.0, most=2000, most_each=1500)
+    await late.submit(asked("/job"))
+    assert await late.append("/job", 1, 0, 1, b"one") is Kept.KEPT
+    assert await kept.renew([("/job", 1)]) == [Kept.KEPT]
+    assert await kept.claim() is None, "renewed, it is not free"
+    assert await late.renew([("/job", 1)]) == [Kept.KEPT]
+    record = await kept.claim()
+    assert record is not None
+    assert (record.generation, record.tokens) == (2, 1)
+    assert await late.renew([("/job", 1)]) == [Kept.LOST]
+    assert await late.append("/job", 1, 1, 2, b"late") is Kept.LOST
+    assert await late.end("/job", 1, JobState.FINISHED) is Kept.LOST
+    assert await kept.append("/job", 2, 1, 2, b"two") is Kept.KEPT
+    assert [entry.event for entry in await kept.all("/job")] == [b"one", b"two"]
+    await late.close()
+
+
+async def test_each_completion_of_a_job_has_its_own_place(kept: JobJournal) -> None:
+    """Tokens are kept where those before them end, of each completion; the record counts them all."""
+    await kept.submit(asked("/job"))
+    assert await kept.append("/job", 1, 0, 2, b"a") is Kept.KEPT
+    assert await kept.append("/job", 1, 0, 3, b"b", choice=1) is Kept.KEPT
+    assert await kept.append("/job", 1, 0, 4, b"c", choice=2) is Kept.KEPT
+    assert await kept.append("/job", 1, 2, 2, b"a has ended") is Kept.KEPT
+    assert await kept.append("/job", 1, 1, 4, b"late") is Kept.GAP
+    assert await kept.append("/job", 1, 2, 4, b"late", choice=1) is Kept.GAP
+    assert await kept.append("/job", 2, 2, 4, b"not its owner") is Kept.LOST
+    record = await kept.get("/job")
+    assert record == JobRecord("/job", b"request of /job", JobState.OPEN, 1, 9, None)
+    assert [entry.event for entry in await kept.all("/job")] == [b"a", b"b", b"c", b"a has ended"]
+
+
+async def test_the_error_of_a_job_is_kept_whole(kept: JobJournal) -> None:
+    """Whoever asks later switches on the same class and reason."""
+    await kept.submit(asked("/job"))
+    error = Busy("no room", reason="TENANT_TOKENS", field="text", bound="less", retry_after=1.5)
+    assert await kept.end("/job", 1, JobState.FAILED, error=error) is Kept.KEPT
+    record = await kept.get("/job")
+    assert record.state is JobState.FAILED
+    assert type(record.error) is Busy
+    assert {**vars(record.error)} == {**vars(error)}
+    assert [(entry.event, entry.ended) for entry in await kept.all("/job")] == [(b"", JobState.FAILED)]
+
+
+async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
+    """With its next token. A job that has ended stays as it is, and one that nobody knows is not found."""
+    await kept.submit(asked("/job", "/over"))
+    await kept.end("/over", 1, JobState.FINISHED)
+    async with kept._reads.turn() as client:
+        assert 30_000 < await client.pttl(kept._job("/over")) <= 60_000, "it can be asked for as long as is said"
+    for name in ("/job", "/over"):
+        await kept.cancel(name)
+    assert await kept.append("/job", 1, 0, 1, b"late") is Kept.CANCELLED
+    assert (await kept.get("/over")).state is JobState.FINISHED
+    for call in (kept.cancel, kept.get):
+        with pytest.raises(NotFound) as unknown:
+            await call("/nobody's")
+        assert (unknown.value.reason, unknown.value.field) == ("NO_SUCH_JOB", "job_id")
+
+
+async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None:
+    """With what its watchers got. A job that is forgotten while it is open is nobody's to claim."""
+    brief = JobJournal(kept_url(kept), "test", lease_s=6.0, kept_s=0.05, most=3)
+    await brief.submit(asked("/job", "/gone", "/left"))
+    await brief.append("/job", 1, 0, 1, b"first")
+    await brief.end("/job", 1, JobState.FINISHED)
+    async with asyncio.timeout(SOON_S):
+        while True:
+            if not await brief.all("/job"):
+                break
+            await asyncio.sleep(0.01)
+    with pytest.raises(NotFound):
+        await brief.get("/job")
+    async with brief._writes.turn() as client:
+        await client.delete(brief._job("/gone"))
+    await brief.release([("/left", 1)])
+    async with brief._writes.turn() as client:
+        await client.zadd(brief._open[0], {"/gone": 0})
+    record = await brief.claim()
+    assert record is not None
+    assert (record.job_id, record.generation) == ("/left", 2)
+    assert await brief.submit(asked("/a", "/b")) == [True, True], "neither is open any more"
+    await brief.close()
+
+
+# ---- watchers
+
+
+async def test_who_watches_a_silent_job_hears_that_it_is_silent(kept: JobJournal) -> None:
+    """Each time after the time that it names, when it has had what was kept before: it may look whether its client is
+    there."""
+    await kept.submit(asked("/job"))
+    for number in range(3):
+        await kept.append("/job", 1, number, number + 1, b"before")
+    async with aclosing(kept.watch("/job", idle_s=0.01)) as pages, asyncio.timeout(SOON_S):
+        assert [len(await anext(pages)) for _ in range(3)] == [3, 0, 0]
+        await kept.append("/job", 1, 3, 4, b"at last")
+        while not (found := await anext(pages)):
+            pass
+        assert [entry.event for entry in found] == [b"at last"]
+
+
+async def test_watchers_share_connections(kept: JobJournal) -> None:
+    """1,000 of them on 1,000 jobs, and two on each of some, hold as many connections as 10; all get all."""
+    names = [f"/{number}" for number in range(1000)]
+    await kept.submit(asked(*names))
+    few = [asyncio.create_task(until_end(kept, name)) for name in names[:10]]
+    await reading(kept, 10)
+    before = await connections(kept)
+    watchers = [*few, *(asyncio.create_task(until_end(kept, name)) for name in [*names[10:], *names[:20]])]
+    await reading(kept, 1000)
+    for first in range(0, 1000, 50):
+        await asyncio.gather(
+            *(kept.append(name, 1, 0, 1, b"0 of " + name.encode()) for name in names[first : first + 50])
+        )
+    assert await connections(kept) <= before + WRITE_CONNECTIONS + READ_CONNECTIONS
+    for first in range(0, 1000, 50):
+        await asyncio.gather(*(kept.end(name, 1, JobState.FINISHED) for name in names[first : first + 50]))
+    async with asyncio.timeout(30):
+        found = await asyncio.gather(*watchers)
+    for name, events in zip([*names, *names[:20]], found, strict=True):
+        assert events == [b"0 of " + name.encode()]
+    assert not kept._watches._streams
+
+
+async def test_a_slow_watcher_holds_up_nobody_and_misses_nothing(kept: JobJournal) -> None:
+    """More comes than its tail holds: the other one has everything first, and it has everything in the end."""
+    await kept.submit(asked("/job"))
+    slow = kept.watch("/job", idle_s=60.0)
+    taking = asyncio.create_task(anext(slow))
+    await reading(kept, 1)
+    quick = asyncio.create_task(until_end(kept, "/job"))
+    count = 3 * MAX_TAIL_ENTRIES
+    for number in range(count):
+        await kept.append("/job", 1, number, number + 1, str(number).encode())
+    await kept.end("/job", 1, JobState.FINISHED)
+    expected = [str(number).encode() for number in range(count)]
+    async with asyncio.timeout(SOON_S):
+        assert await quick == expected
+        found = await taking
+        async for entries in slow:
+            found += entries
+            if found[-1].ended:
+                break
+    assert [entry.event for entry in found[:-1]] == expected
+    await slow.aclose()
+
+
+async def test_a_watcher_that_catches_up_gets_nothing_twice(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had several entries at once, fell behind, and reads on behind the last of them."""
+    monkeypatch.setattr(stream_watches, "MAX_TAIL_ENTRIES", 4)
+    await kept.submit(asked("/job"))
+    async with aclosing(kept.watch("/job", idle_s=0.01)) as pages, asyncio.timeout(SOON_S):
+        assert await anext(pages) == []
+        ((tail,),) = [stream.tails for stream in kept._watches._streams.values()]
+        for number in range(3):
+            await kept.append("/job", 1, number, number + 1, str(number).encode())
+        await until(lambda: len(tail._entries) == 3)
+        found = await anext(pages)
+        for number in range(3, 10):
+            await kept.append("/job", 1, number, number + 1, str(number).encode())
+        await until(lambda: tail.behind)
+        while len(found) < 10:
+            found += await anext(pages)
+        assert [entry.event for entry in found] == [str(number).encode() for number in range(10)]
+        assert await anext(pages) == []
+
+
+async def test_those_who_watch_hear_why_their_router_leaves(kept: JobJournal) -> None:
+    """Else they would wait for a router that has gone."""
+    await kept.submit(asked("/job"))
+    watcher = asyncio.create_task(until_end(kept, "/job"))
+    await reading(kept, 1)
+    kept.end_watches(Unavailable("leaving", reason="DRAINING"))
+    with pytest.raises(Unavailable, match="leaving"):
+        async with asyncio.timeout(SOON_S):
+            await watcher
+
+
+async def test_watchers_hear_at_once_that_the_journal_is_away(kept: JobJournal, valkey: EmbeddedValkey) -> None:
+    """All of them, and they can come back when it is there again."""
+    await kept.submit(asked("/a", "/b"))
+    watchers = [asyncio.create_task(until_end(kept, name)) for name in ("/a", "/b", "/b")]
+    await reading(kept, 2)
+    valkey.stop()
+    async with asyncio.timeout(SOON_S):
+        for watcher in watchers:
+            with pytest.raises(Unavailable):
+                await watcher
+    valkey.start()
+    await kept.submit(asked("/a"))
+    watcher = asyncio.create_task(until_end(kept, "/a"))
+    await kept.append("/a", 1, 0, 1, b"again")
+    await kept.end("/a", 1, JobState.FINISHED)
+    async with asyncio.timeout(SOON_S):
+        assert await watcher == [b"again"]
+
+
+async def test_a_new_watcher_does_not_wait_for_the_read_that_runs(kept: JobJournal) -> None:
+    """The reader blocks for seconds on other jobs; it hears of another one at once."""
+    await kept.submit(asked("/silent", "/job"))
+    silent = asyncio.create_task(until_end(kept, "/silent"))
+    await reading(kept, 1)
+    watcher = asyncio.create_task(until_end(kept, "/job"))
+    await reading(kept, 2)
+    async with asyncio.timeout(0.8 * READ_BLOCK_S):
+        await kept.append("/job", 1, 0, 1, b"now")
+        await kept.end("/job", 1, JobState.FINISHED)
+        assert await watcher == [b"now"]
+    silent.cancel()
+
+
+async def test_control_without_the_wake_it_waits(kept: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the promptness above is the wake entry's doing."""
+    await kept.submit(asked("/silent", "/job"))
+    silent = asyncio.create_task(until_end(kept, "/silent"))
+    await reading(kept, 1)
+
+    async def nothing(self: StreamWatches) -> None:
+        pass
+
+    monkeypatch.setattr(StreamWatches, "_read_now", nothing)
+    watcher = asyncio.create_task(until_end(kept, "/job"))
+    await kept.append("/job", 1, 0, 1, b"now")
+    done, _ = await asyncio.wait({watcher}, timeout=1.0)
+    assert not done
+    silent.cancel()
+    watcher.cancel()
+
+
+# ---- small things
+
+
+def kept_url(journal: JobJournal) -> str:
+    return f"unix://{journal._reads.client.connection_pool.connection_kwargs['path']}"
+
+
+async def reading(journal: JobJournal, streams: int) -> None:
+    """Until the one read waits for so many."""
+    watches = journal._watches
+    await until(lambda: len(watches._streams) >= streams and watches._reading)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)

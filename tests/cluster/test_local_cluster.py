@@ -1,0 +1,414 @@
+"""Whole clusters on a real Ray, with a small service in place of engines: they start, heal, scale, and leave nothing.
+
+Slow for this project: a Ray costs some seconds, so tests that can share a cluster do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import run_directory
+from cluster.local_cluster import LocalCluster
+from cluster.state.registry import Registry
+from cluster.supervisor import Event
+from tandem.errors import CheckpointRefused, DeadlineExceeded, SettingsError
+from tandem.settings import Settings
+from tests.cluster.fake import LAUNCHER
+
+ROOT = Path(__file__).parents[2]
+START_S = 60.0
+SOON_S = 90.0
+UP = f"""
+import sys
+from cluster.local_cluster import run_forever
+from tandem.settings import Settings
+sys.exit(run_forever(Settings(model="fake", port=0), launcher={LAUNCHER!r}))
+"""
+
+
+def settings(**more: object) -> Settings:
+    return Settings(model="fake", port=0, drain_grace_s=2.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_find_the_fake() -> Iterator[None]:
+    """Ray's workers inherit the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def strangers() -> set[psutil.Process]:
+    """Children that were there before the cluster (another test file's server)."""
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture(scope="module")
+def cluster(workers_find_the_fake: None, strangers: set[psutil.Process]) -> Iterator[LocalCluster]:
+    """One cluster for the tests that leave it as they found it."""
+    with LocalCluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S) as running:
+        yield running
+
+
+def until(cluster: LocalCluster, true: Callable[[dict[str, Event]], bool]) -> dict[str, Event]:
+    """The workers once they are so, looked at after every event."""
+    deadline = time.monotonic() + SOON_S
+    while not true(cluster.workers):
+        assert time.monotonic() < deadline, cluster.workers
+        cluster.events(timeout_s=1.0)
+    return cluster.workers
+
+
+def pid(event: Event) -> int:
+    assert event.started
+    return event.started.pid
+
+
+def incarnation(event: Event) -> str:
+    assert event.started
+    return event.started.incarnation
+
+
+def want(cluster: LocalCluster, **sizes: int) -> None:
+    async def write() -> None:
+        registry = Registry(cluster.settings.redis or "", cluster.settings.cluster, 1.0)
+        await registry.set_wanted(sizes)
+        await registry.close()
+
+    asyncio.run(write())
+
+
+def kill_supervisor() -> None:
+    supervisors = [
+        process for process in psutil.Process().children(recursive=True) if "SupervisorActor" in process.name()
+    ]
+    assert len(supervisors) == 1
+    supervisors[0].kill()
+    psutil.wait_procs(supervisors, timeout=SOON_S)
+
+
+def answers(target: str) -> bool:
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def shared_memory() -> set[str]:
+    """Ray's segments; other programs on this machine have theirs."""
+    return {name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name}
+
+
+def test_start_serves_on_the_target_and_listens_on_loopback_only(cluster: LocalCluster) -> None:
+    """All wanted workers are ready, and nothing that was started can be reached from another machine."""
+    assert set(cluster.workers) == {"router-0", "prefill-0", "decode-0"}
+    assert cluster.target == f"127.0.0.1:{cluster.settings.port}"
+    assert answers(cluster.target)
+    for process in psutil.Process().children(recursive=True):
+        for connection in process.net_connections("inet"):
+            assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
+
+
+@pytest.mark.parametrize("worker_id", ["decode-0", "router-0"])
+def test_a_killed_worker_comes_back_with_a_new_incarnation(cluster: LocalCluster, worker_id: str) -> None:
+    """SIGKILL is healed without anybody's help; a router comes back on the same port."""
+    before = cluster.workers[worker_id]
+    os.kill(pid(before), signal.SIGKILL)
+    after = until(cluster, lambda seen: worker_id in seen and pid(seen[worker_id]) != pid(before))[worker_id]
+    assert incarnation(after) != incarnation(before)
+    assert answers(cluster.target)
+
+
+def test_pools_grow_and_shrink(cluster: LocalCluster) -> None:
+    """A change of the wanted sizes is all it takes; the ones that stay are not touched."""
+    kept = incarnation(cluster.workers["decode-0"])
+    want(cluster, decode=2)
+    seen = until(cluster, lambda seen: "decode-1" in seen)
+    process = psutil.Process(pid(seen["decode-1"]))
+    want(cluster, decode=1)
+    seen = until(cluster, lambda seen: "decode-1" not in seen)
+    assert incarnation(seen["decode-0"]) == kept
+    psutil.wait_procs([process], timeout=SOON_S)
+    assert not process.is_running()
+
+
+def test_a_worker_changes_its_pool_and_keeps_its_process(cluster: LocalCluster) -> None:
+    """What one pool has too many and the other too few is not loaded again: the same process comes back as another
+    worker in another life, also for a supervisor that was restarted meanwhile."""
+    want(cluster, decode=2)
+    before = until(cluster, lambda seen: "decode-1" in seen)["decode-1"]
+    want(cluster, decode=1, prefill=2)
+    seen = until(cluster, lambda seen: "prefill-1" in seen)
+    turned = seen["prefill-1"]
+    assert "decode-1" not in seen
+    assert pid(turned) == pid(before)
+    assert incarnation(turned) != incarnation(before)
+    kill_supervisor()
+    want(cluster, decode=2)  # only a live supervisor does this, and one that knows what is which
+    seen = until(cluster, lambda seen: "decode-1" in seen)
+    assert seen["prefill-1"].started == turned.started
+    want(cluster, decode=3, prefill=1)
+    seen = until(cluster, lambda seen: "decode-2" in seen)
+    assert pid(seen["decode-2"]) == pid(before)
+    want(cluster, decode=1)
+    until(cluster, lambda seen: len(seen) == 3)
+
+
+def test_a_drained_worker_is_replaced(cluster: LocalCluster) -> None:
+    """An operator's drain ends a life; the place is filled again."""
+    before = cluster.workers["prefill-0"]
+    assert before.started
+    host, _, port = before.started.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=SOON_S) as connection:
+        connection.sendall(b"drain\n")
+    until(cluster, lambda seen: "prefill-0" in seen and pid(seen["prefill-0"]) != pid(before))
+
+
+def test_a_killed_supervisor_comes_back_and_its_workers_stay(cluster: LocalCluster) -> None:
+    """The supervisor's state is rebuilt from its live workers, which notice nothing."""
+    before = {worker_id: incarnation(event) for worker_id, event in cluster.workers.items()}
+    kill_supervisor()
+    want(cluster, decode=2)  # only a live supervisor does this
+    seen = until(cluster, lambda seen: len(seen) == 4)
+    assert {worker_id: incarnation(seen[worker_id]) for worker_id in before} == before
+    want(cluster, decode=1)
+    until(cluster, lambda seen: "decode-1" not in seen)
+
+
+def test_a_killed_registry_comes_back(cluster: LocalCluster) -> None:
+    """The embedded Valkey is restarted, empty, and filled again by those who live."""
+    assert cluster._valkey
+    before = cluster._valkey.pid
+    assert before
+    os.kill(before, signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while cluster._valkey.pid == before and time.monotonic() < deadline:
+        cluster.events(timeout_s=1.0)
+    assert cluster._valkey.pid != before
+    want(cluster, decode=2)
+    until(cluster, lambda seen: "decode-1" in seen)
+    want(cluster, decode=1)
+    until(cluster, lambda seen: "decode-1" not in seen)
+
+
+def test_stop_leaves_nothing_behind(cluster: LocalCluster, strangers: set[psutil.Process]) -> None:
+    """No process, no port, no file; once more changes nothing. The last test of the shared cluster."""
+    processes, directory = set(psutil.Process().children(recursive=True)) - strangers, cluster.directory
+    assert directory
+    assert directory.exists()
+    cluster.stop()
+    cluster.stop()
+    assert [process for process in processes if process.is_running()] == []
+    assert not directory.exists()
+    assert not answers(cluster.target)
+    assert shared_memory() == set()
+
+
+def test_a_spare_becomes_the_worker_that_is_missing(
+    strangers: set[psutil.Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A new worker is a process that was prepared before; the next spare comes afterwards, and a restarted supervisor
+    knows it. One that is dead when it is needed is replaced. At the end none is left."""
+    monkeypatch.setenv("FAKE_SPARES", str(tmp_path))
+    known: set[int] = set()
+
+    def prepared() -> int:
+        """The process of a spare that was not there before."""
+        deadline = time.monotonic() + SOON_S
+        while not (found := {int(path.name) for path in tmp_path.iterdir()} - known):
+            assert time.monotonic() < deadline
+            cluster.events(timeout_s=0.1)
+        known.update(found)
+        assert len(found) == 1
+        return found.pop()
+
+    before = set(psutil.Process().children(recursive=True))
+    with LocalCluster(settings(spares=1, cluster="spares"), launcher=LAUNCHER, start_timeout_s=START_S) as cluster:
+        first = prepared()
+        want(cluster, decode=2)
+        assert pid(until(cluster, lambda seen: "decode-1" in seen)["decode-1"]) == first
+        second = prepared()
+        kill_supervisor()
+        want(cluster, decode=3)
+        assert pid(until(cluster, lambda seen: "decode-2" in seen)["decode-2"]) == second
+        third = prepared()
+        psutil.Process(third).kill()
+        want(cluster, decode=4)
+        latest = pid(until(cluster, lambda seen: "decode-3" in seen)["decode-3"])
+        assert latest not in known
+        known.add(latest)  # perhaps a spare of the moment between the two starts
+        fourth = prepared()
+    assert not psutil.pid_exists(fourth)
+    assert not set(psutil.Process().children(recursive=True)) - before - strangers
+
+
+def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tandem up` says what the worker said, does not wait for its timeout, and leaves nothing."""
+    monkeypatch.setenv("FAKE_REFUSE", "decode")
+    before = set(psutil.Process().children(recursive=True))
+    cluster = LocalCluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S)
+    with pytest.raises(CheckpointRefused, match="the model fake cannot be served by decode-0") as caught:
+        cluster.start()
+    assert caught.value.field == "model"
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert cluster.directory
+    assert not cluster.directory.exists()
+
+
+def test_a_failed_start_keeps_its_logs_and_says_where(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Whoever must find out why has something to read; nothing else of the run stays."""
+    monkeypatch.setenv("FAKE_REFUSE", "decode")
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    lines: list[str] = []
+    with pytest.raises(CheckpointRefused):
+        LocalCluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=START_S).start()
+    [kept] = [Path(line.partition("the logs are in ")[2]) for line in lines if "the logs are in" in line]
+    assert list(kept.glob("worker-*.err"))
+    assert [path.name for path in directory.iterdir()] == [kept.parent.name]
+
+
+def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """A cluster that fails at every start does not fill the disk."""
+    monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    for number in range(2 * run_directory.MAX_FAILED_RUNS):
+        run = directory / f"tandem-{number}-1"
+        run_directory.logs(run).mkdir(parents=True)
+        assert run_directory.keep_logs(run, run_directory.failed_runs())
+        assert run_directory.keep_logs(run, run_directory.failed_runs()) is None
+    kept = list(directory.glob("tandem-logs-*/*"))
+    assert len(kept) <= run_directory.MAX_FAILED_RUNS
+    assert f"logs-{2 * run_directory.MAX_FAILED_RUNS - 1}-1" in {path.name for path in kept}
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
+def test_asked_to_it_keeps_the_logs_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    """However it ended: the guard does it for a killed one."""
+    monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
+    up, _ = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    up.send_signal(end)
+    _, err = up.communicate(timeout=SOON_S)
+    psutil.wait_procs(processes, timeout=SOON_S)
+    assert list(tmp_path.glob("kept/logs-*/worker-*.err")), err
+    assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
+
+
+def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """One sentence that names the setting."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="logs cannot be kept") as caught:
+        LocalCluster(settings(logs=tmp_path / "file" / "logs"), launcher=LAUNCHER).start()
+    assert caught.value.field == "logs"
+
+
+def test_a_crash_loop_at_start_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose process dies again and again is retried, reported, and not waited for without end."""
+    monkeypatch.setenv("FAKE_CRASH", "prefill")
+    lines: list[str] = []
+    for timeout_s in (12.0, 60.0):  # the second one where others use the machine, too
+        lines.clear()
+        with pytest.raises(DeadlineExceeded, match="0 of 1 prefill"):
+            LocalCluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=timeout_s).start()
+        if any("prefill-0: died" in line and "starting again in" in line for line in lines):
+            break
+    else:
+        pytest.fail(f"it was not said: {lines}")
+    of_decode = [line.partition("decode-0: ")[2] for line in lines if "decode-0: " in line]
+    assert of_decode[:2] == ["pretending to load for decode-0", "loaded"]  # how far a start is, up to the last stage
+    assert of_decode[2].startswith("ready on ")
+
+
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+    """One sentence that names the setting."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"port {port}") as caught:
+            LocalCluster(Settings(model="fake", port=port), launcher=LAUNCHER).start()
+    assert caught.value.field == "port"
+
+
+def test_a_missing_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """No registry and no Ray for a path that is no checkpoint."""
+    lines: list[str] = []
+    for model in (tmp_path / "missing", tmp_path):
+        with pytest.raises(CheckpointRefused, match=str(model)):
+            LocalCluster(Settings(model=str(model), port=0), lines.append, launcher=LAUNCHER).start()
+    assert lines == []
+
+
+def start_up() -> tuple[subprocess.Popen[str], str]:
+    """`tandem up` as a process of its own, in its own group as in a terminal, and its ready line."""
+    up = subprocess.Popen(
+        [sys.executable, "-c", UP],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert up.stdout
+    line = up.stdout.readline()
+    if not line.startswith("ready "):
+        up.kill()
+        raise AssertionError(line + "".join(up.communicate()))
+    return up, line.split()[1]
+
+
+def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
+    """SIGINT reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly."""
+    up, target = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    os.killpg(up.pid, signal.SIGINT)
+    out, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    assert out == ""
+    assert "stopped, nothing is left" in err, err
+    assert "cut off" not in err, err
+    assert "died" not in err, err
+    assert "Traceback" not in err
+    assert [process for process in processes if process.is_running()] == []
+    assert not answers(target)
+
+
+def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that needs its whole grace is cut off when asked twice, and still nothing is left."""
+    monkeypatch.setenv("FAKE_BUSY", "decode")
+    up, _ = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    assert up.stderr
+    up.terminate()
+    while "router-0: stopped" not in (line := up.stderr.readline()):
+        assert line, "ended after one signal"
+    up.terminate()  # the default grace is 30 s, more than this test waits
+    _, err = up.communicate(timeout=SOON_S)
+    assert up.returncode == 0, err
+    assert "cut off" in err
+    assert [process for process in processes if process.is_running()] == []
+
+
+def test_sigkill_of_up_leaves_nothing() -> None:
+    """However `tandem up` ends: no process, no port, no shared memory, no folder within seconds."""
+    up, target = start_up()
+    processes = psutil.Process(up.pid).children(recursive=True)
+    assert len(processes) >= 8
+    up.kill()
+    up.communicate(timeout=SOON_S)
+    psutil.wait_procs(processes, timeout=SOON_S)
+    assert [process for process in processes if process.is_running()] == []
+    assert not answers(target)
+    assert shared_memory() == set()
+    assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))

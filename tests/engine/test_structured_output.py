@@ -1,0 +1,655 @@
+"""Promises of grammars: the text fits, a token is a function of the request and its tokens, and nobody's grammar costs
+anybody else a stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import engine.decoding.structured_output
+from engine.core.sequence import Sequence
+from engine.decoding.sampler import choose
+from engine.decoding.structured_output import Grammars, Masks, Matcher, Vocabulary, _compiled, matcher_of, vocabulary
+from services.proto_convert import sampling_from
+from services.router.preprocess import grammar_schema, tool_calls
+from services.router.preprocess.tool_calls import Format
+from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
+from tandem.sampling import GrammarSpec, Sampling
+from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
+
+DEMO = Path(__file__).parents[2] / "demo/model"
+EOS, VOCAB = 256, 290  # every byte, the end, and places that no token has
+BYTES = Vocabulary.of([bytes([byte]) for byte in range(256)], VOCAB, EOS)
+
+
+def schema_of(schema: Any) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(schema))
+
+
+def sequence(spec: GrammarSpec | None, text: str = "", *, stop_ids: tuple[int, ...] = (EOS,), **how: Any) -> Sequence:
+    """One that has a prompt of two tokens and has generated this text."""
+    tokens = [7, 8, *text.encode()]
+    return Sequence(
+        id=f"s{id(tokens)}",
+        tokens=tokens,
+        prompt_len=2,
+        limit=len(tokens) + 1000,
+        stop_ids=frozenset(stop_ids),
+        sampling=Sampling(grammar=spec, **how),
+        grammar=_compiled(spec, BYTES) if spec else None,
+    )
+
+
+def fits(spec: GrammarSpec, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(_compiled(spec, BYTES))
+    return all(matcher.accept_token(byte) for byte in text.encode()) and bool(matcher.is_completed())
+
+
+def step(sequences: list[Sequence], logits: torch.Tensor | None = None) -> list[Any]:
+    """One choice for each."""
+    masks = Masks()
+    if logits is None:
+        logits = torch.zeros(len(sequences), VOCAB)
+    filling = masks.begin(sequences, VOCAB)
+    choices = choose(logits, sequences, filling)
+    masks.end()
+    return choices
+
+
+def possible(one: Sequence) -> set[int]:
+    """The tokens that may come next."""
+    bits = torch.zeros((1, -(-VOCAB // 32)), dtype=torch.int32)
+    matcher_of(one).fill(one, bits, 0)
+    return set(np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")[:VOCAB]).tolist())
+
+
+def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b"", by: float = 5.0) -> tuple[str, bool]:
+    """What a model that knows nothing writes under the grammar, and whether it came to an end. It prefers to close."""
+    one = sequence(spec, temperature=1.0, seed=seed)
+    one.limit = 10_000
+    logits = torch.zeros(VOCAB)
+    logits[EOS] = 5.0
+    for byte in b'"]},:0123456789':
+        logits[byte] = 3.0
+    for byte in b" \n\t\\":
+        logits[byte] = -2.0
+    for byte in range(128, 256):
+        logits[byte] = -3.0
+    for byte in likes:
+        logits[byte] = by
+    while one.generated < length:
+        token = step([one], logits[None].clone())[0].token
+        assert token is not None
+        if one.append(token):
+            break
+    text = bytes(one.tokens[2:-1]) if one.tokens[-1] == EOS else bytes(one.tokens[2:])
+    return text.decode(errors="replace"), one.tokens[-1] == EOS
+
+
+# ---- what fits
+
+
+INT, STR = {"type": "integer"}, {"type": "string"}
+KEPT: list[tuple[Any, list[str], list[str]]] = [
+    ({}, ['"a"', '{"a": [1, null]}'], ["a", ""]),
+    ({"type": ["string", "null"]}, ['"a"', "null"], ["1"]),
+    ({"type": "object"}, ["{}", '{"a": 1}'], ["[]", "1"]),
+    ({"type": "object", "additionalProperties": INT}, ['{"a": 1}'], ['{"a": "x"}']),
+    (
+        {"type": "object", "properties": {"a": INT}, "required": ["a"]},
+        ['{"a": 1}'],
+        ["{}", '{"a": "x"}', '{"a": 1, "b": 2}'],
+    ),
+    (
+        {"type": "object", "minProperties": 2, "maxProperties": 3, "additionalProperties": INT},
+        ['{"a":1,"b":2}'],
+        ['{"a":1}'],
+    ),
+    ({"type": "array", "items": INT, "minItems": 2, "maxItems": 3}, ["[1, 2]"], ["[1]", "[1, 2, 3, 4]", '["a", 1]']),
+    ({"type": "array", "prefixItems": [INT, STR], "items": False}, ['[1, "a"]'], ['["a", 1]', '[1, "a", 2]']),
+    ({"enum": ["a", 1, None]}, ['"a"', "1", "null"], ['"b"', "2"]),
+    ({"const": "a", "type": "string"}, ['"a"'], ['"b"']),
+    ({"anyOf": [STR, INT]}, ['"a"', "1"], ["null"]),
+    ({"allOf": [INT]}, ["5"], ['"a"']),
+    ({"type": "integer", "minimum": 3, "maximum": 10}, ["3", "10"], ["2", "11", "3.5"]),
+    ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 10}, ["4", "9"], ["3", "10"]),
+    ({"type": "number", "minimum": 3.5, "maximum": 10.25}, ["3.5", "4"], ["3.4", "10.26", "1e5", "1e-9"]),
+    ({"type": "number", "exclusiveMinimum": 3.5}, ["3.6"], ["3.5", "3.50"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ['"ab"', '"éab"'], ['"a"', '"abcd"']),
+    ({"type": "string", "pattern": "^a+$"}, ['"aa"'], ['"b"', '"ab"', '""']),
+    ({"type": "string", "pattern": "^[^a]$"}, ['"b"'], ['"a"', '"\n"', '"""', '"\\"']),
+    ({"type": "string", "format": "date"}, ['"2020-01-02"'], ['"x"', '"2020-13-45"']),
+    ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"256.1.1.1"']),
+    ({"type": "string", "format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"x"']),
+    (
+        {"$defs": {"x": INT}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "n": {"$ref": "#"}}},
+        ['{"a": 1, "n": {"a": 2}}'],
+        ['{"a": "x"}', '{"n": {"a": "x"}}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), KEPT, ids=lambda value: json.dumps(value)[:60])
+def test_a_schema_that_is_taken_is_kept(schema: Any, good: list[str], bad: list[str]) -> None:
+    """Every keyword that the router lets pass decides what may be written."""
+    grammar_schema.check(common_pb2.Grammar(json_schema=json.dumps(schema).encode()))
+    assert [text for text in good if not fits(schema_of(schema), text)] == []
+    assert [text for text in bad if fits(schema_of(schema), text)] == []
+
+
+# xgrammar compiles each of these and lets the text through: the router must not.
+PASSED_OVER: list[tuple[Any, str]] = [
+    ({"type": "array", "items": INT, "uniqueItems": True}, "[1, 1]"),
+    ({"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 10}]}, "5"),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 10}]}, "1"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "4"),
+    ({"not": STR}, '"a"'),
+    ({"type": "object", "properties": {"a": INT}, "required": ["z"]}, '{"a":1}'),
+    ({"type": "string", "enum": ["a", 1]}, "1"),
+    ({"enum": [1, 5], "minimum": 3}, "1"),
+    ({"type": "string", "anyOf": [{"minLength": 3}]}, '"a"'),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, '"aaa"'),
+    ({"type": "string", "pattern": '^"$'}, '"""'),
+    ({"type": "string", "pattern": "^\\n$"}, '"\n"'),
+    ({"type": "string", "pattern": "a^b"}, '"ab"'),
+    ({"type": "string", "format": "regex"}, '"("'),
+    ({"minimum": 3}, "1"),
+    ({"$defs": {"x": INT}, "$ref": "#/$defs/x", "minimum": 3}, "1"),
+    ({"$ref": "http://example.com/schema"}, "1"),
+    ({"type": "object", "properties": {"a": INT, "b": INT}, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
+    ({"type": "object", "properties": {"a": INT}, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, '{"a":1}'),
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), PASSED_OVER, ids=lambda value: json.dumps(value)[:60])
+def test_a_schema_that_would_not_be_kept_is_refused(schema: Any, text: str) -> None:
+    """With the place named. The control: without the refusal the library would take a text that breaks the schema."""
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_schema.check(common_pb2.Grammar(json_schema=json.dumps(schema).encode()))
+    assert caught.value.field.startswith("sampling.grammar.json_schema")
+    assert caught.value.bound
+    assert fits(schema_of(schema), text)
+
+
+NAMES = st.sampled_from(["a", "b", "name", "x y", "é"])
+LEAVES = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+        st.integers(-50, 50),
+        st.integers(0, 200),
+    ),
+    st.builds(
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+        st.integers(0, 4),
+        st.integers(0, 4),
+    ),
+    st.sampled_from([{"type": "string", "pattern": "^[a-c]{1,3}$"}, {"type": "string", "pattern": "^\\d{2}-\\w$"}]),
+    st.sampled_from([{"enum": ["red", 5, None]}, {"const": "yes"}, {"type": "string", "format": "date"}]),
+)
+
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.dictionaries(NAMES, inner, min_size=1, max_size=3).flatmap(
+        lambda properties: st.builds(
+            lambda required: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(required),
+                "additionalProperties": False,
+            },
+            st.sets(st.sampled_from(sorted(properties))),
+        )
+    )
+    arrays = st.builds(
+        lambda one, low: {"type": "array", "items": one, "minItems": low, "maxItems": 3}, inner, st.integers(0, 2)
+    )
+    return st.one_of(objects, arrays, st.lists(inner, min_size=1, max_size=2).map(lambda options: {"anyOf": options}))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(schema=st.recursive(LEAVES, branches, max_leaves=5), seed=st.integers(0, 2**32))
+def test_whatever_is_written_under_a_schema_is_valid(schema: Any, seed: int) -> None:
+    """A model that knows nothing, under masks alone, writes what jsonschema finds valid."""
+    grammar_schema.check(common_pb2.Grammar(json_schema=json.dumps(schema).encode()))
+    text, ended = write(schema_of(schema), seed)
+    if ended:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_every_kind_of_grammar_is_kept() -> None:
+    """JSON mode, a regular expression, rules and a choice: what is written fits; without the masks it does not."""
+    for seed in range(5):
+        text, ended = write(GrammarSpec("json", ""), seed)
+        assert not ended or isinstance(json.loads(text), dict)
+        assert write(GrammarSpec("regex", "[a-f]{3}-[0-9]{2}"), seed)[0].count("-") == 1
+        assert set(write(GrammarSpec("ebnf", 'root ::= "ab" root | "c"'), seed)[0]) <= {"a", "b", "c"}
+        assert write(GrammarSpec("choice", '["yes", "no \\"so\\"\\n", "日本"]'), seed) in [
+            ("yes", True), ('no "so"\n', True), ("日本", True)
+        ]  # fmt: skip
+    assert step([sequence(GrammarSpec("regex", "[a-f]"))])[0].token in b"abcdef"
+    assert step([sequence(None)])[0].token == 0, "without one, the first of equal logits"
+
+
+BOTH = {
+    "a": {"$defs": {"x": INT}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
+    "b": {"$defs": {"x": {"enum": ["</tool_call>"]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}},
+    "no": None,
+}
+FUNCTIONS = [{"function": {"name": name, "parameters": parameters}} for name, parameters in BOTH.items()]
+
+
+def calls_of(format: Format, **choice: Any) -> GrammarSpec:
+    grammar = tool_calls.forced(FUNCTIONS, generation_pb2.ToolChoice(**choice), format)
+    spec = sampling_from(sampling_pb2.Sampling(grammar=grammar), VOCAB).grammar
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3"])
+def test_what_is_written_where_calls_are_forced_is_calls(format: Format) -> None:
+    """A model that knows nothing writes calls of the functions, with arguments of their schemas, and nothing else: one,
+    or several where they may be, of any function or of the one that is named."""
+    found: dict[Any, list[list[str]]] = {}
+    for choice, seed in itertools.product([{}, {"several": True}, {"name": "no"}], range(8)):
+        text, ended = write(calls_of(format, **choice), seed, likes=b"\n;")
+        reader = tool_calls.CallReader(format)
+        shown = reader.push(text) + reader.finish()
+        for call in reader.calls:
+            jsonschema.validate(json.loads(call.arguments), BOTH[call.name] or {"const": {}})
+        if ended:
+            assert not shown.strip()
+            found.setdefault(str(choice), []).append([call.name for call in reader.calls])
+    one, several, named = found.values()
+    assert {len(names) for names in one} == {len(names) for names in named} == {1}
+    assert min(map(len, several)) == 1
+    assert max(map(len, several)) > 1
+    assert {names[0] for names in one} == {*BOTH}
+    assert {names[0] for names in named} == {"no"}
+
+
+def test_calls_are_matched_again_from_their_tokens() -> None:
+    """Whoever goes on in the middle of a call has the bits of whoever began it."""
+    spec = calls_of("hermes", several=True)
+    text, _ = write(spec, 3)
+    grown = sequence(spec)
+    for at, character in enumerate(text):
+        if at % 7 == 0:
+            assert possible(grown) == possible(sequence(spec, text[:at]))
+        grown.tokens += character.encode()
+
+
+def test_a_grammar_of_a_kind_that_a_worker_does_not_know_is_refused() -> None:
+    """Passed over, it would be an answer that fits nothing."""
+    assert sampling_from(sampling_pb2.Sampling(), VOCAB).grammar is None
+    with pytest.raises(InvalidRequest):
+        sampling_from(sampling_pb2.Sampling(grammar=common_pb2.Grammar()), VOCAB)
+
+
+PLACES = [
+    "{",
+    '{"a"',
+    '{"a":',
+    '{"a":5',
+    '{"a":5,',
+    '{"a":5,"b"',
+    '{"a":5,"b":',
+    '{"a":5,"b":[',
+    '{"a":5,"b":[7',
+    '{"a":5,"b":[7,',
+]
+A_AND_B = {
+    "type": "object",
+    "properties": {"a": INT, "b": {"type": "array", "items": INT, "maxItems": 3}},
+    "required": ["a", "b"],
+}
+
+
+CALLS_OF_F = GrammarSpec("calls", json.dumps([None, [["f(", json.dumps(A_AND_B), ")"]]]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "head"),
+    [(GrammarSpec("json", ""), ""), (schema_of({}), ""), (schema_of(A_AND_B), ""), (CALLS_OF_F, "f(")],
+    ids=str,
+)
+def test_between_two_parts_of_json_are_at_most_a_few_spaces(spec: GrammarSpec, head: str) -> None:
+    """In every kind of JSON, at every place, as many as MAX_WHITESPACE and no more."""
+    spaces = set(b" \n\r\t")
+    most = engine.decoding.structured_output.MAX_WHITESPACE
+    for place in PLACES:
+        text = head + place
+        for run in (" " * most, "\n" * most, ("\n \r " * most)[:most]):
+            assert possible(sequence(spec, text + run[1:])) & spaces, (text, run)
+            assert not possible(sequence(spec, text + run)) & spaces, (text, run)
+
+
+def test_a_model_that_likes_spaces_best_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its JSON is whole. The control: with no bound worth the name it writes spaces to the last token."""
+    text, ended = write(schema_of(A_AND_B), 1, length=200, likes=b" \n\t", by=30.0)
+    assert ended
+    jsonschema.validate(json.loads(text), A_AND_B)
+    monkeypatch.setattr(engine.decoding.structured_output, "MAX_WHITESPACE", 1000)
+    text, ended = write(schema_of(A_AND_B), 1, length=200, likes=b" \n\t", by=30.0)
+    assert (text.strip(), ended) == ("{", False)
+
+
+# ---- how it is chosen
+
+
+def test_the_grammar_has_the_last_word() -> None:
+    """No bias, no penalty and no temperature makes a token possible that it forbids."""
+    spec = GrammarSpec("regex", "[ab]{4}")
+    for how in (
+        {"logit_bias": ((99, 100.0), (97, -100.0), (98, -100.0))},
+        {"repetition_penalty": 10.0, "frequency_penalty": 2.0},
+        {"temperature": 100.0, "seed": 4, "logit_bias": ((99, 100.0),)},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.9},
+    ):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 99] = 50.0
+        logits[0, 97:99] = -60.0
+        assert step([sequence(spec, "ab", **how)], logits)[0].token in b"ab"
+
+
+def test_a_stop_token_comes_only_where_the_text_is_complete() -> None:
+    """Neither the end of sequence nor a client's own, also when the grammar knows it as a character."""
+    spec = GrammarSpec("regex", "a{2,3}b?")
+    assert [sorted(possible(sequence(spec, text))) for text in ("", "a", "aa", "aaa", "aab")] == [
+        [97], [97], [97, 98, EOS], [98, EOS], [EOS]
+    ]  # fmt: skip
+    own = (EOS, 98, 200)
+    assert possible(sequence(spec, "a", stop_ids=own)) == {97}
+    assert possible(sequence(spec, "aa", stop_ids=own)) == {97, *own}
+    for inner in ("a[ab]c", "a(.|\n)c", "a(b|aa)c"):
+        here = possible(sequence(GrammarSpec("regex", inner), "a", stop_ids=own))
+        assert 97 in here
+        assert not here & set(own), "a client's stop token may not end it in the middle, whatever it is elsewhere"
+
+
+def test_neighbours_change_nothing() -> None:
+    """A row with a grammar and one without choose in a batch what they choose alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, VOCAB, generator=generator)
+    rows = [
+        lambda: sequence(None, temperature=1.0, seed=1),
+        lambda: sequence(GrammarSpec("regex", "[a-z]+"), "ab", temperature=1.0, seed=2, logprobs=3),
+        lambda: sequence(GrammarSpec("regex", "[0-9]+"), temperature=1.0, seed=3),
+        lambda: sequence(None, logprobs=1),
+    ]
+    together = step([make() for make in rows], logits.clone())
+    alone = [step([make()], logits[row : row + 1].clone())[0] for row, make in enumerate(rows)]
+    assert [one.token for one in together] == [one.token for one in alone]
+    assert together[1].logprob.top_ids == logits[1].topk(3).indices.tolist(), "log probabilities are the model's own"
+
+
+def test_min_tokens_keeps_the_end_away_while_the_grammar_goes_on() -> None:
+    """And where the grammar is complete before, there is no token: a status that names the field, not a wrong token."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS] = 9.0
+    assert step([sequence(GrammarSpec("regex", "a+"), "aa", min_tokens=3)], logits.clone())[0].token == 97
+    assert step([sequence(GrammarSpec("regex", "a+"), "aaa", min_tokens=3)], logits.clone())[0].token == EOS
+    choice = step([sequence(GrammarSpec("regex", "aa"), "aa", min_tokens=3)])[0]
+    assert choice.token is None
+    assert isinstance(choice.error, InvalidRequest)
+    assert (choice.error.reason, choice.error.field) == ("GRAMMAR_DEAD_END", "sampling.min_tokens")
+
+
+def test_a_dead_end_is_a_status_and_costs_the_neighbours_nothing() -> None:
+    """A grammar that nothing fits gives no token; who shares the step is not disturbed, sampling or greedy."""
+    for how in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}):
+        dead = sequence(GrammarSpec("ebnf", "root ::= root"), logprobs=2, **how)
+        other = sequence(GrammarSpec("regex", "[ab]"), **how)
+        plain = sequence(None, **how)
+        first, second, third = step([dead, other, plain])
+        assert (first.token, first.logprob) == (None, None)
+        assert isinstance(first.error, InvalidRequest)
+        assert first.error.reason == "GRAMMAR_DEAD_END"
+        assert second.token in b"ab"
+        assert third.token == step([sequence(None, **how)])[0].token
+
+
+def test_tokens_that_do_not_fit_their_grammar_are_a_bug_and_not_an_answer() -> None:
+    """A journal that the grammar cannot have made (another grammar, a lost token) stops the request."""
+    choice = step([sequence(GrammarSpec("regex", "[ab]+c"), "axb")])[0]
+    assert choice.token is None
+    assert isinstance(choice.error, InternalError)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
+def test_whoever_has_the_tokens_goes_on_the_same_way(seed: int, cut: float) -> None:
+    """Matched step by step, or again from the start at any point: the same bits, so the same tokens."""
+    spec = schema_of(
+        {"type": "object", "properties": {"a": {"type": "array", "items": INT}, "b": STR}, "required": ["a", "b"]}
+    )
+    text, _ = write(spec, seed, length=60)
+    text = text.encode().decode(errors="ignore").rstrip("�")
+    at = int(cut * len(text))
+    grown = sequence(spec, text[:at])
+    for character in text[at:]:
+        possible(grown)
+        grown.tokens += character.encode()
+    assert possible(grown) == possible(sequence(spec, text))
+    if len(text) > at + 1:
+        assert possible(sequence(spec, text[:at])) != set(), "and the state matters"
+
+
+# ---- what it may cost
+
+
+def test_masks_are_filled_while_the_caller_does_something_else() -> None:
+    """`begin` returns at once; `wait` waits. The control: nothing is filled before the thread may go on."""
+    one = sequence(GrammarSpec("regex", "[ab]"))
+    go, fill = threading.Event(), matcher_of(one)
+
+    class Held(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            assert go.wait(10)
+            fill.fill(*arguments)
+
+    one.matcher = Held(one.grammar, one.stop_ids)
+    masks = Masks()
+    filling = masks.begin([one], VOCAB)
+    assert filling is not None
+    assert int(filling.bits[0, 97 // 32]) == 0, "nothing is allowed before it is filled"
+    go.set()
+    filling.wait()
+    assert int(filling.bits[0, 97 // 32]) != 0
+    masks.end()
+    assert masks.begin([sequence(None)], VOCAB) is None
+
+
+def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request gets a status, its neighbours their masks, and later steps another thread. CPU time decides: a thread
+    that merely waits, because the machine is busy, is waited for."""
+    monkeypatch.setattr(engine.decoding.structured_output, "TOKEN_CPU_S", 0.2)
+    spec = GrammarSpec("regex", "[ab]")
+    slow, late, good = sequence(spec), sequence(spec), sequence(spec)
+    go = threading.Event()
+
+    class Spins(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            while not go.is_set():
+                pass
+
+    class Sleeps(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            go.wait(0.5)
+            Matcher.fill(self, *arguments)
+
+    slow.matcher = Spins(slow.grammar, slow.stop_ids)
+    late.matcher = Sleeps(late.grammar, late.stop_ids)
+    masks = Masks()
+    filling = masks.begin([late, slow, good], VOCAB)
+    choices = choose(torch.zeros(3, VOCAB), [late, slow, good], filling)
+    assert [choice.token in b"ab" if choice.token else None for choice in choices] == [True, None, True]
+    assert isinstance(choices[1].error, InvalidRequest)
+    assert choices[1].error.reason == "GRAMMAR_TOO_COMPLEX"
+    assert masks.left_behind.count() == 1
+    assert choose(torch.zeros(1, VOCAB), [good], masks.begin([good], VOCAB))[0].token in b"ab"
+    go.set()
+    masks.end()
+    for thread in masks.left_behind.threads:
+        thread.join(10)
+    assert masks.left_behind.count() == 0
+
+
+def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog allows a step more time only while it waits for its masks."""
+    masks = Masks()
+    filling = masks.begin([sequence(GrammarSpec("regex", "[ab]"))], VOCAB)
+    assert filling is not None
+
+    def fails(_: float) -> bool:
+        assert masks.waits == 1
+        raise RuntimeError("the wait fails")
+
+    monkeypatch.setattr(filling._ended, "wait", fails)
+    with pytest.raises(RuntimeError, match="the wait fails"):
+        filling.wait()
+    assert masks.waits == 2
+    masks.end()
+
+
+def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
+    """Its row fails, and nobody else's; the next step is whole."""
+
+    class Broken(Matcher):
+        def fill(self, *arguments: Any) -> None:
+            raise TypeError("a bug")
+
+    spec = GrammarSpec("regex", "[ab]")
+    good, bad, after = sequence(spec), sequence(spec), sequence(spec)
+    bad.matcher = Broken(bad.grammar, bad.stop_ids)
+    masks = Masks()
+    first, second, third = choose(torch.zeros(3, VOCAB), [good, bad, after], masks.begin([good, bad, after], VOCAB))
+    assert first.token in b"ab"
+    assert third.token in b"ab"
+    assert second.token is None
+    assert isinstance(second.error, InternalError)
+    assert choose(torch.zeros(1, VOCAB), [after], masks.begin([after], VOCAB))[0].token in b"ab"
+    masks.end()
+
+
+def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that takes too long is refused, at once when it comes again; the next one is compiled."""
+    grammars = Grammars(DEMO, 2048, [0])
+    hostile = GrammarSpec("regex", "(a*)*(a*)*(a|b)*(a|aa)*" * 45)
+    first = grammars.compile(GrammarSpec("regex", "a+")).result(60)
+    assert grammars.compile(GrammarSpec("regex", "a+")).result(0) is first, "from the cache"
+    monkeypatch.setattr(engine.decoding.structured_output, "COMPILE_CPU_S", 0.05)
+    with pytest.raises(InvalidRequest) as caught:
+        grammars.compile(hostile).result(60)
+    assert (caught.value.reason, caught.value.field) == ("GRAMMAR_TOO_COMPLEX", "sampling.grammar.regex")
+    monkeypatch.setattr(grammars, "_bounded", lambda *_: pytest.fail("it was compiled again"))
+    with pytest.raises(InvalidRequest):
+        grammars.compile(hostile).result(60)
+    monkeypatch.undo()
+    assert grammars.compile(GrammarSpec("regex", "b+")).result(60) is not first
+    for thread in grammars.left_behind.threads:
+        thread.join(60)
+
+
+def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked hears of it, and the next grammar is compiled."""
+    grammars = Grammars(DEMO, 2048, [0])
+    monkeypatch.setattr(engine.decoding.structured_output, "_compiled", lambda *_: [][1])
+    with pytest.raises(IndexError):
+        grammars.compile(GrammarSpec("regex", "a")).result(20)
+    monkeypatch.undo()
+    assert grammars.compile(GrammarSpec("regex", "a")).result(20)
+
+
+def test_bad_grammars_name_their_field() -> None:
+    """What the library does not take is the client's to change."""
+    grammars = Grammars(DEMO, 2048, [0])
+    for kind, text in [
+        ("regex", "(a"),
+        ("regex", "(?=a)b"),
+        ("ebnf", "x ::= y"),
+        ("ebnf", "root ::= ["),
+        ("json_schema", "{"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            grammars.compile(GrammarSpec(kind, text)).result(60)
+        assert caught.value.field == f"sampling.grammar.{kind}"
+        assert ".cc:" not in caught.value.message
+
+
+def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded too; and with threads left behind the router is told to go elsewhere."""
+    grammars = Grammars(DEMO, 2048, [0])
+    monkeypatch.setattr(engine.decoding.structured_output, "MAX_GRAMMAR_BYTES", 100)
+    with pytest.raises(InvalidRequest, match="bytes"):
+        grammars.compile(GrammarSpec("regex", "abc")).result(60)
+    monkeypatch.setattr(grammars.left_behind, "count", lambda: 3)
+    with pytest.raises(Busy):
+        grammars.compile(GrammarSpec("regex", "abcd")).result(60)
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar that was not used for longest goes first."""
+    grammars = Grammars(DEMO, 2048, [0])
+    specs = [GrammarSpec("regex", f"{letter}+") for letter in "abc"]
+    a = grammars.compile(specs[0]).result(60)
+    b = grammars.compile(specs[1]).result(60)
+    c = Grammars(DEMO, 2048, [0]).compile(specs[2]).result(60)
+    limit = a.memory_size_bytes + max(b.memory_size_bytes, c.memory_size_bytes)
+    monkeypatch.setattr(engine.decoding.structured_output, "CACHE_BYTES", limit)
+    assert grammars.compile(specs[0]).result(60) is a
+    grammars.compile(specs[2]).result(60)
+    assert grammars.compile(specs[0]).result(60) is a
+    assert grammars.compile(specs[1]).result(60) is not b
+
+
+# ---- the vocabulary
+
+
+def test_tokens_are_to_the_grammar_what_they_are_to_the_reader(tmp_path: Path) -> None:
+    """Each token's bytes are those that the detokeniser shows; special tokens show nothing and are never allowed."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    found = vocabulary(DEMO, 2048, [0]).plain
+    texts = found.decoded_vocab
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    assert special
+    shown = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
+    assert [texts[token].decode(errors="replace") for token in range(len(shown))] == shown
+    assert {token for token in range(len(shown)) if not texts[token]} == special
+    matcher = Matcher(_compiled(GrammarSpec("regex", "(.|\n)*"), Vocabulary(found)), [0])
+    one = Sequence(id="s", tokens=[9], prompt_len=1, limit=9, stop_ids=frozenset([0]))
+    bits = torch.zeros((1, 64), dtype=torch.int32)
+    matcher.fill(one, bits, 0)
+    allowed = set(np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")).tolist())
+    assert not allowed & (special - {0})
+    assert len(allowed) > 1000
+    with pytest.raises(PreconditionFailed):
+        vocabulary(tmp_path, 2048, [0])
+
+
+def test_a_sequence_cannot_be_made_without_its_compiled_grammar() -> None:
+    """Nobody can forget to compile: an unmasked stream would be a wrong answer."""
+    with pytest.raises(ValueError, match="compiled"):
+        Sequence(id="s", tokens=[1], prompt_len=1, limit=5, sampling=Sampling(grammar=GrammarSpec("regex", "a")))
+
+
+def test_no_token_of_a_masked_row_is_infinitely_likely() -> None:
+    """Every choice under a mask comes from finite logits."""
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, 97] = 0.0
+    assert step([sequence(GrammarSpec("regex", "a+"))], logits.clone())[0].token == 97
+    assert step([sequence(GrammarSpec("regex", "b+"))], logits.clone())[0].token is None

@@ -1,0 +1,62 @@
+"""The bodies of one tenant take a bounded share of the event loop; those of others do not wait for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.router.frontend import http_body
+from services.router.frontend.http_body import BURST_S, Bodies
+
+RATE = 1000.0  # bytes per second
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which passes only in sleep."""
+    now = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(http_body, "monotonic", lambda: now[0])
+    monkeypatch.setattr(http_body.asyncio, "sleep", sleep)
+    return now
+
+
+async def received(bodies: Bodies, tenant: str, count: int, chunk: int = 50) -> None:
+    for _ in range(count // chunk):
+        await bodies.keep_rate(tenant, chunk)
+
+
+async def test_the_bodies_of_a_tenant_keep_to_the_rate(clock: list[float]) -> None:
+    """One after another or not: ten bodies take as long as one of ten times the size."""
+    bodies = Bodies(10**6, RATE)
+    for _ in range(10):
+        with bodies.of("greedy"):
+            await received(bodies, "greedy", 1000)
+    assert clock[0] - 100.0 == pytest.approx(10_000 / RATE - BURST_S, abs=2 * BURST_S)
+
+
+async def test_a_short_body_does_not_wait(clock: list[float]) -> None:
+    """Nor does another tenant's, nor one after a while without any."""
+    bodies = Bodies(10**6, RATE)
+    await received(bodies, "a", 20, chunk=10)
+    assert clock[0] == 100.0
+    await received(bodies, "a", 1000)
+    clock[0] += 1
+    then = clock[0]
+    await received(bodies, "b", 20, chunk=10)
+    await received(bodies, "a", 20, chunk=10)
+    assert clock[0] == then
+
+
+async def test_nothing_is_kept_of_tenants_that_keep_to_the_rate(clock: list[float]) -> None:
+    """However many come."""
+    bodies = Bodies(10**6, RATE)
+    for index in range(100):
+        with bodies.of(str(index)) as more:
+            more(1000)
+            await received(bodies, str(index), 1000)
+        clock[0] += 1
+    assert len(bodies._paid_at) <= 1
+    assert bodies.total() == 0

@@ -1,0 +1,79 @@
+"""How a router goes on with a job, on a journal that only notes what it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.state.job_journal import Entry, Kept
+from cluster.state.job_journal import JobState as State
+from services.router.frontend.job_runner import JobRunner, _Running
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
+
+GIVEN: Any = SimpleNamespace
+
+
+def finished(choice: int) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(finished=generation_pb2.Finished(choice=choice))
+
+
+class Journal:
+    """Of one job of which some completions have ended."""
+
+    def __init__(self, *ended: int) -> None:
+        self.entries = [Entry(str(at), finished(choice).SerializeToString()) for at, choice in enumerate(ended)]
+        self.calls: list[tuple[str, int]] = []  # "append" or "end", and the completion
+
+    async def all(self, job_id: str) -> list[Entry]:
+        return self.entries
+
+    async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
+        self.calls.append(("append", choice))
+        return Kept.KEPT
+
+    async def end(self, job_id: str, generation: int, state: State, event: bytes = b"") -> Kept:
+        assert state is State.FINISHED
+        self.calls.append(("end", generation_pb2.GenerateResponse.FromString(event).finished.choice))
+        return Kept.KEPT
+
+
+class Generation:
+    """Gives the end of each completion that has not ended."""
+
+    def __init__(self, *left: int) -> None:
+        self._left = left
+
+    async def generate(self, *about: Any, **more: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        for choice in self._left:
+            yield finished(choice)
+
+
+@pytest.mark.parametrize(
+    ("ended", "left", "told"),
+    [
+        ((), (0, 1, 2), [("append", 0), ("append", 1), ("end", 2)]),
+        ((0,), (1, 2), [("append", 1), ("end", 2)]),
+        ((0, 0), (1, 2), [("append", 1), ("end", 2)]),
+        ((1, 0, 1, 1), (2,), [("end", 2)]),
+    ],
+)
+async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
+    ended: tuple[int, ...], left: tuple[int, ...], told: list[tuple[str, int]]
+) -> None:
+    """A router that died between keeping the end of a completion and hearing so leaves it twice. It counts once: the
+    job neither ends before its last completion nor stays open after it."""
+    journal, model = Journal(*ended), GIVEN(layouts=lambda: {"L"})
+    runner = JobRunner(GIVEN(generate=Generation(*left).generate), model, RateLimits(None), GIVEN(**members(journal)))
+    request = generation_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(n=3, max_tokens=4))
+    kept = jobs_pb2.KeptJob(request=request, layout_hash="L", deadline=time.time() + 60)
+    await runner._attempt(_Running(GIVEN(job_id="/job", generation=1, tokens=0), kept))
+    assert journal.calls == told
+
+
+def members(journal: Journal) -> dict[str, Any]:
+    return {name: getattr(journal, name) for name in ("all", "append", "end")}

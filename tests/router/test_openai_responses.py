@@ -1,0 +1,83 @@
+"""Answers as JSON: however much a client asks to be told, other streams are relayed while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from services.router.frontend import openai_protocol, openai_responses
+from services.router.frontend.openai_sampling import Defaults
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.v1 import common_pb2, generation_pb2
+
+TEXT = Tokenizer.load(Path(__file__).parents[2] / "demo/model")
+CHOICES, TOKENS, TOP = 8, 300, 20
+WORST_S = 0.1
+
+
+async def events() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+    """A whole answer of each choice, with its log probabilities."""
+    for choice in range(CHOICES):
+        said = generation_pb2.GenerateResponse()
+        said.delta.choice, said.delta.text, said.delta.last = choice, "^" * TOKENS, True
+        said.delta.token_ids.extend([66] * TOKENS)
+        said.delta.logprobs.chosen.extend([-1.5] * TOKENS)
+        said.delta.logprobs.top_ids.extend(list(range(60, 60 + TOP)) * TOKENS)
+        said.delta.logprobs.top.extend([-2.0] * TOP * TOKENS)
+        yield 0, said
+        await asyncio.sleep(0)
+        over = generation_pb2.GenerateResponse()
+        over.finished.choice, over.finished.reason = choice, common_pb2.FINISH_REASON_LENGTH
+        yield 0, over
+
+
+ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (
+        openai_protocol.Chat,
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": TOP},
+    ),
+    "completions": (openai_protocol.Completions, {"prompt": "x", "logprobs": TOP}),
+}
+
+
+async def longest(work: Any) -> tuple[Any, float]:
+    """What it returns, and the longest time of this thread's that it kept the event loop from others."""
+    task, worst = asyncio.ensure_future(work), 0.0
+    while not task.done():
+        began = thread_time()
+        await asyncio.sleep(0)
+        worst = max(worst, thread_time() - began)
+    return task.result(), worst
+
+
+@pytest.mark.parametrize("kind", ASKED)
+async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48,000 of them, made some at a time. The control: all at once, which others wait for."""
+    which, fields = ASKED[kind]
+    body = openai_protocol.parse(json.dumps({**fields, "n": CHOICES}).encode(), which)
+    requests = openai_protocol.requests(body, "id", Defaults())
+
+    async def made() -> tuple[Any, float]:
+        """The answer, and the least of three: a collection of garbage may lie in any of them."""
+        answer = openai_responses.answer(body, "id", "m", TEXT, requests)
+        runs = [await longest(answer.whole(events())) for _ in range(3)]  # type: ignore[arg-type]
+        return runs[0][0], min(worst for _, worst in runs)
+
+    whole, worst = await made()
+    found = json.loads(whole)["choices"]
+    assert len(found) == CHOICES
+    for choice in found:
+        scores = choice["logprobs"]
+        assert len(scores["content"] if kind == "chat" else scores["top_logprobs"]) == TOKENS
+        assert choice["finish_reason"] == "length"
+    monkeypatch.setattr(openai_responses, "TOKENS_PER_SLICE", 10**6)
+    same, control = await made()
+    assert json.loads(same)["choices"] == found
+    assert worst < WORST_S
+    assert worst < control

@@ -1,0 +1,281 @@
+"""Text in, whole code points out; what cannot be read is refused. With the demo's tokenizer, whose tokens are bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+
+from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
+from services.router.preprocess import tokenizer as texts
+from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.model_folder import local_folder
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import CheckpointRefused, InvalidRequest
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+TEXT = Tokenizer.load(DEMO)
+
+
+@given(st.text(max_size=40), st.lists(st.integers(1, 5), max_size=60))
+def test_pieces_are_whole_code_points_and_add_up(text: str, cuts: list[int]) -> None:
+    """However the tokens are cut into messages: together they are the decoded text, and none has half a letter."""
+    assert TEXT.backend is not None
+    ids = TEXT.encode(text)
+    whole = TEXT.backend.decode(ids, skip_special_tokens=True)
+    stream, pieces, rest = Detokenizer(TEXT), [], ids
+    for cut in cuts:
+        pieces.append(stream.push(rest[:cut]))
+        rest = rest[cut:]
+    pieces.append(stream.push(rest))
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) + stream.finish() == whole
+
+
+# ---- any tokens at all, and tokenizers whose last resort are bytes
+
+
+def fallback(strip: bool) -> Tokenizer:
+    """Llama 2's way (with `strip`) or Gemma's, small: words, and bytes for everything else."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words = ["\u2581", "a", "b", "\u2581a", "\u2581ab", "ab", "\N{SNOWMAN}", "\N{REPLACEMENT CHARACTER}"]
+    for token in [f"<0x{byte:02X}>" for byte in range(256)] + words:
+        vocabulary[token] = len(vocabulary)
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581", "ab")]
+    made = Backend(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    prepended = [normalizers.Prepend("\u2581")] if strip else []
+    made.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    made.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(made, None)
+
+
+FALLBACK = {"llama": fallback(strip=True), "gemma": fallback(strip=False)}
+BYTE = 3  # the id of <0x00>
+
+
+def streamed(text: Tokenizer, ids: list[int], cuts: list[int]) -> str:
+    """The text of the tokens as it comes in messages of so many tokens."""
+    stream, shown = Detokenizer(text), ""
+    for cut in cuts:
+        shown += stream.push(ids[:cut])
+        ids = ids[cut:]
+    return shown + stream.push(ids) + stream.finish()
+
+
+@given(st.lists(st.integers(0, 2100), max_size=40), st.lists(st.integers(1, 5), max_size=40))
+@example([260, 260, 260, 260, 260], [1, 1, 1, 1, 1])
+def test_any_tokens_stream_as_they_decode_whole(ids: list[int], cuts: list[int]) -> None:
+    """Also those that are no text, special ones, and ids that no token has."""
+    assert TEXT.backend is not None
+    assert streamed(TEXT, ids, cuts) == TEXT.backend.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+@given(st.text(alphabet=" ab\N{SNOWMAN}\n\u00e9\u4f60\N{GRINNING FACE}", max_size=30), st.lists(st.integers(1, 5)))
+def test_text_with_byte_fallback_streams_as_it_decodes_whole(kind: str, text: str, cuts: list[int]) -> None:
+    """Words, and code points of two to four byte tokens, however they are cut."""
+    ids = FALLBACK[kind].encode(text)
+    whole = FALLBACK[kind].decode(ids)
+    assert streamed(FALLBACK[kind], ids, cuts) == whole
+    assert whole.lstrip(" ") == text.lstrip(" ")
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+@given(st.lists(st.integers(0, 275), max_size=40), st.lists(st.integers(1, 5), max_size=40))
+def test_any_tokens_with_byte_fallback_are_an_answer(kind: str, ids: list[int], cuts: list[int]) -> None:
+    """What is valid is shown as the whole decode has it. Where that spoils a run of bytes for one that is invalid,
+    ours is what those bytes are as UTF-8."""
+    text = FALLBACK[kind]
+    found = streamed(text, ids, cuts)
+    assert found == streamed(text, ids, [])
+    assert text.backend is not None
+    whole = text.backend.decode(ids, skip_special_tokens=True)
+    starts_with_space = [one for one in ids if one < len(text.shown) and text.shown[one]][:1] == [BYTE + 0x20]
+    if REPLACEMENT not in whole and not starts_with_space:
+        assert found == whole
+
+
+def test_special_tokens_between_words_change_nothing() -> None:
+    """They are not shown, and the space before the word behind them is."""
+    text = FALLBACK["llama"]
+    assert text.backend is not None
+    word, begin = text.backend.token_to_id("\u2581ab"), text.backend.token_to_id("<s>")
+    ids = [word] + [begin] * 40 + [word]
+    assert streamed(text, ids, [1] * len(ids)) == "ab ab"
+
+
+def test_an_invalid_byte_spoils_nothing_but_itself() -> None:
+    """The tokens that ended a request with "Invalid prefix": a code point, a byte that is none, and a word."""
+    text = FALLBACK["llama"]
+    assert text.backend is not None
+    ids = [BYTE + byte for byte in b"\xe4\xbd\xa0\xff"] + [text.backend.token_to_id("\u2581ab")]
+    stream = Detokenizer(text)
+    assert [stream.push([one]) for one in ids] == ["", "", "\u4f60", REPLACEMENT, " ab"]
+    assert stream.push(ids[:2]) + stream.finish() == REPLACEMENT  # an incomplete code point at the end
+    with pytest.raises(Exception, match="Invalid prefix"):  # the library's own stream, which this does without
+        library = decoders.DecodeStream(skip_special_tokens=True)
+        [library.step(text.backend, one) for one in ids]
+
+
+def test_a_replacement_character_comes_when_it_is_certain() -> None:
+    """Bytes that can begin no code point are shown at once but for the last, and text behind them is not held up."""
+    undecodable = TEXT.backend.token_to_id("\u0122")  # type: ignore[union-attr]  # of byte-level tokenizers: 0x80
+    stream = Detokenizer(TEXT)
+    assert [stream.push([undecodable]) for _ in range(5)] == ["", *[REPLACEMENT] * 4]
+    assert stream.push(TEXT.encode("\N{OLD PERSIAN SIGN A}x")) == f"{REPLACEMENT}\N{OLD PERSIAN SIGN A}x"
+
+
+class CountsDecoded:
+    """A backend that counts the tokens that it is given to decode."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.count = 0
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        self.count += len(ids)
+        return str(self._backend.decode(ids, **how))
+
+
+@pytest.mark.parametrize("kind", ["bytes", *FALLBACK])
+def test_tokens_that_are_no_text_cost_what_others_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8,192 of them take a fraction of a second, and twice as many twice as long: each is decoded a few times, however
+    many came before it."""
+    text = FALLBACK.get(kind, TEXT)
+    undecodable = TEXT.backend.token_to_id("\u0122") if text is TEXT else BYTE + 0x80  # type: ignore[union-attr]
+
+    def decoded(count: int) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(text, "backend", counting := CountsDecoded(text.backend))
+            stream = Detokenizer(text)
+            shown = "".join([stream.push([undecodable]) for _ in range(count)]) + stream.finish()
+        assert shown == REPLACEMENT * count
+        return counting.count
+
+    began = thread_time()
+    once = decoded(8192)
+    assert thread_time() - began < 2.0  # 0.1 s; it was 11 s when each token was decoded with all before it
+    assert once < 16 * 8192
+    assert decoded(16384) <= 2 * once + 64
+
+
+def test_an_answer_cut_inside_a_letter_shows_it_at_the_end_only() -> None:
+    """The control: a stream that ends within a code point holds it back until it is certain that no more comes."""
+    ids = TEXT.encode("\N{OLD PERSIAN SIGN A}")
+    assert len(ids) > 1
+    stream = Detokenizer(TEXT)
+    assert stream.push(ids[:-1]) == ""
+    assert "\N{REPLACEMENT CHARACTER}" in stream.finish()
+
+
+@given(st.text(alphabet=" ae\n\u00e9\N{GRINNING FACE}", max_size=40).map(lambda text: text * 20), st.integers(-200, 3))
+@example("\N{GRINNING FACE} heap" * 200, 0)
+def test_what_is_refused_before_it_is_tokenised_would_not_have_fitted(text: str, over: int) -> None:
+    """Never a text that has no more tokens than that, whatever it is made of, and always one that is far over it."""
+    before = (texts.PIECE_CHARACTERS, texts.MAX_CUT_TOKENS, texts.UNCHECKED_BYTES)
+    texts.PIECE_CHARACTERS, texts.MAX_CUT_TOKENS, texts.UNCHECKED_BYTES = 7, 4, 1
+    try:
+        count = len(TEXT.encode(text))
+        most = max(1, count + over)
+        least = TEXT.at_least(text, most)
+        assert least is None or most <= least <= count
+    finally:
+        texts.PIECE_CHARACTERS, texts.MAX_CUT_TOKENS, texts.UNCHECKED_BYTES = before
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500,000 tokens not one; where the context might hold so many characters, no more than it holds and a piece."""
+    looked: list[int] = []
+    real = Backend.encode_batch_fast
+
+    class Counting:
+        normalizer = None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TEXT.backend, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            looked.append(len(texts[0]))
+            return real(TEXT.backend, texts, **options)
+
+    text = Tokenizer(Counting(), None)  # type: ignore[arg-type]
+    assert (text.at_least(" a" * 500_000, 4096) or 0) > 4096
+    assert not looked
+    assert (text.at_least(" a" * 500_000, 100_000) or 0) > 100_000
+    assert sum(looked) < 2 * 100_000 * 1.2 + texts.PIECE_CHARACTERS
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    """A checkpoint's template is somebody else's program: it gets no further than the messages."""
+    template = ChatTemplate("{{ messages.__class__.__mro__[-1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest) as caught:
+        template.render([{"role": "user", "content": "x"}])
+    assert caught.value.field == "chat.messages"
+
+
+def test_a_template_may_refuse_messages() -> None:
+    """Its own words reach the client."""
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_ids_alone(tmp_path: Path) -> None:
+    """It serves ids, gives out no text, and says what to send instead."""
+    text = Tokenizer.load(tmp_path)
+    assert Detokenizer(text).push([1, 2]) == Detokenizer(text).finish() == ""
+    with pytest.raises(InvalidRequest) as caught:
+        text.encode("x")
+    assert caught.value.bound == "token_ids instead"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, file: str) -> None:
+    """Not skipped: half a tokenizer would serve other tokens."""
+    (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    (tmp_path / file).write_text("{")
+    with pytest.raises(CheckpointRefused, match=file):
+        Tokenizer.load(tmp_path)
+
+
+def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+    """As transformers does; a checkpoint that names no default has no chat."""
+    (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    for name, expected in (("default", "A"), ("tool_use", None)):
+        config = {"chat_template": [{"name": name, "template": "A"}], "bos_token": {"content": "<s>"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        template = Tokenizer.load(tmp_path).template
+        assert (template.source if template else None) == expected
+        assert template is None or template.variables == {"bos_token": "<s>"}
+
+
+def test_the_router_and_the_workers_look_in_the_same_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tilde is a home directory for both; a path to nothing is refused without asking the hub."""
+    monkeypatch.setenv("HOME", str(DEMO.parent))
+    assert local_folder("~/model") == DEMO
+    with pytest.raises(CheckpointRefused, match="there is no folder"):
+        local_folder(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 1 / 0 }}", "{{ [][5] + 1 }}", "{{ messages.x.y }}", "{{ '%d' % 'x' }}", "{{ messages | tojson }}"],
+)
+def test_a_template_that_fails_refuses_the_messages(source: str) -> None:
+    """Whatever goes wrong in it, it was the messages that it could not take: also ones that are nested too deep."""
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": deep}])
+    assert caught.value.field == "chat.messages"

@@ -1,0 +1,218 @@
+"""What a process knows of the others: a record that is missing is not a death, and a death is known as one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.state.registry import RegistryChanges, State, WorkerRecord
+from services import worker_liveness as view_module
+from services.worker_liveness import FORGET_S, WorkerLiveness
+from tandem.errors import Unavailable
+
+ONE = WorkerRecord("prefill-0", "prefill", State.READY, pid=1, incarnation="a", address="h:1", beat=1.0)
+TWO = replace(ONE, worker_id="prefill-1", address="h:2")
+LIFE = ("prefill-0", "a")
+
+
+class Registry:
+    """Answers with `records`, or not at all; in full, or as changes."""
+
+    records: list[WorkerRecord] | None = None
+    full = True
+    ttl_s = 3.0
+
+    async def changes_since(self, mark: tuple[str, int]) -> RegistryChanges:
+        if self.records is None:
+            raise Unavailable("it does not answer")
+        return RegistryChanges(("epoch", 1), self.full, {record.worker_id: record for record in self.records})
+
+
+class Clock:
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(view_module, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(view_module, "time", lambda: clock.now)
+    return clock
+
+
+class World:
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.registry = clock, Registry()
+        anything: Any = self.registry
+        self.view = WorkerLiveness(anything, refresh_s=1.0)
+
+    async def read(self, *records: WorkerRecord, after_s: float = 1.0) -> None:
+        self.clock.now += after_s
+        self.registry.records = list(records)
+        await self.view.refresh()
+
+
+@pytest.fixture
+def world(clock: Clock) -> World:
+    return World(clock)
+
+
+class SlowRegistry(Registry):
+    """Answers when it may; counts its answers."""
+
+    def __init__(self) -> None:
+        self.records, self.answers, self.may = [ONE], 0, asyncio.Event()
+
+    async def changes_since(self, mark: tuple[str, int]) -> RegistryChanges:
+        self.answers += 1
+        await self.may.wait()
+        return await super().changes_since(mark)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_many_who_read_all_records_at_once_share_reads(answered: bool) -> None:
+    """300 requests whose attempts fail together, as when a pool dies, cost the registry two reads and not 300: the one
+    under way, which began too early for those who came after it, and one for all of those. So also if it is away."""
+    registry: Any = SlowRegistry()
+    view = WorkerLiveness(registry, refresh_s=1.0)
+    first = asyncio.create_task(view.refresh())
+    await asyncio.sleep(0)
+    later = [asyncio.create_task(view.refresh()) for _ in range(300)]
+    await asyncio.sleep(0)
+    if answered:
+        registry.records = [ONE, TWO]
+    else:
+        registry.records = None
+    registry.may.set()
+    await asyncio.gather(first, *later)
+    assert registry.answers == 2
+    assert len(view.workers) == (2 if answered else 0)
+
+
+async def test_one_who_reads_all_records_and_goes_away_leaves_the_others_their_read() -> None:
+    """A cancelled request does not take the read with it."""
+    registry: Any = SlowRegistry()
+    view = WorkerLiveness(registry, refresh_s=1.0)
+    first, second = (asyncio.create_task(view.refresh()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    registry.may.set()
+    await asyncio.wait_for(second, 5)
+    assert set(view.workers) == {"prefill-0"}
+
+
+async def test_a_worker_without_a_record_gets_nothing_new_and_keeps_what_it_has(world: World) -> None:
+    """Its life is kept until another one appears."""
+    await world.read(ONE, TWO)
+    await world.read(TWO)
+    assert set(world.view.workers) == {"prefill-1"}
+    assert set(world.view.incarnations) == {LIFE, ("prefill-1", "a")}
+    await world.read(ONE, TWO)
+    assert set(world.view.workers) == {"prefill-0", "prefill-1"}
+    await world.read(replace(ONE, incarnation="b"), TWO)
+    assert set(world.view.incarnations) == {("prefill-0", "b"), ("prefill-1", "a")}
+
+
+async def test_another_worker_at_its_address_ends_a_life(world: World) -> None:
+    """Two processes cannot listen there."""
+    await world.read(ONE)
+    await world.read(replace(TWO, address=ONE.address))
+    assert set(world.view.incarnations) == {("prefill-1", "a")}
+
+
+async def test_a_long_absence_ends_a_life(world: World) -> None:
+    """Counted from the first answer without it; a registry that does not answer says nothing about anybody."""
+    await world.read(ONE)
+    world.registry.records = None
+    world.clock.now += 10 * FORGET_S
+    await world.view.refresh()
+    assert set(world.view.incarnations) == {LIFE}
+    await world.read()
+    await world.read(after_s=FORGET_S - 1)
+    assert set(world.view.incarnations) == {LIFE}
+    await world.read()
+    assert not world.view.incarnations
+
+
+async def test_an_answer_that_comes_late_does_not_undo_a_newer_one(world: World) -> None:
+    """Reads may overtake each other."""
+    await world.read(ONE)
+    await world.read(after_s=-0.5)
+    assert set(world.view.workers) == {"prefill-0"}
+
+
+async def test_another_life_or_an_absence_shows_that_a_worker_ended(world: World) -> None:
+    """An absence of two refreshes; until then it is not known."""
+    await world.read(ONE)
+    lost = world.clock.now + 0.1
+    await world.read(ONE)
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read()
+    await world.read()
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read()
+    assert world.view.ended(*LIFE, lost) is True
+    await world.read(replace(ONE, incarnation="b"))
+    assert world.view.ended(*LIFE, lost) is True
+    assert world.view.ended("prefill-0", "b", world.clock.now) is None
+
+
+async def test_a_beat_after_the_loss_shows_that_it_lives(world: World) -> None:
+    """One that is read after the loss may be from before it: its age tells."""
+    await world.read(replace(ONE, beat=101.0))
+    lost = world.clock.now + 0.1
+    await world.read(replace(ONE, beat=101.05))
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read(replace(ONE, beat=102.5))
+    assert world.view.ended(*LIFE, lost) is False
+
+
+async def test_a_change_of_its_record_or_one_that_does_not_expire_shows_that_it_lives(world: World) -> None:
+    """A change that is read after the loss may be from before it, the next one is not; beats without a change keep the
+    record."""
+    await world.read(ONE, TWO)
+    lost = world.clock.now + 0.1
+    world.registry.full = False
+    await world.read(ONE)
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read(ONE)
+    assert world.view.ended(*LIFE, lost) is False
+    assert world.view.ended("prefill-1", "a", lost) is None
+    await world.read(after_s=world.registry.ttl_s)
+    assert world.view.ended("prefill-1", "a", lost) is False
+
+
+async def test_a_worker_that_comes_back_into_an_empty_registry_lives(world: World) -> None:
+    """With the incarnation that it had."""
+    await world.read(ONE)
+    lost = world.clock.now + 0.1
+    await world.read()
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read(replace(ONE, beat=102.9))
+    assert world.view.ended(*LIFE, lost) is False
+
+
+async def test_a_read_of_all_records_is_no_news_of_workers_that_say_nothing_new(world: World) -> None:
+    """A router adds to a record what it did since; the same record again must not take that away. The age is told
+    apart from it."""
+    await world.read(replace(ONE, beat=world.clock.now), TWO)
+    before = world.view.workers["prefill-0"]
+    await world.read(replace(ONE, beat=world.clock.now + 0.7), TWO)
+    assert world.view.workers["prefill-0"] is before
+    assert world.view.age(before) == pytest.approx(0.3)
+    await world.read(replace(ONE, beat=world.clock.now, running=1), TWO)
+    assert world.view.workers["prefill-0"].running == 1
+
+
+async def test_a_worker_that_is_present_is_not_silent_though_it_says_nothing_new(world: World) -> None:
+    """Answers with changes alone leave it out."""
+    await world.read(replace(ONE, beat=world.clock.now))
+    world.registry.full = False
+    for _ in range(5):
+        await world.read()
+    assert world.view.age(world.view.workers["prefill-0"]) == 0.0
+    world.clock.now += 2.0
+    assert world.view.age(world.view.workers["prefill-0"]) == 2.0

@@ -1,0 +1,94 @@
+"""Processes that are there at once: copies of one that has imported the libraries, and has done nothing else.
+
+A worker's imports take seconds of a core, and the suite starts a hundred workers. A copy is as much a process of its
+own as any: it has a pid, a session, an environment and memory, and dies by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import TextIO
+
+_SERVER = multiprocessing.get_context("forkserver")
+# Not NIXL: UCX, below it, reads the environment when it is loaded, and has threads.
+_SERVER.set_forkserver_preload(
+    [
+        *(f"services.{role}.servicer" for role in ("router", "prefill", "decode")),
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3")),  # those of most tests
+    ]
+)
+
+
+class Copy:
+    """What subprocess.Popen gives for `python -m MODULE ARGUMENTS` with pipes, in a session of its own."""
+
+    def __init__(self, module: str, arguments: list[str], env: dict[str, str], *, stderr: bool = True) -> None:
+        """With `stderr`, that goes to stdout as well."""
+        its_input, to_it = _SERVER.Pipe(duplex=False)
+        from_it, its_output = _SERVER.Pipe(duplex=False)
+        self._process = _SERVER.Process(
+            target=_live,
+            args=(module, arguments, env, its_input, its_output, stderr),
+            name=arguments[0],
+            daemon=True,
+        )
+        self._process.start()
+        its_input.close()
+        its_output.close()
+        self.stdin: TextIO = os.fdopen(_taken(to_it), "w")
+        self.stdout: TextIO = os.fdopen(_taken(from_it))
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it lives."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired([self._process.name], timeout)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has just ended, and its exit code is not here yet
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _taken(connection: Connection) -> int:
+    """A connection's file, which it no longer closes."""
+    found = os.dup(connection.fileno())
+    connection.close()
+    return found
+
+
+def _live(
+    module: str, arguments: list[str], env: dict[str, str], given: Connection, output: Connection, stderr: bool
+) -> None:
+    os.setsid()
+    os.dup2(given.fileno(), 0)
+    os.dup2(output.fileno(), 1)
+    if stderr:
+        os.dup2(output.fileno(), 2)
+    given.close()
+    output.close()
+    sys.stdin = os.fdopen(0)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

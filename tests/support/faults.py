@@ -1,0 +1,84 @@
+"""Harm on purpose: transports that wrap a real one and leave everything else to it, and an engine slowed down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from kvtransfer.types import Peer, ReadStats
+from tests.support.memory import block_view
+
+Pair = tuple[int, int]
+AfterRead = Callable[["Harm", Peer, Sequence[Pair]], Awaitable[None] | None]
+
+
+class Harm:
+    """`before` and `after` are called around every read of more than the warm-up; `read_pairs` may change what is
+    read. `reads` counts them, so that a test can prove that its fault fired."""
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        before: AfterRead | None = None,
+        after: AfterRead | None = None,
+        read_pairs: Callable[[Sequence[Pair]], Sequence[Pair]] = lambda pairs: pairs,
+    ) -> None:
+        self._inner = inner
+        self._before, self._after, self._read_pairs = before, after, read_pairs
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def read(self, peer: Peer, pairs: Sequence[Pair], *more: Any, **named: Any) -> ReadStats:
+        if self._before:
+            await _maybe(self._before(self, peer, pairs))
+        stats: ReadStats = await self._inner.read(peer, self._read_pairs(pairs), *more, **named)
+        self.reads += 1
+        if self._after:
+            await _maybe(self._after(self, peer, pairs))
+        return stats
+
+
+async def _maybe(result: Awaitable[None] | None) -> None:
+    if result is not None:
+        await result
+
+
+def flip_a_byte(harm: Harm, peer: Peer, pairs: Sequence[Pair]) -> None:
+    """Corrupt the first block that was read."""
+    view = block_view(harm.region, pairs[0][1])
+    view[5] ^= 0x40
+
+
+def only_first(action: AfterRead) -> AfterRead:
+    """Do it once."""
+
+    def act(harm: Harm, peer: Peer, pairs: Sequence[Pair]) -> Awaitable[None] | None:
+        return action(harm, peer, pairs) if harm.reads == 1 else None
+
+    return act
+
+
+def hold_until(event: asyncio.Event) -> AfterRead:
+    """Nothing is read before the event."""
+
+    async def wait(harm: Harm, peer: Peer, pairs: Sequence[Pair]) -> None:
+        async with asyncio.timeout(60):
+            await event.wait()
+
+    return wait
+
+
+def slow_down(worker: Any, step_s: float = 0.01) -> None:
+    """Each step of its engine takes so much longer, so that a stream is not over before what is to happen in it."""
+    step = worker.engine.step
+
+    def slow() -> Any:
+        time.sleep(step_s)
+        return step()
+
+    worker.engine.step = slow

@@ -1,0 +1,103 @@
+"""What transformers itself generates, greedily, in float32: the reference that everything is compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+
+@lru_cache(maxsize=4)
+def _model(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def vocab_size(folder: Path) -> int:
+    return int(_model(str(folder)).config.get_text_config().vocab_size)
+
+
+_longest: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # what has been generated already
+
+
+def greedy(folder: Path, prompt: list[int], new: int) -> list[int]:
+    """The `new` tokens that follow the prompt; end-of-sequence tokens do not stop it."""
+    asked = (str(folder), tuple(prompt))
+    if len(_longest.get(asked, ())) < new:
+        _longest[asked] = _generate(*asked, new)
+    return _longest[asked][:new]
+
+
+@torch.inference_mode()
+def _generate(folder: str, prompt: tuple[int, ...], new: int) -> list[int]:
+    model = _model(folder)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Those after each token: [len(tokens), vocab]."""
+    return _model(str(folder))(torch.tensor([tokens])).logits[0]
+
+
+def prompts(folder: Path, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    vocab = vocab_size(folder)
+    generator = random.Random(seed)
+    return [[generator.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def weaken(source: Path, folder: Path, noise: float) -> None:
+    """A copy of a checkpoint with noise on every weight, in standard deviations of its tensor: a drafter that is right
+    now and then."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    generator = torch.Generator().manual_seed(0)
+    noisy = {
+        name: tensor + noise * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def merged(base: Path, adapter: Path, folder: Path) -> Path:
+    """A copy of a checkpoint with W + scale * B A in the place of each W that the adapter is on, in float32."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for key in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        a, b = tensors[key].double(), tensors[key.replace("lora_A", "lora_B")].double()
+        layer = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        alpha, rank = config["lora_alpha"], len(a)
+        delta = b @ a * (alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.double() + (delta.T if isinstance(layer, Conv1D) else delta))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (base / name).is_file():
+            shutil.copy(base / name, folder / name)
+    return folder

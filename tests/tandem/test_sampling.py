@@ -1,0 +1,45 @@
+"""A sampling parameter is declared once, and everything follows."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from services.proto_convert import sampling_from
+from services.router.frontend.openai_sampling import Sampled
+from services.router.preprocess import validation
+from tandem.errors import InvalidRequest
+from tandem.rpc.request_builder import build_request
+from tandem.sampling import DEFAULTS, NUMBERS, OPTIONS, Sampling
+from tandem.v1 import sampling_pb2
+
+
+def test_every_option_has_its_field_in_the_message() -> None:
+    """What a client may say is what SamplingParams carries; `n` is the client's own keyword."""
+    assert set(OPTIONS) | {"n"} == set(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_every_field_that_a_worker_receives_is_one_that_the_engine_knows() -> None:
+    """And the other way round."""
+    assert {field.name for field in fields(Sampling)} == set(sampling_pb2.Sampling.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_reaches_the_engine(name: str) -> None:
+    """From a keyword through validation and both messages; a value out of bounds is refused by its name."""
+    sent = build_request("x", **{name: 1}).sampling  # type: ignore[misc]
+    assert getattr(sampling_from(validation.sampling(sent, 8), 8), name) == 1
+    absent = sampling_from(validation.sampling(sampling_pb2.SamplingParams(), 8), 8)
+    assert getattr(absent, name) == getattr(DEFAULTS, name)
+    beyond = build_request("x", **{name: NUMBERS[name].most + 1}).sampling  # type: ignore[misc]
+    with pytest.raises(InvalidRequest, match=f"sampling.{name} is") as caught:
+        validation.sampling(beyond, 8)
+    assert caught.value.bound == str(NUMBERS[name])
+    assert name == "logprobs" or name in Sampled.model_fields
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    """As for any Python function."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'frobnicate'"):
+        build_request("x", frobnicate=1)  # type: ignore[call-arg]
