@@ -69,6 +69,7 @@ class Watchdog:
         self._since: dict[str, tuple[Hashable, float]] = {}
         self._lived, self._last = 0.0, monotonic()
         self._exit_at: float | None = None
+        self._end_process = end_process
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -106,7 +107,7 @@ class Watchdog:
                 stuck(check, why)
         if self._exit_at is not None and self._lived >= self._exit_at:
             log.critical("watchdog.exit", status=EXIT_STATUS)
-            end_process(EXIT_STATUS)
+            self._end_process(EXIT_STATUS)
 
     def _age(self, check: Check) -> tuple[float, float]:
         """Seconds that what is under way has been seen, and that it may take."""
@@ -134,7 +135,7 @@ class Watchdog:
         self._turns = self._asked
 
     def _run(self) -> None:
-        hard = end_process is os._exit
+        hard = self._end_process is os._exit
         try:
             while not self._stopped.wait(self._every_s):
                 if hard:

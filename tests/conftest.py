@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,9 +34,36 @@ class Files(LoadFileScheduling):
         file = super()._split_scope(nodeid)
         return "alone" if file in ALONE else file
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """A test whose process died has failed. xdist would begin with it again in the next process."""
+        unfinished = ((unit, test) for unit in self.assigned_work[node].values() for test in unit if not unit[test])
+        unit, died = next(unfinished, ({}, None))
+        if died:
+            unit[died] = True
+        super().remove_node(node)
+        return died
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
     return Files(config, log)
+
+
+class ToldAtOnce:
+    """A failure is printed when it happens, for a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            assert terminal is not None
+            terminal.write_line(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # in the process that prints
+        config.pluginmanager.register(ToldAtOnce(config))
 
 
 def pytest_collection_finish() -> None:
