@@ -117,7 +117,7 @@ async def unread(target: str, count: int, seconds: float) -> Counter[str]:
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         waiting = {asyncio.create_task(call.code()) for call in calls}
-        ended = waiting
+        ended, waiting = await asyncio.wait(waiting, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
         while waiting and ended:  # until none has ended for so long
             ended, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         codes = [(await call.code()).name if call.done() else "left open" for call in calls]

@@ -21,6 +21,7 @@ from tandem.results import Piece, Receipt
 
 SIDES = ("split", "local")
 STREAM_PROMPT = 16
+MAX_GAP_S = 30.0
 Gap = tuple[float, float]  # when it began and ended, seconds of perf_counter
 
 
@@ -52,6 +53,32 @@ class Asked:
     ttft: float
     second: float
     during: Gap
+
+
+class Gaps(list[Gap]):
+    """Of all streams, in the order of their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._longer = asyncio.Event()
+
+    def note(self, piece: Piece, last: float) -> float:
+        """Tokens that came together: the first has the gap, the others none, as a reader would see it."""
+        if not piece.token_ids:
+            return last
+        now = perf_counter()
+        if last:
+            self.append((last, now))
+            self.extend([(now, now)] * (len(piece.token_ids) - 1))
+            self._longer.set()
+        return now
+
+    async def reach(self, moment: float) -> None:
+        """Waits for the end of the gap in which the moment lies. Raises TimeoutError if the streams have stopped."""
+        async with asyncio.timeout(MAX_GAP_S):
+            while not self or self[-1][1] < moment:
+                self._longer.clear()
+                await self._longer.wait()
 
 
 @dataclass
@@ -138,10 +165,12 @@ async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
     async with streams(client, vocab, plan.streams, plan.stream_tokens, plan.settle) as gaps:
         began = perf_counter()
         await asyncio.sleep(plan.calm)
+        await gaps.reach(began)
         found = _Round(within(gaps, (began, perf_counter())))
         for length in plan.prompts:
             asked = found.asked[length] = await ask(client, vocab, length)
-            await asyncio.sleep(0.2)  # the gap that the prompt's end lies in has ended by then
+            await gaps.reach(asked.during[1])
+            await asyncio.sleep(0.2)  # the same step's tokens of the other streams
             found.gaps[length] = within(gaps, asked.during)
     return found
 
@@ -149,9 +178,9 @@ async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
 @asynccontextmanager
 async def streams(
     client: AsyncClient, vocab: int, count: int, tokens: int, settle_s: float = 1.0
-) -> AsyncIterator[list[Gap]]:
+) -> AsyncIterator[Gaps]:
     """So many streams that run, all with a first token since `settle_s`, and the gaps between their tokens so far."""
-    gaps: list[Gap] = []
+    gaps = Gaps()
     started = [asyncio.Event() for _ in range(count)]
 
     async def follow(first: asyncio.Event) -> None:
@@ -159,7 +188,7 @@ async def streams(
             last = 0.0
             pieces = client.stream(_random_ids(vocab, STREAM_PROMPT), max_tokens=tokens, ignore_eos=True)
             async for piece in pieces:
-                last = _note(piece, last, gaps)
+                last = gaps.note(piece, last)
                 first.set()
 
     tasks = [asyncio.create_task(follow(first)) for first in started]
@@ -180,17 +209,6 @@ async def streams(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.3)  # until the workers have dropped them
-
-
-def _note(piece: Piece, last: float, gaps: list[Gap]) -> float:
-    """Tokens that came together: the first has the gap, the others none, as a reader would see it."""
-    if not piece.token_ids:
-        return last
-    now = perf_counter()
-    if last:
-        gaps.append((last, now))
-        gaps.extend([(now, now)] * (len(piece.token_ids) - 1))
-    return now
 
 
 def within(gaps: list[Gap], window: Gap) -> list[float]:

@@ -11,6 +11,8 @@ import pytest
 from loadtest.scenarios import flood
 from services import grpc_server
 
+QUIET_S = 2.0  # after which a flood takes no answer for its last: a busy machine is silent for a second
+
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
@@ -23,7 +25,7 @@ def keys(tmp_path: Path) -> Path:
 async def test_a_greedy_client_ends_where_its_limits_are(inside: Any, keys: Path, name: str) -> None:
     """Refused, or told to go away; nobody else is refused, and nothing is left of it."""
     async with inside(api_keys=keys) as cluster, flood.served(cluster.router.address) as polite:
-        found = await flood.FLOODS[name](cluster.router.address, 200, 0.4)
+        found = await flood.FLOODS[name](cluster.router.address, 200, QUIET_S if name == "unread" else 0.4)
     assert polite.kept
     assert polite.new
     assert not polite.failed
@@ -40,7 +42,7 @@ async def test_control_without_strikes_pings_go_on(inside: Any, keys: Path, monk
     """So that the GOAWAY above is the option's doing."""
     monkeypatch.setattr(grpc_server, "MAX_PING_STRIKES", 0)
     async with inside(api_keys=keys) as cluster:
-        found = await flood.pings(cluster.router.address, 200, 0.4)
+        found = await flood.pings(cluster.router.address, 200, QUIET_S)
     assert found["sent"] == 2000
     assert "closed" not in found
 

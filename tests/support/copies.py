@@ -12,10 +12,13 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TextIO
 
+STOP_TIMEOUT_S = 30.0
 _SERVER = multiprocessing.get_context("forkserver")
 # Not NIXL: UCX, below it, reads the environment when it is loaded, and has threads.
 _SERVER.set_forkserver_preload(
@@ -62,12 +65,24 @@ class Copy:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
+        """SIGSTOP returns when no thread runs: the threads go on until the one that takes the signal gets a core."""
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it has just ended, and its exit code is not here yet
                 os.kill(self.pid, number)
+                if number == signal.SIGSTOP:
+                    self._wait_stopped()
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def _wait_stopped(self) -> None:
+        """By /proc: it is a child of the fork server, so waitid does not tell of it here."""
+        threads = Path(f"/proc/{self.pid}/task")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any((thread / "stat").read_text().rpartition(") ")[2][0] not in "TZX" for thread in threads.iterdir()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} has not stopped in {STOP_TIMEOUT_S} s")
+            time.sleep(0.001)
 
 
 def _taken(connection: Connection) -> int:
