@@ -101,7 +101,7 @@ def short_collections() -> None:
     A full collection visits every object that torch and transformers made, which takes some 200 ms. The objects that
     are alive now are collected once and then left out. A full collection would still visit all requests, 80 ms when
     5,000 wait, so it runs only after millions of new objects. A collection of the middle generation takes time in
-    proportion to the objects since the last one; it runs five times as often as by default, so that each is a fifth as long.
+    proportion to the objects since the last one, so it runs five times as often as by default.
     """
     gc.collect()
     gc.freeze()

@@ -6,10 +6,11 @@ a process of its own, does one thing at a time:
     body          posts bodies of 4 MiB, {"messages":[0,0,...]}, one after another on one connection
     undecodable   keeps 16 requests in progress, of 1,900 tokens each that never become text
     idle          holds 500 HTTP connections open and sends nothing
+    watchers      has 150 watchers of one running job
 
 Each is measured `--rounds` times for `--seconds`, in turn with an equal time without it; for `undecodable`, greedy has
-as many requests of ordinary text in progress in that time. Prints the 99th percentile of polite's requests without and
-with the abuse, and their ratio. Exits with 1 if a request of polite failed.
+as many requests of ordinary text in progress in that time, and for `watchers` a job with one watcher. Prints the 99th
+percentile of polite's requests without and with the abuse, and their ratio. Exits with 1 if a request of polite failed.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from loadtest.harness.options import Rounds, Seconds, names
 from loadtest.harness.stats import percentile
 from loadtest.scenarios.flood import GREEDY, POLITE, served
 from tandem import settings
+from tandem.async_client import AsyncClient
+from tandem.errors import TandemError
 
 BODY_BYTES = 4 * 1024 * 1024
 UNDECODABLE = 227  # the demo model's token for the byte 0x80, which begins no code point
 TEXT = 66  # and one for a letter
 REQUESTS, TOKENS = 16, 1900
 CONNECTIONS = 500
+WATCHERS = 150
 START_S = 60.0
 BEGUN = b"begun\n"
 
@@ -102,6 +106,31 @@ async def idle(target: Target, found: Counter[str]) -> None:
             tasks.create_task(hold())
 
 
+async def watchers(target: Target, found: Counter[str]) -> None:
+    await watched(target, found, WATCHERS)
+
+
+async def job(target: Target, found: Counter[str]) -> None:
+    await watched(target, found, 1)
+
+
+async def watched(target: Target, found: Counter[str], count: int) -> None:
+    """One job after another, each with so many watchers from its first token to its last."""
+    async with AsyncClient(target.grpc, api_key=GREEDY) as client:
+
+        async def watch(job_id: str) -> None:
+            try:
+                async for _ in client.watch(job_id):
+                    found["pieces"] += 1
+            except TandemError as error:
+                found[error.reason] += 1
+
+        while True:
+            submitted = await client.submit([5, 6, 7], max_tokens=TOKENS, ignore_eos=True)
+            await asyncio.gather(*(watch(submitted.job_id) for _ in range(count)))
+            found["jobs"] += 1
+
+
 async def post(target: Target, path: str, content: bytes, found: Counter[str]) -> None:
     """One request on a connection of its own, answered to its end; counts its status."""
     reader, writer = await target.connect()
@@ -119,9 +148,9 @@ async def post(target: Target, path: str, content: bytes, found: Counter[str]) -
 
 
 Abuse = Callable[[Target, Counter[str]], Awaitable[None]]
-ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle}
-FAIR: dict[str, Abuse] = {"text": text}
-INSTEAD = {"undecodable": "text"}  # what greedy does while the abuse is not measured; else nothing
+ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle, "watchers": watchers}
+FAIR: dict[str, Abuse] = {"text": text, "job": job}
+INSTEAD = {"undecodable": "text", "watchers": "job"}  # what greedy does while the abuse is not measured; else nothing
 
 
 async def be_greedy(name: str, target: Target) -> None:

@@ -16,6 +16,7 @@ from loadtest.harness.random_checkpoints import make_adapter
 from services import launch
 from services.decode.servicer import DecodeServicer
 from services.router import generation
+from services.router.execution import output_queue
 from services.router.frontend import job_runner, jobs_service
 from tandem.async_client import AsyncClient
 from tandem.errors import (
@@ -518,8 +519,11 @@ async def test_a_router_that_lost_a_job_generates_no_more(
         await kept.end(f"/{job.job_id}", 7, job_journal.JobState.CANCELLED)
 
 
-async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(inside: Any, tiny: Path) -> None:
+async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the wire, before the client's own filter: what ends where the watch begins is not sent."""
+    monkeypatch.setattr(output_queue, "MAX_MERGED_TOKENS", 0)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         job = await cluster.client.submit(prompt, max_tokens=NEW, ignore_eos=True)
@@ -534,6 +538,22 @@ async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(inside: A
         assert len(whole) > 2
         for place in range(1, len(whole)):
             assert await deltas(whole[place].index) == whole[place:]
+
+
+@pytest.mark.parametrize(("per_s", "fewest", "most"), [(5.0, 2, 8), (1e6, 20, 300)], ids=["paced", "control"])
+async def test_watchers_of_a_tenant_get_a_bounded_number_of_messages(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, per_s: float, fewest: int, most: int
+) -> None:
+    """What comes meanwhile is in the next message, each token once and in order. The control: without the rate there
+    are more messages."""
+    monkeypatch.setattr(jobs_service, "WATCH_MESSAGES_PER_S", per_s)
+    prompt = oracle.prompts(tiny, [30])[0]
+    async with inside() as cluster:
+        slow_down(cluster.workers["decode-0"], 0.005)
+        job = await cluster.client.submit(prompt, max_tokens=200, ignore_eos=True)
+        pieces = [piece.token_ids async for piece in cluster.client.watch(job.job_id) if piece.token_ids]
+        assert [token for ids in pieces for token in ids] == oracle.greedy(tiny, prompt, 200)
+        assert fewest <= len(pieces) <= most
 
 
 async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.frontend import http_body
 from services.router.frontend.http_body import BURST_S, Bodies
+from services.router.tenancy import tenant_rate
 
 RATE = 1000.0  # bytes per second
 
@@ -18,8 +18,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(http_body, "monotonic", lambda: now[0])
-    monkeypatch.setattr(http_body.asyncio, "sleep", sleep)
+    monkeypatch.setattr(tenant_rate, "monotonic", lambda: now[0])
+    monkeypatch.setattr(tenant_rate.asyncio, "sleep", sleep)
     return now
 
 
@@ -58,5 +58,5 @@ async def test_nothing_is_kept_of_tenants_that_keep_to_the_rate(clock: list[floa
             more(1000)
             await received(bodies, str(index), 1000)
         clock[0] += 1
-    assert len(bodies._paid_at) <= 1
+    assert len(bodies._rate._paid_at) <= 1
     assert bodies.total() == 0

@@ -8,6 +8,8 @@ from collections import deque
 from tandem.errors import Cancelled
 from tandem.v1 import generation_pb2
 
+MAX_MERGED_TOKENS = 512  # with all their log probabilities they are a message of 1 MB at most
+
 
 class OutputQueue:
     """Bounded by the max_tokens of the completions."""
@@ -34,16 +36,21 @@ class OutputQueue:
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        event = self._events.popleft()
-        if self._events and event.HasField("delta"):
-            delta = event.delta
-            while self._events and _follows(self._events[0], delta):
-                _merge(delta, self._events.popleft().delta)
-        return event
+        return next_merged(self._events)
+
+
+def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb2.GenerateResponse:
+    """Takes the first event, with the deltas of the same completion that follow it, up to MAX_MERGED_TOKENS."""
+    event = events.popleft()
+    if event.HasField("delta"):
+        while events and _follows(events[0], event.delta):
+            _merge(event.delta, events.popleft().delta)
+    return event
 
 
 def _follows(event: generation_pb2.GenerateResponse, delta: generation_pb2.Delta) -> bool:
-    return event.HasField("delta") and event.delta.choice == delta.choice
+    same = event.HasField("delta") and event.delta.choice == delta.choice
+    return same and len(delta.token_ids) + len(event.delta.token_ids) <= MAX_MERGED_TOKENS
 
 
 def _merge(delta: generation_pb2.Delta, later: generation_pb2.Delta) -> None:

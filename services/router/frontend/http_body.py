@@ -6,13 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits
+from services.router.tenancy.tenant_rate import TenantRate
 from tandem.errors import Busy, Cancelled, DeadlineExceeded, InvalidRequest, TooLarge
 from tandem.grpc_errors import known_errors
 
@@ -31,9 +31,8 @@ class Bodies:
 
     def __init__(self, most: int, bytes_per_s: float = BODY_BYTES_PER_S) -> None:
         self._most = most
-        self._bytes_per_s = bytes_per_s
+        self._rate = TenantRate(bytes_per_s, BURST_S)
         self._held: Counter[str] = Counter()
-        self._paid_at: dict[str, float] = {}  # when the bytes received so far keep to the rate (monotonic seconds)
 
     def total(self) -> int:
         return self._held.total()
@@ -41,10 +40,7 @@ class Bodies:
     async def keep_rate(self, tenant: str, count: int) -> None:
         """Counts bytes that were received, and waits until the tenant's keep to the rate. While nobody reads on, TCP
         lets the client wait."""
-        now = monotonic()
-        self._paid_at[tenant] = max(now, self._paid_at.get(tenant, now)) + count / self._bytes_per_s
-        if (ahead_s := self._paid_at[tenant] - now - BURST_S) > 0:
-            await asyncio.sleep(ahead_s)
+        await self._rate.keep(tenant, count)
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
@@ -69,8 +65,7 @@ class Bodies:
             self._held[tenant] -= mine
             if not self._held[tenant]:
                 del self._held[tenant]
-                now = monotonic()
-                self._paid_at = {name: at for name, at in self._paid_at.items() if at > now}
+                self._rate.forget()
 
 
 class BodyReader:

@@ -1,0 +1,26 @@
+"""A bounded rate for each tenant, of something that costs the event loop time."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+
+class TenantRate:
+    def __init__(self, per_s: float, burst_s: float) -> None:
+        """`per_s`: units of one tenant per second. `burst_s`: seconds by which a tenant may be ahead of this rate."""
+        self._per_s = per_s
+        self._burst_s = burst_s
+        self._paid_at: dict[str, float] = {}  # when the units so far keep to the rate (monotonic seconds)
+
+    async def keep(self, tenant: str, count: int) -> None:
+        """Counts `count` units, and waits until the tenant's units keep to the rate."""
+        now = monotonic()
+        self._paid_at[tenant] = max(now, self._paid_at.get(tenant, now)) + count / self._per_s
+        if (ahead_s := self._paid_at[tenant] - now - self._burst_s) > 0:
+            await asyncio.sleep(ahead_s)
+
+    def forget(self) -> None:
+        """Keeps nothing of the tenants that keep to the rate."""
+        now = monotonic()
+        self._paid_at = {tenant: at for tenant, at in self._paid_at.items() if at > now}
