@@ -38,9 +38,9 @@ from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
 MAX_SUBMITTED = 128  # in one call
 MAX_WATCHERS = 1024  # of one tenant, at one router
-# To the watchers of one tenant together, at one router. One costs the event loop some 0.1 ms, so they take 10 % of
+# To the watchers of one tenant together, at one router. One costs the event loop some 0.1 ms, so they take 5 % of
 # it. Tokens that come while a watcher waits are in its next message.
-WATCH_MESSAGES_PER_S = 1000.0
+WATCH_MESSAGES_PER_S = 500.0
 WATCH_BURST_S = 0.1  # by which they may be ahead of this rate
 IDLE_CHECK_S = 10.0  # a watcher that heard nothing for so long looks whether the job is still known
 
