@@ -52,11 +52,9 @@ class Transport(Protocol):
     def under_way(self) -> tuple[Hashable, float] | None:
         """For a watchdog, on any thread: what the thread that drives progress does now, unlike what it did before, and
         the seconds that this may take. None where there is no thread."""
-        ...
 
     def peer(self) -> Peer:
         """The description for other workers. Ask again each time: a transport that had to restart has new metadata."""
-        ...
 
     async def connect(self, peer: Peer, timeout: float) -> None:
         """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
@@ -65,7 +63,6 @@ class Transport(Protocol):
         before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL_S seconds, or the
         attempt took longer than `timeout`) and WorkerLost.
         """
-        ...
 
     async def read(
         self,
@@ -83,30 +80,24 @@ class Transport(Protocol):
         cannot be ended at once; `failing` is then called on the event loop with the error, and `read` raises it when
         the local blocks are safe.
         """
-        ...
 
     def serving(self) -> AbstractContextManager[None]:
         """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
-        ...
 
     def one_sided(self, peer: Peer) -> bool:
         """Whether reads from this peer are known to work without its taking part; if so, it need not be `serving`."""
-        ...
 
     def link(self, peer: Peer) -> str:
         """The path that reads from this peer take, such as "nixl:ucx:cma"; ends in "unknown" where it was not seen."""
-        ...
 
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
-        ...
 
     def close(self) -> None:
         """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable.
 
         Raises InternalError if that failed: peers may still read or write the region, so it must not be used again.
         """
-        ...
 
 
 async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], stall: float = STALL_S) -> float:
