@@ -158,10 +158,6 @@ class EngineThread:
         most_s = CALL_S if doing == "calls" else self._most_s(waits % 2 == 1, drafting)
         return UnderWay((number, waits, drafting.number), most_s)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def abandon(self, error: TandemError) -> None:
         """On any thread: whoever waits for the engine's thread now or later gets `error`; what it does from here on
         reaches nobody. Where the step that runs is the reason, its sequences get StepFailed instead."""

@@ -251,9 +251,6 @@ class Worker:
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
 
-    def ref(self) -> common_pb2.WorkerRef:
-        return common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
-
     async def ledger(self) -> common_pb2.Ledger:
         """The books, read between two steps so that they stand still."""
         return await self.loop.call(self._ledger)
@@ -268,7 +265,7 @@ class Worker:
             for owner in pool.owners()
         ]
         return common_pb2.Ledger(
-            worker=self.ref(),
+            worker=common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address),
             total=pool.total,
             free=pool.free,
             cached=pool.cached,

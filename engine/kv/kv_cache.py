@@ -69,10 +69,6 @@ class KvCache:
         """Index of the device that holds the buffer; 0 for host memory."""
         return self.buffer.device.index or 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes
-
     def block_view(self, block: int) -> memoryview:
         """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
         assert self.buffer.device.type == "cpu", f"block_view reads host memory, the pages are on {self.buffer.device}"
@@ -107,13 +103,6 @@ def layout_of(
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""
     return KvLayout(VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls)
-
-
-def block_bytes(
-    facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype, kept: torch.dtype | None = None
-) -> int:
-    """Bytes of one block across all calls, padding included; for sizing a pool before it is allocated."""
-    return layout_of(facts, block_size, dtype, "", kept).block_bytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:

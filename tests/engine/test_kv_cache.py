@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from engine.attention.forward_context import Batch, Step
 from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout
-from engine.kv.kv_cache import KvCache, block_bytes, dtype_named, layout_of
+from engine.kv.kv_cache import KvCache, dtype_named, layout_of
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, describe
 
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def test_shapes_and_alignment() -> None:
             assert offset % ALIGNMENT == 0
             assert view[2].data_ptr() == pages.base_address + 2 * pages.block_bytes + offset
     assert pages.block_bytes % ALIGNMENT == 0
-    assert pages.nbytes == 5 * pages.block_bytes == 5 * block_bytes(FACTS, 4, torch.bfloat16)
+    assert pages.buffer.nbytes == 5 * pages.block_bytes == 5 * layout_of(FACTS, 4, torch.bfloat16, "").block_bytes
     assert pages.device_id == 0
 
 
@@ -110,8 +109,7 @@ def test_layout_travels_as_json() -> None:
 
 
 def test_facts_are_readable() -> None:
-    """Facts can be written as JSON, and equal calls share a line of the table."""
-    assert [json.loads(json.dumps(fact.to_dict()))["reach"] for fact in FACTS] == ["full", "sliding 8", "chunked 4"]
+    """Equal calls share a line of the table."""
     lines = describe((*FACTS[:1] * 3, FACTS[1])).splitlines()
     assert len(lines) == 3
     assert "0-2" in lines[1]

@@ -171,9 +171,6 @@ class StreamMuxes:
         await feed.opened()
         return feed
 
-    def __len__(self) -> int:
-        return len(self._feeds)
-
     def _forget(self, key: tuple[str, str], feed: StreamMux, _: asyncio.Task[None]) -> None:
         if self._feeds.get(key) is feed:
             del self._feeds[key]
