@@ -13,7 +13,6 @@ from cluster.state.registry import Registry, State, WorkerRecord
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
-from services.router.execution.decode_client import DecodeClient
 from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
@@ -30,7 +29,6 @@ from services.router.frontend.openai_sampling import Defaults
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
-from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import RoutingConfig
@@ -99,12 +97,20 @@ class Router:
     def _build_generation(self, tokenizer: Tokenizer) -> Generation:
         settings = self.settings
         poison = PoisonCheck(self.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
-        decode = DecodeClient(self.channels, self.feeds)
-        runner = CompletionRunner(settings, self.scheduler, self.prefixes, decode, poison)
+        runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.feeds, poison)
         usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
-        preprocessor = Preprocessor(tokenizer, self.model, self.offload)
-        return Generation(settings, preprocessor, self.rate_limits, poison, executor, self.metrics, self.tracing)
+        return Generation(
+            settings,
+            tokenizer,
+            self.model,
+            self.offload,
+            self.rate_limits,
+            poison,
+            executor,
+            self.metrics,
+            self.tracing,
+        )
 
     def _build_front_doors(self, tokenizer: Tokenizer, defaults: Defaults, keys: ApiKeys | None) -> None:
         settings = self.settings
