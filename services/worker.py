@@ -25,7 +25,7 @@ from engine.kv.kv_cache import KvCache
 from kvtransfer.factory import make_transport
 from kvtransfer.types import Region
 from services.adapter_slots import AdapterSlots
-from services.cluster_credentials import guards, of_worker
+from services.cluster_credentials import guard, of_worker
 from services.grpc_server import GrpcServer
 from services.kv_events import KvEvents
 from services.watchdog import Check, Watchdog
@@ -68,7 +68,7 @@ class Worker:
         self.adapters = AdapterSlots(engine, settings.queue_timeout_s)
         self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
-            interceptors=guards(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
+            guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
         )
         self.address = ""
         self.state = State.STARTING

@@ -34,7 +34,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import RoutingConfig
 from services.router.routing.prefix_index import PrefixIndex
 from services.router.routing.request_scheduler import RequestScheduler
-from services.router.tenancy.api_keys import ApiKeys, KeyGuard
+from services.router.tenancy.api_keys import ApiKeys
 from services.router.tenancy.rate_limits import RateLimits
 from services.watchdog import Watchdog
 from services.worker_liveness import WorkerLiveness
@@ -122,7 +122,7 @@ class Router:
         admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
-            interceptors=[KeyGuard(keys)] if keys else (),
+            guard=keys.guard if keys else None,
             share_port=settings.routers > 1,
             advertise=settings.advertise_host,
             credentials=front_door(settings),
