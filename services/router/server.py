@@ -40,7 +40,7 @@ from services.watchdog import Watchdog
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import InternalError
 from tandem.settings import Settings
-from tandem.tasks import end, forever
+from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.metrics_server import Served
@@ -203,9 +203,7 @@ class Router:
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be started again: one of its doors is shut for good."""
-        if not self._ended.done():
-            self._ended.set_exception(InternalError(f"{self.worker_id} broke: {error}"))
-            self._ended.exception()  # retrieved: nobody may be waiting
+        fail(self._ended, InternalError(f"{self.worker_id} broke: {error}"))
 
     async def _follow(self) -> None:
         """Connect to workers before a request needs them, and hang up on those that are gone."""

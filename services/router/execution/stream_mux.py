@@ -20,7 +20,7 @@ from services.grpc_server import Channels
 from services.router.routing.placement import WorkerSnapshot
 from tandem.errors import TandemError, WorkerLost
 from tandem.grpc_errors import calling, known_errors
-from tandem.tasks import end, once
+from tandem.tasks import end, fail, once
 from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
@@ -53,9 +53,7 @@ class Substream:
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error, after the events that were put."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-            self._ended.exception()  # retrieved: there may be no reader
+        fail(self._ended, error)
 
     async def read(self, take: OnEvent, call: Any) -> None:
         """Passes events to `take` as they arrive, until it returns True. `call` is the Decode call, whose first token
@@ -146,9 +144,7 @@ class StreamMux:
     def _fail(self, error: TandemError) -> None:
         self.over = True
         self._idle.cancel()
-        if not self._opened.done():
-            self._opened.set_exception(error)
-            self._opened.exception()  # retrieved: nothing may wait for it
+        fail(self._opened, error)
         for lane in self._lanes.values():
             lane.fail(error)
         self._lanes.clear()
