@@ -21,8 +21,9 @@ from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.dashboard import Dashboard, Goal, Seen
 from services.router.frontend.grpc_service import GenerationServicer
-from services.router.frontend.http_api import Api, HttpServer
+from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai_sampling import Defaults
@@ -137,13 +138,13 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._seen, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        self.http = HttpServer(settings, api, self.dashboard, keys)
-        self.http.failed = self._on_broken
+        self.http = Server(api.app(*self.dashboard.routes(), keys=keys), settings)
 
     async def start(self) -> None:
         await self.view.start()
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
-        await self.http.start()
+        if self.settings.http_port is not None:
+            await self.http.start(self.settings.http_port, self._on_broken)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve)
         self._record = replace(
             self._record,
@@ -168,6 +169,7 @@ class Router:
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
         await self.jobs.leave()
+        self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
         await end(self._indexing)
