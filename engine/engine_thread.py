@@ -33,15 +33,12 @@ T = TypeVar("T")
 Take = Callable[[list["StepOutput"]], bool]  # what happened; True: nothing else is wanted
 
 
-class StepOutput:
+class StepOutput(NamedTuple):
     """Progress with the time at which its step began and ended (monotonic seconds)."""
 
-    __slots__ = ("ended", "progress", "started")
-
-    def __init__(self, progress: Progress, started: float, ended: float) -> None:
-        self.progress = progress
-        self.started = started
-        self.ended = ended
+    progress: Progress
+    started: float
+    ended: float
 
 
 class SequenceStream:
