@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from kvtransfer.types import Peer, ReadStats, Region
+from kvtransfer.types import Peer, ReadStats, Region, agent_name
 from tandem.errors import InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Transport(Protocol):
     forgotten or replaced, or this transport is closed.
     """
 
+    kind: str  # its name in settings
     region: Region
     layout_hash: str
     # Why the transport has stopped working for good, if it has; every later connect and read raises TransferFailed.
@@ -112,6 +113,24 @@ async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], 
     await transport.read(peer, pairs, stall)
     stats = await transport.read(peer, pairs, stall)
     return stats.bytes / stats.seconds
+
+
+def describe(transport: Transport, worker_id: str, incarnation: str, metadata: bytes) -> Peer:
+    """What `Transport.peer` tells other workers; `metadata` is for the transport's own kind."""
+    region = transport.region
+    return Peer(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        agent_name=agent_name(worker_id, incarnation),
+        metadata=metadata,
+        layout_hash=transport.layout_hash,
+        address=region.address,
+        num_blocks=region.num_blocks,
+        block_bytes=region.block_bytes,
+        device=region.device,
+        memory=region.memory,
+        transport=transport.kind,
+    )
 
 
 def check_pairs(region: Region, peer: Peer, pairs: Sequence[Pair]) -> None:
