@@ -34,9 +34,8 @@ log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
 Read = Callable[[bytes], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
-Guard = Callable[
-    [str, Metadata], None
-]  # by a call's method and what it shows; raises Unauthenticated, PermissionDenied
+# By a call's method and what it shows; raises Unauthenticated and PermissionDenied.
+Guard = Callable[[str, Metadata], None]
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes show nothing, and what reflection says is no secret
 MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
 
@@ -84,9 +83,7 @@ def to_status(error: TandemError) -> status_pb2.Status:
         details.append(retry)
     status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=shown(error.message))
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return status
 
 
