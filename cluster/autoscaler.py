@@ -26,10 +26,6 @@ log = structlog.get_logger(__name__)
 INTERVAL_S = 1.0
 
 
-def rules_of(settings: Settings) -> Rules:
-    return Rules(settings.limits, settings.autoscale_hold_s, settings.slo_ttft_s, settings.slo_tpot_s)
-
-
 class Observer:
     """Turns worker records into observations."""
 
@@ -85,7 +81,9 @@ class Autoscaler:
         self._clock = clock
         self._every_s = every_s
         self._observer = Observer(settings.slo_tpot_s)
-        self._policy = AutoscalePolicy(rules_of(settings))
+        self._policy = AutoscalePolicy(
+            Rules(settings.limits, settings.autoscale_hold_s, settings.slo_ttft_s, settings.slo_tpot_s)
+        )
         self._logged: dict[str, int] = {}  # role -> the wanted size of the last verdict
 
     async def run(self) -> None:

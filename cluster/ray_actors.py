@@ -24,7 +24,7 @@ from cluster.state.registry import Registry
 from cluster.supervisor import Event, Started, Supervisor, WorkerProcess
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
-from tandem.tasks import end, forever
+from tandem.tasks import end, failed, forever
 
 T = TypeVar("T")
 NAMESPACE = "tandem"
@@ -212,7 +212,7 @@ class RayHost:
     def create(self, worker_id: str) -> WorkerProcess:
         if role_of(worker_id) in POOLS:
             for spare, prepared in self._spares.items():
-                if spare.placed and not (prepared.done() and prepared.exception()):
+                if spare.placed and not failed(prepared):
                     del self._spares[spare]
                     spare.become(worker_id)
                     return spare
@@ -220,7 +220,7 @@ class RayHost:
 
     def keep_spares(self, count: int) -> None:
         for spare, prepared in list(self._spares.items()):
-            if len(self._spares) > count or (prepared.done() and prepared.exception()):
+            if len(self._spares) > count or failed(prepared):
                 del self._spares[spare]
                 prepared.cancel()
                 spare.kill()

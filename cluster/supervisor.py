@@ -26,7 +26,7 @@ from cluster.reconcile_plan import ROLES, Backoff, LiveWorker, Phase, plan, role
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
-from tandem.tasks import end, forever, once
+from tandem.tasks import end, forever, once, within
 
 log = structlog.get_logger(__name__)
 WANTED_REFRESH_S = 5.0
@@ -163,7 +163,7 @@ class Supervisor:
             while not self._stopping:
                 self._wake.clear()
                 retry_at = self._reconcile()
-                await _wait(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
+                await within(self._wake, None if retry_at is None else max(0.0, retry_at - self._clock()))
                 if self._keeping is not None and self._keeping.done() and not self._stopping:
                     self._keeping.result()
         finally:
@@ -313,7 +313,7 @@ class Supervisor:
         worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
         if worker.unserved:
             if worker.before is not None:
-                await _wait(worker.before.ended, grace_s)
+                await within(worker.before.ended, grace_s)
             worker.process.kill()
             return
         try:
@@ -353,12 +353,3 @@ def _kind_of_end(worker: _Worker, error: TandemError | None) -> Kind:
     if error is None:
         return Kind.STOPPED
     return Kind.DIED if worker.started or isinstance(error, WorkerLost) else Kind.FAILED
-
-
-async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    """Waits for the event, at most `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return

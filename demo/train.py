@@ -21,8 +21,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from corpus import MIXES, Example, Writer, read_standard_library
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -42,7 +40,6 @@ WARM_UP = 0.02  # of the run
 SHOW_EVERY, SAVE_EVERY = 15.0, 120.0  # seconds
 KINDS = ("text", "answer", "copy")
 NOTHING = -100  # a target that is not learned
-console = Console()
 
 
 def main() -> None:
@@ -51,17 +48,17 @@ def main() -> None:
     torch.set_num_threads(1)
     library = read_standard_library()
     writer = Writer(library, options.seed, options.mix)
-    console.print(f"{len(library)} docstrings, {sum(len(e.doc) for e in library):,} characters, {writer.counts()}")
+    print(f"{len(library)} docstrings, {sum(len(e.doc) for e in library):,} characters, {writer.counts()}")
     if options.resume:
         tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
         model = Qwen3ForCausalLM.from_pretrained(options.out, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer([e.doc for e in library] + [f"What does {e.name} do?" for e in library])
         model = Qwen3ForCausalLM(model_config(tokenizer))
-    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     run = Run(options.minutes * 60, options.steps)
     train(model, batches(writer, tokenizer), run, lambda: save(model, tokenizer, options.out))
-    console.print(f"{run.elapsed / 60:.1f} min  {run.line()}")
+    print(f"{run.elapsed / 60:.1f} min  {run.line()}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -229,21 +226,18 @@ class Run:
 def train(model: Qwen3ForCausalLM, lessons: Iterator[Batch], run: Run, save_now: Callable[[], None]) -> None:
     optimizers = optimizers_of(model)
     shown = saved = 0.0
-    with progress_bar() as bar:
-        task = bar.add_task("training", total=1000)
-        while run.progress < 1:
-            learn(model, next(lessons), run).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                update(optimizer, run.rate())
-            run.step += 1
-            bar.update(task, completed=1000 * run.progress, description=run.line())
-            if not console.is_terminal and run.elapsed > shown + SHOW_EVERY:
-                shown = run.elapsed
-                console.print(run.line())
-            if run.elapsed > saved + SAVE_EVERY:
-                saved = run.elapsed
-                save_now()
+    while run.progress < 1:
+        learn(model, next(lessons), run).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            update(optimizer, run.rate())
+        run.step += 1
+        if run.elapsed > shown + SHOW_EVERY:
+            shown = run.elapsed
+            print(run.line(), flush=True)
+        if run.elapsed > saved + SAVE_EVERY:
+            saved = run.elapsed
+            save_now()
     save_now()
 
 
@@ -283,11 +277,6 @@ def learn(model: Qwen3ForCausalLM, batch: Batch, run: Run) -> torch.Tensor:
         if len(of_kind):
             run.note(kind, of_kind.mean().item())
     return losses.mean()
-
-
-def progress_bar() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 if __name__ == "__main__":

@@ -33,15 +33,12 @@ T = TypeVar("T")
 Take = Callable[[list["StepOutput"]], bool]  # what happened; True: nothing else is wanted
 
 
-class StepOutput:
+class StepOutput(NamedTuple):
     """Progress with the time at which its step began and ended (monotonic seconds)."""
 
-    __slots__ = ("ended", "progress", "started")
-
-    def __init__(self, progress: Progress, started: float, ended: float) -> None:
-        self.progress = progress
-        self.started = started
-        self.ended = ended
+    progress: Progress
+    started: float
+    ended: float
 
 
 class SequenceStream:
@@ -157,10 +154,6 @@ class EngineThread:
         drafting = self.engine.speculation.drafter.under_way if self.engine.speculation else Drafting()
         most_s = CALL_S if doing == "calls" else self._most_s(waits % 2 == 1, drafting)
         return UnderWay((number, waits, drafting.number), most_s)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def abandon(self, error: TandemError) -> None:
         """On any thread: whoever waits for the engine's thread now or later gets `error`; what it does from here on

@@ -211,24 +211,18 @@ class Receiver:
         return await self._read_once(pairs)
 
     async def _read_once(self, pairs: list[Pair]) -> ReadStats:
-        self._start_reading()
+        if self._reading == 0:
+            self._reading_since = time.monotonic()
+        self._reading += 1
         try:
             return await self._transport.read(self._peer, pairs, self._stall, failing=self._fail)
         finally:
-            self._stop_reading()
+            self._reading -= 1
+            if self._reading == 0:
+                self._busy += time.monotonic() - self._reading_since
 
     def _first_wrong(self, ready: list[ReadyBlock]) -> int | None:
         for block in ready:
             if self._digest_block(self._local_blocks[block.index], self._contexts[block.index]) != block.digest:
                 return block.index
         return None
-
-    def _start_reading(self) -> None:
-        if self._reading == 0:
-            self._reading_since = time.monotonic()
-        self._reading += 1
-
-    def _stop_reading(self) -> None:
-        self._reading -= 1
-        if self._reading == 0:
-            self._busy += time.monotonic() - self._reading_since

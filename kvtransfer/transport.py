@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from kvtransfer.types import Peer, ReadStats, Region
+from kvtransfer.types import Peer, ReadStats, Region, agent_name
 from tandem.errors import InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Transport(Protocol):
     forgotten or replaced, or this transport is closed.
     """
 
+    kind: str  # its name in settings
     region: Region
     layout_hash: str
     # Why the transport has stopped working for good, if it has; every later connect and read raises TransferFailed.
@@ -52,11 +53,9 @@ class Transport(Protocol):
     def under_way(self) -> tuple[Hashable, float] | None:
         """For a watchdog, on any thread: what the thread that drives progress does now, unlike what it did before, and
         the seconds that this may take. None where there is no thread."""
-        ...
 
     def peer(self) -> Peer:
         """The description for other workers. Ask again each time: a transport that had to restart has new metadata."""
-        ...
 
     async def connect(self, peer: Peer, timeout: float) -> None:
         """Makes the peer ready to be read, wire-up included. Repeating it is cheap; concurrent calls share one attempt.
@@ -65,7 +64,6 @@ class Transport(Protocol):
         before any byte moves, TransferFailed (the peer is not there, makes no progress for STALL_S seconds, or the
         attempt took longer than `timeout`) and WorkerLost.
         """
-        ...
 
     async def read(
         self,
@@ -83,30 +81,24 @@ class Transport(Protocol):
         cannot be ended at once; `failing` is then called on the event loop with the error, and `read` raises it when
         the local blocks are safe.
         """
-        ...
 
     def serving(self) -> AbstractContextManager[None]:
         """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
-        ...
 
     def one_sided(self, peer: Peer) -> bool:
         """Whether reads from this peer are known to work without its taking part; if so, it need not be `serving`."""
-        ...
 
     def link(self, peer: Peer) -> str:
         """The path that reads from this peer take, such as "nixl:ucx:cma"; ends in "unknown" where it was not seen."""
-        ...
 
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
-        ...
 
     def close(self) -> None:
         """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable.
 
         Raises InternalError if that failed: peers may still read or write the region, so it must not be used again.
         """
-        ...
 
 
 async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], stall: float = STALL_S) -> float:
@@ -121,6 +113,24 @@ async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], 
     await transport.read(peer, pairs, stall)
     stats = await transport.read(peer, pairs, stall)
     return stats.bytes / stats.seconds
+
+
+def describe(transport: Transport, worker_id: str, incarnation: str, metadata: bytes) -> Peer:
+    """What `Transport.peer` tells other workers; `metadata` is for the transport's own kind."""
+    region = transport.region
+    return Peer(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        agent_name=agent_name(worker_id, incarnation),
+        metadata=metadata,
+        layout_hash=transport.layout_hash,
+        address=region.address,
+        num_blocks=region.num_blocks,
+        block_bytes=region.block_bytes,
+        device=region.device,
+        memory=region.memory,
+        transport=transport.kind,
+    )
 
 
 def check_pairs(region: Region, peer: Peer, pairs: Sequence[Pair]) -> None:

@@ -20,7 +20,7 @@ from engine.core.sequence import LoraSlot
 from engine.engine_thread import EngineThread
 from engine.loading import lora_loader
 from tandem.errors import Busy, NotFound
-from tandem.tasks import end
+from tandem.tasks import end, failed
 
 log = structlog.get_logger(__name__)
 
@@ -39,8 +39,7 @@ class _Slot:
 
     @property
     def failed(self) -> bool:
-        done = self.loading is not None and self.loading.done()
-        return done and self.loading is not None and (self.loading.cancelled() or self.loading.exception() is not None)
+        return self.loading is not None and failed(self.loading)
 
 
 class AdapterSlots:

@@ -1,20 +1,19 @@
-"""Who may call: a guard before the handlers of a server, and the token by which the cluster's own processes know each
+"""Who may call: certificates, and the token by which the cluster's own processes know each
 other. With it a worker's port serves nobody else. Certificates do the same and encrypt the calls."""
 
 from __future__ import annotations
 
 import hmac
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from tandem.errors import SettingsError, TandemError, Unauthenticated
+from tandem.errors import SettingsError, Unauthenticated
+from tandem.grpc_errors import Guard, Metadata
 from tandem.settings import Settings
 
-OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes show nothing, and what reflection says is no secret
 TOKEN_METADATA = "tandem-cluster"  # the metadata that holds the token
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLUSTER_NAME = "tandem-cluster"  # whom a certificate of the cluster's own is for, whatever address it is called by
@@ -31,17 +30,23 @@ def front_door(settings: Settings) -> grpc.ServerCredentials | None:
 
 def of_worker(settings: Settings) -> grpc.ServerCredentials | None:
     """What a worker shows its own cluster, and asks of it."""
-    if settings.cluster_cert is None or settings.cluster_key is None or settings.cluster_ca is None:
+    if (pems := _of_cluster(settings)) is None:
         return None
-    pair = (_pem(settings.cluster_key, "cluster_key"), _pem(settings.cluster_cert, "cluster_cert"))
-    return grpc.ssl_server_credentials([pair], _pem(settings.cluster_ca, "cluster_ca"), require_client_auth=True)
+    ca, key, cert = pems
+    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
 
 def to_workers(settings: Settings) -> grpc.ChannelCredentials | None:
     """What the router and decode workers show the workers that they call."""
+    pems = _of_cluster(settings)
+    return grpc.ssl_channel_credentials(*pems) if pems else None
+
+
+def _of_cluster(settings: Settings) -> tuple[bytes, bytes, bytes] | None:
+    """The authority, and the key and certificate of every process of the cluster."""
     if settings.cluster_cert is None or settings.cluster_key is None or settings.cluster_ca is None:
         return None
-    return grpc.ssl_channel_credentials(
+    return (
         _pem(settings.cluster_ca, "cluster_ca"),
         _pem(settings.cluster_key, "cluster_key"),
         _pem(settings.cluster_cert, "cluster_cert"),
@@ -55,34 +60,14 @@ def _pem(path: Path, field: str) -> bytes:
         raise SettingsError(f"{path} cannot be read: {error.strerror}", field=field, bound="a PEM file") from error
 
 
-class Guard(grpc.aio.ServerInterceptor, ABC):
-    """Asks every call for what it must show before its handler begins."""
-
-    @abstractmethod
-    def check(self, method: str, shown: dict[str, str | bytes]) -> None:
-        """Raises Unauthenticated, PermissionDenied."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Any],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        method = handler_call_details.method
-        if not method.startswith(OPEN_SERVICES):
-            try:
-                self.check(method, dict(handler_call_details.invocation_metadata or ()))
-            except TandemError as error:
-                return _refusing(error, await continuation(handler_call_details))
-        return await continuation(handler_call_details)
-
-
-class ClusterGuard(Guard):
-    """Only who shows the cluster's token."""
+class ClusterGuard:
+    """Lets only those call who show the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-    def check(self, method: str, shown: dict[str, str | bytes]) -> None:
+    def __call__(self, method: str, shown: Metadata) -> None:
+        """Raises Unauthenticated."""
         given = shown.get(TOKEN_METADATA, "")
         if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token):
             raise Unauthenticated(
@@ -92,17 +77,17 @@ class ClusterGuard(Guard):
             )
 
 
-def guards(settings: Settings) -> list[Guard]:
+def guard(settings: Settings) -> Guard | None:
     """Of a worker's server. Raises SettingsError where the network could reach it and nobody would be asked."""
     if settings.cluster_token is not None:
-        return [ClusterGuard(settings.cluster_token.get_secret_value())]
+        return ClusterGuard(settings.cluster_token.get_secret_value())
     if settings.host not in LOOPBACK and settings.cluster_cert is None:
         raise SettingsError(
             f"a worker that listens on {settings.host} must know its cluster: by a token, or by cluster_cert",
             field="cluster_token",
             bound="the same secret for all processes of a cluster, as in TANDEM_CLUSTER_TOKEN=$(openssl rand -hex 16)",
         )
-    return []
+    return None
 
 
 class Showing:
@@ -129,22 +114,3 @@ class Showing:
             return ask(request, metadata=(*metadata, self._shown), **more)
 
         return showing
-
-
-def _refusing(error: TandemError, handler: Any) -> Any:
-    """A handler of the same kind that only says no, which ErrorInterceptor puts on the wire; none for a method that
-    there is not."""
-    if handler is None:
-        return None
-
-    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-        raise error
-
-    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[None, None]:
-        raise error
-        yield  # makes it a stream
-
-    ways = handler.request_deserializer, handler.response_serializer
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream, *ways)
-    return grpc.unary_unary_rpc_method_handler(refuse, *ways)

@@ -7,7 +7,7 @@ a process that dies closes its sockets and is seen at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from services.cluster_credentials import CLUSTER_NAME, Showing
 from tandem.errors import SettingsError
-from tandem.grpc_errors import ErrorInterceptor
+from tandem.grpc_errors import ErrorInterceptor, Guard
 from tandem.tasks import end, once
 
 KEEPALIVE_MS = 1_000  # between pings
@@ -50,7 +50,7 @@ class GrpcServer:
         self,
         *,
         max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        guard: Guard | None = None,
         share_port: bool = False,
         advertise: str | None = None,
         credentials: grpc.ServerCredentials | None = None,
@@ -58,11 +58,11 @@ class GrpcServer:
     ) -> None:
         """`share_port`: with others of this user's that say so, too; else a port in use is an error. `advertise`: what
         others call this machine, where that is not what it listens on. `for_clients`: the parts of its requests are
-        bounded (tandem/rpc/message_parts.py)."""
+        bounded (tandem/rpc/message_parts.py). `guard` refuses calls."""
         self._advertise = advertise
         self._credentials = credentials
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(for_clients), *interceptors],
+            interceptors=[ErrorInterceptor(for_clients, guard)],
             options=(
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),

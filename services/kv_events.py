@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
 from engine.engine_thread import EngineThread
+from tandem.tasks import failed
 from tandem.v1 import worker_pb2
 
 # Between two messages to one router; changes in between share a message. A router reads the streams of all workers, of
@@ -24,7 +25,7 @@ class KvEvents:
 
     async def watch(self) -> AsyncGenerator[worker_pb2.WatchCacheResponse, None]:
         """Messages without incarnation and adapters; the first has all blocks."""
-        if self._begun is None or _failed(self._begun):  # the engine records changes only after the first watcher
+        if self._begun is None or failed(self._begun):  # the engine records changes only after the first watcher
             self._begun = asyncio.create_task(self._begin(), name="kv-events")
         await asyncio.shield(self._begun)
         watcher = _Watcher()
@@ -64,10 +65,6 @@ class KvEvents:
             (self._present.add if is_present else self._present.discard)(digest)
         for watcher in self._watchers:
             watcher.add(changes)
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class _Watcher:

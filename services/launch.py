@@ -49,11 +49,9 @@ class Service(Protocol):
 
     async def wait(self) -> None:
         """Until it has ended by itself: returns after a drain, raises when it broke."""
-        ...
 
     async def stop(self, grace_s: float) -> None:
         """Finish what runs for at most `grace_s` seconds, then end. Safe to call twice."""
-        ...
 
 
 def prepare() -> None:

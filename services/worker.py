@@ -25,13 +25,13 @@ from engine.kv.kv_cache import KvCache
 from kvtransfer.factory import make_transport
 from kvtransfer.types import Region
 from services.adapter_slots import AdapterSlots
-from services.cluster_credentials import guards, of_worker
+from services.cluster_credentials import guard, of_worker
 from services.grpc_server import GrpcServer
 from services.kv_events import KvEvents
 from services.watchdog import Check, Watchdog
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.settings import PROMPT_STEP_SHARE, Settings
-from tandem.tasks import once
+from tandem.tasks import fail, once, within
 from tandem.telemetry import tracing
 from tandem.telemetry.metrics import Load, WorkerMetrics
 from tandem.telemetry.metrics_server import Served
@@ -68,7 +68,7 @@ class Worker:
         self.adapters = AdapterSlots(engine, settings.queue_timeout_s)
         self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
-            interceptors=guards(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
+            guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
         )
         self.address = ""
         self.state = State.STARTING
@@ -111,10 +111,7 @@ class Worker:
         self._heartbeat.changed()
         await self.grpc.stop_accepting()
         before = len(self._open)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-        except TimeoutError:
+        if not await within(self._idle, grace_s):
             log.warning("worker.drain_cut", worker=self.worker_id, requests=len(self._open))
         return before - len(self._open), len(self._open)
 
@@ -160,11 +157,8 @@ class Worker:
 
     async def _leave_engine(self) -> None:
         """Nothing of this life may be in it, or the next one would answer for what it never took."""
-        try:
-            async with asyncio.timeout(CUT_REQUESTS_WAIT_S):
-                await self._idle.wait()
-        except TimeoutError as error:
-            raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends") from error
+        if not await within(self._idle, CUT_REQUESTS_WAIT_S):
+            raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends")
         books = await self.loop.call(self._ledger)
         if books.held or books.faults:
             faults = "; ".join(books.faults) or f"{books.held} blocks are held"
@@ -251,9 +245,6 @@ class Worker:
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
 
-    def ref(self) -> common_pb2.WorkerRef:
-        return common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address)
-
     async def ledger(self) -> common_pb2.Ledger:
         """The books, read between two steps so that they stand still."""
         return await self.loop.call(self._ledger)
@@ -268,7 +259,7 @@ class Worker:
             for owner in pool.owners()
         ]
         return common_pb2.Ledger(
-            worker=self.ref(),
+            worker=common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation, address=self.address),
             total=pool.total,
             free=pool.free,
             cached=pool.cached,
@@ -312,18 +303,13 @@ class Worker:
         self.state = State.DRAINING
         self._heartbeat.changed()
         await self.grpc.not_serving()
-        try:
-            async with asyncio.timeout(BROKEN_WAIT_S):
-                await self._idle.wait()
-        except TimeoutError:
+        if not await within(self._idle, BROKEN_WAIT_S):
             log.warning("worker.left_requests", worker=self.worker_id, requests=len(self._open))
         self._end_with(self.loop.broken)
 
     def _end_with(self, error: BaseException) -> None:
         """What `wait` raises: this process cannot go on."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-            self._ended.exception()  # retrieved: the log has it, also when nobody waits
+        fail(self._ended, error)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

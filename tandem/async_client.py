@@ -17,20 +17,20 @@ from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc.channel import _Connection
 from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
 from tandem.rpc.unary_calls import (
+    _AUDIT,
+    _AUTOSCALING,
+    _DIAGNOSE,
+    _MODEL_INFO,
+    _WORKERS,
     Answer,
-    _audit,
-    _autoscaling,
     _call_span,
     _cancel_job,
-    _diagnose,
     _drain,
     _get_job,
-    _model_info,
     _Question,
     _receipts,
     _scale,
     _submit,
-    _workers,
 )
 from tandem.rpc.watching import _late, _unanswered, _Watching
 from tandem.telemetry import tracing
@@ -143,7 +143,7 @@ class AsyncClient(_Connection):
 
     async def workers(self) -> Pools:
         """Every worker of the cluster, and the wanted pool sizes."""
-        return await self._ask(_workers())
+        return await self._ask(_WORKERS)
 
     async def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
         """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
@@ -151,7 +151,7 @@ class AsyncClient(_Connection):
 
     async def autoscaling(self) -> Autoscaling:
         """What the autoscaler found when it looked last. Raises PreconditionFailed where it is off."""
-        return await self._ask(_autoscaling())
+        return await self._ask(_AUTOSCALING)
 
     async def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
         """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
@@ -159,7 +159,7 @@ class AsyncClient(_Connection):
 
     async def audit(self) -> Audit:
         """The block ledger of every worker."""
-        return await self._ask(_audit())
+        return await self._ask(_AUDIT)
 
     async def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
         """Of the last thousand requests at this router, the newest first; of one only, or so many at most, or of those
@@ -168,11 +168,11 @@ class AsyncClient(_Connection):
 
     async def diagnose(self) -> Diagnosis:
         """Every prefill-decode pair probed, the registry and the versions."""
-        return await self._ask(_diagnose())
+        return await self._ask(_DIAGNOSE)
 
     async def model_info(self) -> ModelInfo:
         """What the cluster serves."""
-        return await self._ask(_model_info())
+        return await self._ask(_MODEL_INFO)
 
     async def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
         with _call_span("submit", self.target) as span:

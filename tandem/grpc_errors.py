@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
@@ -33,6 +33,10 @@ from tandem.rpc.message_parts import LARGE_BYTES, check_parts
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
 Read = Callable[[bytes], Awaitable[Any]]
+Metadata = Mapping[str, str | bytes]
+# By a call's method and what it shows; raises Unauthenticated and PermissionDenied.
+Guard = Callable[[str, Metadata], None]
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes show nothing, and what reflection says is no secret
 MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
 
 
@@ -79,9 +83,7 @@ def to_status(error: TandemError) -> status_pb2.Status:
         details.append(retry)
     status = status_pb2.Status(code=code_pb2.Code.Value(error.status), message=shown(error.message))
     for detail in details:
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
+        status.details.add().Pack(detail)
     return status
 
 
@@ -170,11 +172,13 @@ async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoRetu
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
     to the log: without this, grpcio would send UNKNOWN with the exception's text. So it would for bytes that are no
-    message, which is why they are read here."""
+    message, which is why they are read here, after the guard has let the call in."""
 
-    def __init__(self, bounded: bool = False) -> None:
-        """`bounded`: requests come from clients, and may not consist of more than MOST_PARTS parts."""
+    def __init__(self, bounded: bool = False, guard: Guard | None = None) -> None:
+        """`bounded`: requests come from clients, and may not consist of more than MOST_PARTS parts. `guard`: asked
+        about every call but those of OPEN_SERVICES."""
         self._bounded = bounded
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -182,22 +186,25 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        method, read = handler_call_details.method, handler.request_deserializer or bytes
+        method = handler_call_details.method
+        if handler is None or (handler.request_streaming and method.startswith(OPEN_SERVICES)):
+            return handler  # of ours, no method takes a stream
+        read = self._reader(handler.request_deserializer or bytes, handler_call_details)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, self._reader(read, method), method),
-                None,
-                handler.response_serializer,
+                _guard_stream(handler.unary_stream, read, method), None, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            _guard_unary(handler.unary_unary, self._reader(read, method), method), None, handler.response_serializer
+            _guard_unary(handler.unary_unary, read, method), None, handler.response_serializer
         )
 
-    def _reader(self, parse: Callable[[bytes], Any], method: str) -> Read:
+    def _reader(self, parse: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Read:
+        method, guard = details.method, None if details.method.startswith(OPEN_SERVICES) else self._guard
+
         async def read(data: bytes) -> Any:
-            """Raises InvalidRequest."""
+            """Raises InvalidRequest, and what the guard raises."""
+            if guard is not None:
+                guard(method, dict(details.invocation_metadata or ()))
             if self._bounded and len(data) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, data, method)  # streams go on meanwhile
             try:

@@ -96,6 +96,27 @@ async def end(task: asyncio.Task[Any] | None) -> None:
         await asyncio.wait({task}, timeout=RECANCEL_S)
 
 
+async def within(event: asyncio.Event, seconds: float | None) -> bool:
+    """Whether the event came within that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+def failed(task: asyncio.Task[Any]) -> bool:
+    """Whether it has ended, and not by returning."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Ends it with this error if it has not ended. Nobody may be waiting for it, which is no reason for a warning."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()
+
+
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     """The items of all streams as they come, one ahead of the reader from each. The first error ends all of them."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}

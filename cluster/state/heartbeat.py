@@ -10,7 +10,7 @@ import structlog
 
 from cluster.state.registry import Registry, WorkerRecord
 from tandem.errors import PreconditionFailed, Unavailable
-from tandem.tasks import end, forever
+from tandem.tasks import end, forever, within
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class Heartbeat:
 
     async def _run(self) -> None:
         while True:
-            announce = await _within(self._changed, self._interval_s)
+            announce = await within(self._changed, self._interval_s)
             self._changed.clear()
             self.beats += 1
             try:
@@ -69,13 +69,3 @@ class Heartbeat:
             if kept == self._superseded:
                 self._superseded = not kept
                 log.log(40 if self._superseded else 20, "registry.superseded", now=self._superseded)
-
-
-async def _within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event came within that time."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from cluster.state.redis_store import RedisStore
 from tandem.errors import InternalError, TandemError, Unavailable
-from tandem.tasks import end, once
+from tandem.tasks import end, once, within
 
 READ_BLOCK_S = 5.0  # of one read
 COALESCE_S = 0.02  # entries within this time are one read
@@ -54,10 +54,7 @@ class Tail:
     async def take(self, idle_s: float) -> list[Raw]:
         """The buffered entries; waits for them for up to `idle_s` seconds. Empty if the tail is behind. Raises the
         error that ended the watch."""
-        try:
-            async with asyncio.timeout(idle_s):
-                await self._changed.wait()
-        except TimeoutError:
+        if not await within(self._changed, idle_s):
             return []
         self._changed.clear()
         if self._error is not None:

@@ -114,7 +114,7 @@ class Step:
 
     `cu_seq_q`, `seqused_k`, `block_table`, `max_q` and `max_k` are the arguments of a variable-length paged kernel; the
     host lists in `batch` are for the reference path. `pages` and `facts` say where each attention call keeps its K and
-    V: call number `c` of the forward owns `pages.k(c)`, whatever the module's `layer_idx` says, because a module may
+    V: call number `c` of the forward owns `pages.k[c]`, whatever the module's `layer_idx` says, because a module may
     attend twice. A Step serves one forward.
     """
 

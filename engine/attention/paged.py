@@ -61,8 +61,8 @@ def paged_attention(
     """
     step = step if step is not None else current_step()
     call = step.next_call()
-    facts, k_pages, v_pages = step.facts[call], step.pages.k(call), step.pages.v(call)
-    k_scales, v_scales = step.pages.k_scales(call), step.pages.v_scales(call)
+    facts, k_pages, v_pages = step.facts[call], step.pages.k[call], step.pages.v[call]
+    k_scales, v_scales = step.pages.k_scales[call], step.pages.v_scales[call]
     write(k_pages, k_scales, key[0].transpose(0, 1), step)
     write(v_pages, v_scales, value[0].transpose(0, 1), step)
     expand = expander(module) if facts.latent else None

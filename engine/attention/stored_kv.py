@@ -46,8 +46,8 @@ class Stored:
         """The next call's K and V for its own ones, `[1, kv_heads, T, d]` each."""
         call, self._next = self._next, self._next + 1
         assert call < self._calls, f"more than {self._calls} attention calls"
-        k = self._compare(key, self._pages.k(call), self._pages.k_scales(call))
-        v = self._compare(value, self._pages.v(call), self._pages.v_scales(call))
+        k = self._compare(key, self._pages.k[call], self._pages.k_scales[call])
+        v = self._compare(value, self._pages.v[call], self._pages.v_scales[call])
         return k, v
 
     def _compare(self, own: torch.Tensor, pages: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -150,22 +150,22 @@ def differs(
         for batch, blocks in _batches(fact, block_size):
             pages = KvCache(layout_of([fact], block_size, dtype, ""), blocks, device)
             exact = KvCache(layout_of([fact], block_size, torch.float32, ""), blocks, device)
-            for ours, theirs in ((pages.k(0), exact.k(0)), (pages.v(0), exact.v(0))):
+            for ours, theirs in ((pages.k[0], exact.k[0]), (pages.v[0], exact.v[0])):
                 theirs.normal_(generator=generator)
                 ours.copy_(theirs)
             if isinstance(fact.reach, SlidingWindowSpec):
-                _plant(pages.v(0), batch, fact.reach.window)
-            for ours, theirs in ((pages.k(0), exact.k(0)), (pages.v(0), exact.v(0))):
+                _plant(pages.v[0], batch, fact.reach.window)
+            for ours, theirs in ((pages.k[0], exact.k[0]), (pages.v[0], exact.v[0])):
                 theirs.copy_(ours)
             shape = (len(batch.token_ids), fact.heads, fact.k_dim)
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
             step = Step(batch, pages, (fact,), device)
             try:
-                found = attend(kernel, query, pages.k(0), pages.v(0), step, fact).float()
+                found = attend(kernel, query, pages.k[0], pages.v[0], step, fact).float()
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
             again = Step(batch, exact, (fact,), device)
-            expected = reference(query.float(), exact.k(0), exact.v(0), (None, None), again, fact)
+            expected = reference(query.float(), exact.k[0], exact.v[0], (None, None), again, fact)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
             gap = ((found - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN

@@ -131,13 +131,6 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
-    def forget_cached(self) -> None:
-        """Empty the prefix cache; held blocks stay."""
-        while self._cached:
-            heapq.heappush(self._free, self._evict())
-        for block in list(self._hash_of):
-            self._forget(block)
-
     # ---- what is known here, for others
 
     def listen(self) -> list[bytes]:

@@ -66,23 +66,19 @@ class Drafting(NamedTuple):
 class Drafter(Protocol):
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
         """Drafts for each, at most as many as asked for."""
-        ...
 
     def verified(self, sequence: Sequence) -> None:
         """Its drafts have been accepted or not; `tokens` is what is true now."""
-        ...
 
     def forget(self, sequence_id: str) -> None: ...
 
     @property
     def busy(self) -> bool:
         """Whether the last proposal did work that will not come again soon; then its time says nothing."""
-        ...
 
     @property
     def under_way(self) -> Drafting:
         """For a watchdog, on any thread."""
-        ...
 
 
 # ---- whether it pays

@@ -48,14 +48,14 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
 
 
-class _Thread:
+class _Thread(threading.Thread):
     """Runs native calls, one after another. Its clock counts their CPU time in seconds."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self._clock = pthread_getcpuclockid(self._thread.ident or 0)
+        self.start()
+        self._clock = pthread_getcpuclockid(self.ident or 0)
 
     def submit(self, work: Callable[[], None]) -> None:
         self._work.put(work)
@@ -68,13 +68,7 @@ class _Thread:
         """It ends when its call does, if that ever happens."""
         self._work.put(None)
 
-    def lives(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self, timeout: float) -> None:
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
 
@@ -90,7 +84,7 @@ class _LeftBehind:
         self.threads.append(thread)
 
     def count(self) -> int:
-        self.threads = [thread for thread in self.threads if thread.lives()]
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
         return len(self.threads)
 
 

@@ -164,17 +164,13 @@ def operands(kind: Kind) -> tuple[list[Product], list[Product]]:
     copies = range(max(1, min(COPIES, COLD_BYTES // size)))
     packed = _codes(kind, n) if kind.format else torch.ops.tandem.pack.default(plain)
     ours: list[Product] = [partial(_ours, copy.deepcopy(packed), n, kind.k) for _ in copies]
-    return ours, [partial(_theirs, plain.clone()) for _ in copies]
+    return ours, [partial(F.linear, weight=plain.clone()) for _ in copies]
 
 
 def _ours(packed: torch.Tensor | weight_quantization.Codes, n: int, k: int, x: torch.Tensor) -> object:
     if isinstance(packed, weight_quantization.Codes):
         return packed.multiply(x, None)
     return torch.ops.tandem.linear.default(x, packed, None, n, k)
-
-
-def _theirs(weight: torch.Tensor, x: torch.Tensor) -> object:
-    return F.linear(x, weight)
 
 
 def _codes(kind: Kind, n: int) -> weight_quantization.Codes:

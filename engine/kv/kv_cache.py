@@ -37,27 +37,13 @@ class KvCache:
         self.buffer = huge_pages(torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device))
         self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
-        self._k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
-        self._v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
+        # Keys and values of each attention call: views, `[num_blocks, block_size, kv_heads, dim]`.
+        self.k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
+        self.v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
         self.quantised = bool(layout.scale_dtype)
-        self._k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
-        self._v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
-
-    def k(self, call: int) -> torch.Tensor:
-        """The keys of attention call `call`: a view, `[num_blocks, block_size, kv_heads, k_dim]`."""
-        return self._k[call]
-
-    def v(self, call: int) -> torch.Tensor:
-        """The values of attention call `call`: a view, `[num_blocks, block_size, kv_heads, v_dim]`."""
-        return self._v[call]
-
-    def k_scales(self, call: int) -> torch.Tensor | None:
-        """What the keys' elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised."""
-        return self._k_scales[call]
-
-    def v_scales(self, call: int) -> torch.Tensor | None:
-        """The same of the values."""
-        return self._v_scales[call]
+        # What their elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised.
+        self.k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
+        self.v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
 
     @property
     def base_address(self) -> int:
@@ -68,10 +54,6 @@ class KvCache:
     def device_id(self) -> int:
         """Index of the device that holds the buffer; 0 for host memory."""
         return self.buffer.device.index or 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes
 
     def block_view(self, block: int) -> memoryview:
         """The bytes of one block, `block_bytes` long, writable and not copied. Host memory only."""
@@ -107,13 +89,6 @@ def layout_of(
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""
     return KvLayout(VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls)
-
-
-def block_bytes(
-    facts: Sequence[CallFacts], block_size: int, dtype: torch.dtype, kept: torch.dtype | None = None
-) -> int:
-    """Bytes of one block across all calls, padding included; for sizing a pool before it is allocated."""
-    return layout_of(facts, block_size, dtype, "", kept).block_bytes
 
 
 def dtype_name(dtype: torch.dtype) -> str:

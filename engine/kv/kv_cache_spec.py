@@ -7,7 +7,7 @@ by running three tokens through the model; pages, kernels and the self-check rea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -74,10 +74,6 @@ class CallFacts:
     sinks: bool
     scaling: float
     latent: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values only, so that it can be written as JSON; `reach` becomes its name, such as "sliding 4096"."""
-        return {**asdict(self), "reach": str(self.reach)}
 
 
 def describe(facts: Sequence[CallFacts]) -> str:

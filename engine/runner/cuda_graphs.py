@@ -214,7 +214,7 @@ class _Bucket:
         mine = pages.buffer[: per * count]
         generator = torch.Generator(mine.device).manual_seed(self.rows)
         for call in range(len(self._model.facts)):
-            for view in (pages.k(call), pages.v(call)):
+            for view in (pages.k[call], pages.v[call]):
                 view[: per * count].normal_(generator=generator)
         before = mine.clone()
         self.fill(ids, positions, tables)

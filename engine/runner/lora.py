@@ -24,6 +24,7 @@ from torch import nn
 
 from engine.attention.forward_context import BASE, Batch, Rows, current_step
 from engine.core.sequence import LoraSlot
+from engine.kernels import modules
 
 NARROW, WIDE = 16, 64  # columns of a panel of A and of B (engine/kernels/lora.cpp)
 _PLACE = "_tandem_lora"
@@ -148,7 +149,7 @@ class Lora:
             module: Any = self.module.get_submodule(name)
             kind: Any = type(module)
             if on and not issubclass(kind, Adapted):
-                module.__class__ = _adapted(kind)
+                module.__class__ = modules.compiled(kind, Adapted)
             elif not on and issubclass(kind, Adapted):
                 module.__class__ = kind.__bases__[1]
 
@@ -174,11 +175,6 @@ class Adapted:
         pool = rows.tensors[2]
         fast = current_step().compiled and x.dtype == y.dtype == pool.dtype
         return (compiled if fast else plain)(y, x, rows, self.__dict__[_PLACE])
-
-
-@functools.cache
-def _adapted(own: Any) -> Any:
-    return type(own.__name__, (Adapted, own), {"__module__": own.__module__})
 
 
 def compiled(y: torch.Tensor, x: torch.Tensor, rows: Rows, place: Place) -> torch.Tensor:

@@ -19,8 +19,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import implementation, paged, varlen
 from engine.attention.forward_context import BASE, Batch, Kernel, Step, running
+from engine.core.kv_layout import KvLayout
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
-from engine.kv.kv_cache import KvCache, block_bytes, layout_of
+from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
 from engine.kv.kv_quantization import element_dtype
 from engine.runner.lora import Lora
@@ -98,13 +99,15 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int, block_size: int | None = None) -> KvCache:
         """Zeroed pages for `num_blocks` blocks of `block_size` tokens (the model's default if None)."""
-        kept = element_dtype(self.kv_dtype)
-        layout = layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
-        return KvCache(layout, num_blocks, self.device)
+        return KvCache(self._layout(block_size), num_blocks, self.device)
 
     def block_bytes(self, block_size: int | None = None) -> int:
-        """Bytes of one block of `block_size` tokens."""
-        return block_bytes(self.facts, block_size or self.block_size, self.dtype, element_dtype(self.kv_dtype))
+        """Bytes of one block of `block_size` tokens, padding included."""
+        return self._layout(block_size).block_bytes
+
+    def _layout(self, block_size: int | None) -> KvLayout:
+        kept = element_dtype(self.kv_dtype)
+        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
 
     def forward(self, pages: KvCache, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.

@@ -38,20 +38,11 @@ class _Pages:
     """The pages as inputs of the recording: another worker's, or of another size, may come next."""
 
     def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
-        self._views, self.block_size = views, block_size
-        self._calls, self._scaled = calls, len(views) == 4 * calls  # the scales come behind all K and V
-
-    def k(self, call: int) -> torch.Tensor:
-        return self._views[2 * call]
-
-    def v(self, call: int) -> torch.Tensor:
-        return self._views[2 * call + 1]
-
-    def k_scales(self, call: int) -> torch.Tensor | None:
-        return self._views[2 * (self._calls + call)] if self._scaled else None
-
-    def v_scales(self, call: int) -> torch.Tensor | None:
-        return self._views[2 * (self._calls + call) + 1] if self._scaled else None
+        self.block_size = block_size
+        self.k, self.v = views[: 2 * calls : 2], views[1 : 2 * calls : 2]
+        unscaled = [None] * calls
+        self.k_scales = views[2 * calls :: 2] or unscaled  # the scales come behind all K and V
+        self.v_scales = views[2 * calls + 1 :: 2] or unscaled
 
 
 class _Recorded:
@@ -82,8 +73,8 @@ class Unrecordable(Exception):
 def inputs(step: Step) -> tuple[torch.Tensor, ...]:
     """What `_Recorded` is made of."""
     calls = range(len(step.facts))
-    pages = [view for call in calls for view in (step.pages.k(call), step.pages.v(call))]
-    scales = [view for call in calls for view in (step.pages.k_scales(call), step.pages.v_scales(call))]
+    pages = [view for call in calls for view in (step.pages.k[call], step.pages.v[call])]
+    scales = [view for call in calls for view in (step.pages.k_scales[call], step.pages.v_scales[call])]
     pages += [view for view in scales if view is not None]
     own = (step.input_ids, step.position_ids, step.slot_block, step.slot_offset)
     adapters = step.lora.tensors if step.lora is not None else ()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtransfer.transport import Pair, batches, check_pairs, settle
+from kvtransfer.transport import Pair, batches, check_pairs, describe, settle
 from kvtransfer.types import Peer, ReadStats, Region, agent_name, check_compatible
 from tandem.errors import InvalidRequest, TandemError, WorkerLost
 
@@ -44,20 +44,7 @@ class InProcessTransport:
         return None
 
     def peer(self) -> Peer:
-        region = self.region
-        return Peer(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            agent_name=self._name,
-            metadata=b"",
-            layout_hash=self.layout_hash,
-            address=region.address,
-            num_blocks=region.num_blocks,
-            block_bytes=region.block_bytes,
-            device=region.device,
-            memory=region.memory,
-            transport=self.kind,
-        )
+        return describe(self, self._worker_id, self._incarnation, b"")
 
     async def connect(self, peer: Peer, timeout: float) -> None:
         check_compatible(self.region, self.layout_hash, peer, self.kind)

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvtransfer.backends.nixl_owner import OwnerThread
 from kvtransfer.backends.reads import Read
-from kvtransfer.transport import STALL_S, Pair, batches, check_pairs, settle
+from kvtransfer.transport import STALL_S, Pair, batches, check_pairs, describe, settle
 from kvtransfer.types import Peer, ReadStats, Region, agent_name, check_compatible
 from tandem.errors import TandemError, TransferFailed
 
@@ -57,20 +57,7 @@ class NixlTransport:
         return self._owner.clock.last_tick, self._owner.clock.call_s
 
     def peer(self) -> Peer:
-        region = self.region
-        return Peer(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            agent_name=self._name,
-            metadata=self._owner.agent.metadata,
-            layout_hash=self.layout_hash,
-            address=region.address,
-            num_blocks=region.num_blocks,
-            block_bytes=region.block_bytes,
-            device=region.device,
-            memory=region.memory,
-            transport=self.kind,
-        )
+        return describe(self, self._worker_id, self._incarnation, self._owner.agent.metadata)
 
     async def connect(self, peer: Peer, timeout: float) -> None:
         check_compatible(self.region, self.layout_hash, peer, self.kind)

@@ -54,7 +54,7 @@ def compiled(case: Case, kind: Kind, copies: int) -> tuple[Callable[[int], None]
     kept = element_dtype(kind)
     pages = KvCache(layout_of([fact] * copies, BLOCK_SIZE, dtype, "", kept), case.batch * each, CPU)
     for call in range(copies):
-        for into, scales in ((pages.k(call), pages.k_scales(call)), (pages.v(call), pages.v_scales(call))):
+        for into, scales in ((pages.k[call], pages.k_scales[call]), (pages.v[call], pages.v_scales[call])):
             new = torch.randn(into.shape).to(dtype)
             if scales is None or kept is None:
                 into.copy_(new)
@@ -71,8 +71,8 @@ def compiled(case: Case, kind: Kind, copies: int) -> tuple[Callable[[int], None]
 
     def run(call: int) -> None:
         torch.ops.tandem.attend.default(
-            *(out, query, pages.k(call), pages.v(call), starts, lengths, table, 0, 0, fact.scaling, None, None),
-            *(pages.k_scales(call), pages.v_scales(call)),
+            *(out, query, pages.k[call], pages.v[call], starts, lengths, table, 0, 0, fact.scaling, None, None),
+            *(pages.k_scales[call], pages.v_scales[call]),
         )
 
     return run, case.batch * length * pages.block_bytes // (BLOCK_SIZE * copies)

@@ -159,8 +159,8 @@ def _row(what: str, seconds: float, floor: float) -> str:
 def _noise(pages: KvCache, calls: int) -> None:
     """KV as random as that of a prompt: zeros are faster."""
     for call in range(calls):
-        pages.k(call).normal_()
-        pages.v(call).normal_()
+        pages.k[call].normal_()
+        pages.v[call].normal_()
 
 
 def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, say: Say) -> None:

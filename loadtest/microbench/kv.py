@@ -72,7 +72,7 @@ def decode_attention(shape: AttentionShape, kind: Kind, batch: int, context: int
     new = torch.randn(blocks, BLOCK_SIZE, shape.kv_heads, shape.dim).to(dtype)
     for call in range(shape.layers):
         for values, scales in ((pages.k, pages.k_scales), (pages.v, pages.v_scales)):
-            into, factors = values(call), scales(call)
+            into, factors = values[call], scales[call]
             if factors is None or kept is None:
                 into.copy_(new)
             else:
@@ -90,8 +90,8 @@ def decode_attention(shape: AttentionShape, kind: Kind, batch: int, context: int
         start = thread_time()
         for call in range(shape.layers):
             torch.ops.tandem.attend.default(
-                *(out, query, pages.k(call), pages.v(call), starts, lengths, table, 0, 0, fact.scaling, None, None),
-                *(pages.k_scales(call), pages.v_scales(call)),
+                *(out, query, pages.k[call], pages.v[call], starts, lengths, table, 0, 0, fact.scaling, None, None),
+                *(pages.k_scales[call], pages.v_scales[call]),
             )
         return thread_time() - start
 

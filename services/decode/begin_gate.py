@@ -8,32 +8,12 @@ conclusion from that (services/router/execution/poison_requests.py).
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
-
-
-class Beginning:
-    """One request that begins. The gate counts it until `over`, or until the `with` block ends."""
-
-    def __init__(self, gate: BeginGate, alone: bool) -> None:
-        self._gate: BeginGate | None = gate
-        self._alone = alone
-
-    def over(self) -> None:
-        """Safe to repeat."""
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate._leave(self._alone)
-
-    def __enter__(self) -> Beginning:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.over()
+from contextlib import ExitStack
 
 
 class BeginGate:
+    """Counts each request that begins until what it got by entering is closed."""
+
     def __init__(self) -> None:
         self._count = 0  # requests that begin
         self._empty = asyncio.Event()  # that count is 0
@@ -42,13 +22,13 @@ class BeginGate:
         self._open.set()
         self._turn = asyncio.Lock()  # of those that begin alone
 
-    async def enter(self) -> Beginning:
+    async def enter(self) -> ExitStack:
         """Waits while another request begins alone."""
         while not self._open.is_set():
             await self._open.wait()
         return self._enter(alone=False)
 
-    async def enter_alone(self) -> Beginning:
+    async def enter_alone(self) -> ExitStack:
         """Waits for those that begin alone, in their order, keeps new requests out, and waits for those that begin
         already. The caller bounds the wait."""
         await self._turn.acquire()
@@ -60,10 +40,12 @@ class BeginGate:
             raise
         return self._enter(alone=True)
 
-    def _enter(self, alone: bool) -> Beginning:
+    def _enter(self, alone: bool) -> ExitStack:
         self._count += 1
         self._empty.clear()
-        return Beginning(self, alone)
+        beginning = ExitStack()
+        beginning.callback(self._leave, alone)
+        return beginning
 
     def _leave(self, alone: bool) -> None:
         self._count -= 1

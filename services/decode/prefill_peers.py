@@ -32,7 +32,7 @@ from tandem.errors import (
     WorkerLost,
 )
 from tandem.grpc_errors import calling, known
-from tandem.tasks import once
+from tandem.tasks import failed, once
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -118,7 +118,7 @@ class PrefillPeers:
         if link.failed:
             raise type(link.failed)(link.failed.message, reason=link.failed.reason)
         task = link.connecting
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
+        if task is None or failed(task):
             task = self._begin(link)
         try:
             with calling(link.incarnation[0]):  # the attempt is cancelled when the worker is forgotten

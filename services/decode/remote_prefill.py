@@ -136,10 +136,10 @@ class RemotePrefill:
         try:
             watch = await self._worker.loop.join(sequence, first_token)
         except BaseException:
-            beginning.over()
+            beginning.close()
             raise
         now = monotonic()
-        return PrefillResult(None, watch, now, _report(stats, exposed=now - stream.first_at), beginning.over)
+        return PrefillResult(None, watch, now, _report(stats, exposed=now - stream.first_at), beginning.close)
 
     async def _connected(self, using: AsyncExitStack, where: common_pb2.WorkerRef) -> PrefillPeer:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -21,7 +21,7 @@ from engine.core.sequence import Finish, LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
 from kvtransfer.types import DigestBlock, digest
 from services.cluster_credentials import to_workers
-from services.decode.begin_gate import BeginGate, Beginning
+from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
 from services.decode.link_probes import Probes
 from services.decode.prefill_peers import PrefillPeers
@@ -109,7 +109,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 reason="OTHER_ADAPTER",
             )
 
-    async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: Beginning) -> PrefillResult:
+    async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:
         """Until the first token of a prompt that this worker computes, or an end without a token."""
         joined_at = monotonic()
         watch = await self._worker.loop.join(sequence, None)
@@ -119,7 +119,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 return PrefillResult(steps[-1].progress.finish, watch, joined_at)
             steps += await watch.next()
         if not call.request.alone:
-            beginning.over()
+            beginning.close()
         self._worker.metrics.prompt(sequence.cached)
         ended = next(step.ended for step in steps if step.progress.token is not None)
         message.tokens.first.CopyFrom(

@@ -14,8 +14,10 @@ from time import monotonic
 from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import RequestTimeline
-from services.router.preprocess.preprocessor import Preprocessor
-from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState
+from services.router.preprocess.offload import Offload
+from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState, build_request
+from services.router.preprocess.served_model import ServedModel
+from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import DEFAULT_PRIORITY
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
@@ -29,7 +31,9 @@ class Generation:
     def __init__(
         self,
         settings: Settings,
-        preprocessor: Preprocessor,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        offload: Offload,
         rate_limits: RateLimits,
         poison: PoisonCheck,
         executor: RequestExecutor,
@@ -37,7 +41,9 @@ class Generation:
         tracing: Tracing,
     ) -> None:
         self._settings = settings
-        self._preprocessor = preprocessor
+        self._tokenizer = tokenizer
+        self._model = model
+        self._offload = offload
         self._rate_limits = rate_limits
         self._poison = poison
         self._executor = executor
@@ -68,8 +74,7 @@ class Generation:
         with self._metrics.request() as counted, span:
             timeline = RequestTimeline(arrived, span)
             tenant = tenant or self._rate_limits.who(authorization)
-            request = await self._preprocessor.build(message, tenant.name, default_max_tokens, fixed=past is not None)
-            apply_tenant(tenant, request)
+            request = await self._build(message, tenant, default_max_tokens, fixed=past is not None)
             timeline.admitted()
             self._poison.check(request)
             resume = ResumeState(past or ())
@@ -94,8 +99,7 @@ class Generation:
     async def fixed(self, message: generation_pb2.GenerateRequest, tenant: ApiKey) -> generation_pb2.GenerateRequest:
         """The same message with nothing left open: its prompt as token ids, its seed, its limits. Raises what
         `generate` raises before it starts."""
-        request = await self._preprocessor.build(message, tenant.name)
-        apply_tenant(tenant, request)
+        request = await self._build(message, tenant)
         fixed = generation_pb2.GenerateRequest()
         fixed.CopyFrom(message)
         fixed.request_id, fixed.priority = request.request_id, request.priority
@@ -104,6 +108,21 @@ class Generation:
         if request.sampling.HasField("grammar"):  # that of a forced call is made from the chat, which is tokens now
             fixed.sampling.grammar.CopyFrom(request.sampling.grammar)
         return fixed
+
+    async def _build(
+        self,
+        message: generation_pb2.GenerateRequest,
+        tenant: ApiKey,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        *,
+        fixed: bool = False,
+    ) -> Request:
+        """The validated request, under its tenant's rules; on a thread if it is long. `fixed`: the router made the
+        message itself. Raises InvalidRequest, NotFound, NoWorker, and Busy when no thread came free."""
+        about = message, self._tokenizer, self._model.facts(), default_max_tokens, fixed
+        request = await self._offload.run(tenant.name, message.ByteSize(), build_request, *about)
+        apply_tenant(tenant, request)
+        return request
 
     def _started(self, request: Request) -> generation_pb2.Started:
         return generation_pb2.Started(

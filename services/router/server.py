@@ -13,7 +13,6 @@ from cluster.state.registry import Registry, State, WorkerRecord
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
-from services.router.execution.decode_client import DecodeClient
 from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
@@ -22,27 +21,27 @@ from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.dashboard import Dashboard, Goal, Seen
 from services.router.frontend.grpc_service import GenerationServicer
-from services.router.frontend.http_api import Api, HttpServer
+from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai_sampling import Defaults
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
-from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import RoutingConfig
 from services.router.routing.prefix_index import PrefixIndex
 from services.router.routing.request_scheduler import RequestScheduler
-from services.router.tenancy.api_keys import ApiKeys, KeyGuard
+from services.router.tenancy.api_keys import ApiKeys
 from services.router.tenancy.rate_limits import RateLimits
 from services.watchdog import Watchdog
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import InternalError
 from tandem.settings import Settings
-from tandem.tasks import end, forever
+from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.metrics_server import Served
@@ -99,12 +98,20 @@ class Router:
     def _build_generation(self, tokenizer: Tokenizer) -> Generation:
         settings = self.settings
         poison = PoisonCheck(self.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
-        decode = DecodeClient(self.channels, self.feeds)
-        runner = CompletionRunner(settings, self.scheduler, self.prefixes, decode, poison)
+        runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.feeds, poison)
         usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
-        preprocessor = Preprocessor(tokenizer, self.model, self.offload)
-        return Generation(settings, preprocessor, self.rate_limits, poison, executor, self.metrics, self.tracing)
+        return Generation(
+            settings,
+            tokenizer,
+            self.model,
+            self.offload,
+            self.rate_limits,
+            poison,
+            executor,
+            self.metrics,
+            self.tracing,
+        )
 
     def _build_front_doors(self, tokenizer: Tokenizer, defaults: Defaults, keys: ApiKeys | None) -> None:
         settings = self.settings
@@ -116,7 +123,7 @@ class Router:
         admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
-            interceptors=[KeyGuard(keys)] if keys else (),
+            guard=keys.guard if keys else None,
             share_port=settings.routers > 1,
             advertise=settings.advertise_host,
             credentials=front_door(settings),
@@ -131,13 +138,13 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._seen, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        self.http = HttpServer(settings, api, self.dashboard, keys)
-        self.http.failed = self._on_broken
+        self.http = Server(api.app(*self.dashboard.routes(), keys=keys), settings)
 
     async def start(self) -> None:
         await self.view.start()
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
-        await self.http.start()
+        if self.settings.http_port is not None:
+            await self.http.start(self.settings.http_port, self._on_broken)
         self._metrics_served = await asyncio.to_thread(self.metrics.serve)
         self._record = replace(
             self._record,
@@ -162,6 +169,7 @@ class Router:
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
         await self.jobs.leave()
+        self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
         await end(self._indexing)
@@ -197,9 +205,7 @@ class Router:
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be started again: one of its doors is shut for good."""
-        if not self._ended.done():
-            self._ended.set_exception(InternalError(f"{self.worker_id} broke: {error}"))
-            self._ended.exception()  # retrieved: nobody may be waiting
+        fail(self._ended, InternalError(f"{self.worker_id} broke: {error}"))
 
     async def _follow(self) -> None:
         """Connect to workers before a request needs them, and hang up on those that are gone."""

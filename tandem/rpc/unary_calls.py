@@ -30,15 +30,29 @@ class _Question(Generic[Answer]):
     timeout: float = 30.0
 
 
+_WORKERS: _Question[Pools] = _Question(
+    f"/{ADMIN}/ListWorkers", admin_pb2.ListWorkersRequest(), admin_pb2.ListWorkersResponse, cluster_results.pools
+)
+_AUTOSCALING: _Question[Autoscaling] = _Question(
+    f"/{ADMIN}/GetScaling", admin_pb2.GetScalingRequest(), admin_pb2.GetScalingResponse, cluster_results.autoscaling
+)
+_AUDIT: _Question[Audit] = _Question(
+    f"/{ADMIN}/Audit", admin_pb2.AuditRequest(), admin_pb2.AuditResponse, cluster_results.audit
+)
+_DIAGNOSE: _Question[Diagnosis] = _Question(
+    f"/{ADMIN}/Diagnose", admin_pb2.DiagnoseRequest(), admin_pb2.DiagnoseResponse, cluster_results.diagnosis, 120.0
+)
+_MODEL_INFO: _Question[ModelInfo] = _Question(
+    f"/{GENERATION}/GetModelInfo",
+    generation_pb2.GetModelInfoRequest(),
+    generation_pb2.GetModelInfoResponse,
+    results.model_info,
+)
+
+
 def _call_span(name: str, target: str) -> tracing.Span:
     """Of one generation or submission, in the application's own traces, if it has set up OpenTelemetry."""
     return tracing.of_application().call(name, {"server.address": target})
-
-
-def _workers() -> _Question[Pools]:
-    return _Question(
-        f"/{ADMIN}/ListWorkers", admin_pb2.ListWorkersRequest(), admin_pb2.ListWorkersResponse, cluster_results.pools
-    )
 
 
 def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]:
@@ -51,12 +65,6 @@ def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]
     return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
 
 
-def _autoscaling() -> _Question[Autoscaling]:
-    return _Question(
-        f"/{ADMIN}/GetScaling", admin_pb2.GetScalingRequest(), admin_pb2.GetScalingResponse, cluster_results.autoscaling
-    )
-
-
 def _drain(worker_id: str, grace: float) -> _Question[Drained]:
     if not math.isfinite(grace) or grace < 0:
         raise _unencodable("grace", grace, "0 seconds or more")
@@ -66,20 +74,6 @@ def _drain(worker_id: str, grace: float) -> _Question[Drained]:
         admin_pb2.DrainWorkerResponse,
         lambda answer: Drained(answer.finished, answer.cut),
         timeout=min(grace + 30.0, LONGEST_S),
-    )
-
-
-def _audit() -> _Question[Audit]:
-    return _Question(f"/{ADMIN}/Audit", admin_pb2.AuditRequest(), admin_pb2.AuditResponse, cluster_results.audit)
-
-
-def _diagnose() -> _Question[Diagnosis]:
-    return _Question(
-        f"/{ADMIN}/Diagnose",
-        admin_pb2.DiagnoseRequest(),
-        admin_pb2.DiagnoseResponse,
-        cluster_results.diagnosis,
-        timeout=120.0,
     )
 
 
@@ -112,12 +106,3 @@ def _receipts(request_id: str, limit: int, within: float) -> _Question[list[Rece
     _set(request, "limit", limit)
     _set(request, "within_seconds", within)
     return _Question(f"/{ADMIN}/ListReceipts", request, admin_pb2.ListReceiptsResponse, results.receipts)
-
-
-def _model_info() -> _Question[ModelInfo]:
-    return _Question(
-        f"/{GENERATION}/GetModelInfo",
-        generation_pb2.GetModelInfoRequest(),
-        generation_pb2.GetModelInfoResponse,
-        results.model_info,
-    )

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.core import block_hash
 from engine.core.block_pool import BlockPool
+from tests.support.faults import forget_cached
 
 SIZE = 4
 
@@ -185,7 +186,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget_cached()
+        forget_cached(self.pool)
         assert self.pool.cached == 0
 
     @invariant()

@@ -52,7 +52,7 @@ def made(model: ModelRunner, pages: KvCache, capture: cuda_graphs.Capture = plai
 def noise(pages: KvCache) -> None:
     """Somebody's KV in every place; NaN where no token may look."""
     for call in range(len(pages.layout.calls)):
-        for view in (pages.k(call), pages.v(call)):
+        for view in (pages.k[call], pages.v[call]):
             view.normal_(generator=torch.Generator().manual_seed(call))
 
 

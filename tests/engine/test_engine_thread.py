@@ -107,7 +107,7 @@ async def test_whoever_waits_for_an_engine_that_hangs_can_be_told() -> None:
             await call
     go_on.set()
     await asyncio.to_thread(loop._thread.join, 5)
-    assert not loop.alive
+    assert not loop._thread.is_alive()
 
 
 async def test_a_loop_without_work_has_nothing_under_way() -> None:

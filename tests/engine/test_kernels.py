@@ -165,7 +165,7 @@ class Case:
         counts = [-(-length // size) for length in lengths]
         pages = KvCache(layout_of([facts] * 2, size, dtype, ""), sum(counts) + 2, CPU)
         pages.buffer.fill_(255)
-        self.k, self.v = pages.k(1), pages.v(1)
+        self.k, self.v = pages.k[1], pages.v[1]
         ids = random.sample(range(sum(counts) + 2), sum(counts))
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         self.lengths = lengths
@@ -270,15 +270,15 @@ def test_write(dtype: torch.dtype) -> None:
     """New tokens land in their slots and nowhere else, from any strides."""
     facts = CallFacts(3, 3, 10, 6, FullAttentionSpec(), None, False, 1.0)
     pages = KvCache(layout_of([facts] * 2, 4, dtype, ""), 7, CPU)
-    expected = pages.k(1).clone()
+    expected = pages.k[1].clone()
     for fresh in (torch.randn(5, 3, 10), torch.randn(3, 5, 10).transpose(0, 1), torch.randn(5, 10, 3).transpose(1, 2)):
         fresh = fresh.to(dtype)
         block, offset = torch.tensor([6, 0, 3, 3, 2]), torch.tensor([0, 3, 1, 2, 3])
-        ops().write(pages.k(1), fresh, block, offset)
+        ops().write(pages.k[1], fresh, block, offset)
         expected[block, offset] = fresh
-        assert torch.equal(pages.k(1), expected)
-        assert not pages.v(1).any()
-        assert not pages.k(0).any()
+        assert torch.equal(pages.k[1], expected)
+        assert not pages.v[1].any()
+        assert not pages.k[0].any()
 
 
 # ---- torch's own operators in a step

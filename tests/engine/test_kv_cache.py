@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from engine.attention.forward_context import Batch, Step
 from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout
-from engine.kv.kv_cache import KvCache, block_bytes, dtype_named, layout_of
+from engine.kv.kv_cache import KvCache, dtype_named, layout_of
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, describe
 
 CPU = torch.device("cpu")
@@ -26,8 +25,8 @@ def test_views_cover_the_block_and_nothing_else() -> None:
     """Writing every K and V of one block changes that block's bytes, all but the padding, and no other block's."""
     pages = KvCache(LAYOUT, 5, CPU)
     for call in range(len(FACTS)):
-        pages.k(call)[3].view(torch.uint8).fill_(255)
-        pages.v(call)[3].view(torch.uint8).fill_(255)
+        pages.k[call][3].view(torch.uint8).fill_(255)
+        pages.v[call][3].view(torch.uint8).fill_(255)
     written = sum(4 * fact.kv_heads * (fact.k_dim + fact.v_dim) * 2 for fact in FACTS)
     assert bytes(pages.block_view(3)).count(255) == written
     assert all(not any(pages.block_view(block)) for block in (0, 1, 2, 4))
@@ -37,17 +36,17 @@ def test_shapes_and_alignment() -> None:
     """Views have the shape of their call, and every region and block starts at a multiple of 64 bytes."""
     pages = KvCache(LAYOUT, 5, CPU)
     for call, fact in enumerate(FACTS):
-        assert pages.k(call).shape == (5, 4, fact.kv_heads, fact.k_dim)
-        assert pages.v(call).shape == (5, 4, fact.kv_heads, fact.v_dim)
+        assert pages.k[call].shape == (5, 4, fact.kv_heads, fact.k_dim)
+        assert pages.v[call].shape == (5, 4, fact.kv_heads, fact.v_dim)
         for view, offset in (
-            (pages.k(call), LAYOUT.calls[call].k_offset),
-            (pages.v(call), LAYOUT.calls[call].v_offset),
+            (pages.k[call], LAYOUT.calls[call].k_offset),
+            (pages.v[call], LAYOUT.calls[call].v_offset),
         ):
             assert view.dtype == torch.bfloat16
             assert offset % ALIGNMENT == 0
             assert view[2].data_ptr() == pages.base_address + 2 * pages.block_bytes + offset
     assert pages.block_bytes % ALIGNMENT == 0
-    assert pages.nbytes == 5 * pages.block_bytes == 5 * block_bytes(FACTS, 4, torch.bfloat16)
+    assert pages.buffer.nbytes == 5 * pages.block_bytes == 5 * layout_of(FACTS, 4, torch.bfloat16, "").block_bytes
     assert pages.device_id == 0
 
 
@@ -58,8 +57,8 @@ def test_the_version_says_where_each_element_lies() -> None:
     pages = KvCache(LAYOUT, 2, CPU)
     for call, fact in enumerate(FACTS):
         for view, offset, dim in (
-            (pages.k(call), LAYOUT.calls[call].k_offset, fact.k_dim),
-            (pages.v(call), LAYOUT.calls[call].v_offset, fact.v_dim),
+            (pages.k[call], LAYOUT.calls[call].k_offset, fact.k_dim),
+            (pages.v[call], LAYOUT.calls[call].v_offset, fact.v_dim),
         ):
             for token in range(LAYOUT.block_size):
                 for head in range(fact.kv_heads):
@@ -72,7 +71,7 @@ def test_block_view_is_the_memory_itself() -> None:
     """A transfer that writes through the view is seen by attention, without a copy."""
     pages = KvCache(LAYOUT, 2, CPU)
     pages.block_view(1)[:] = bytes([1]) * pages.block_bytes
-    assert pages.k(0)[1].view(torch.uint8).eq(1).all()
+    assert pages.k[0][1].view(torch.uint8).eq(1).all()
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(KvLayout) if field.name != "calls"])
@@ -110,8 +109,7 @@ def test_layout_travels_as_json() -> None:
 
 
 def test_facts_are_readable() -> None:
-    """Facts can be written as JSON, and equal calls share a line of the table."""
-    assert [json.loads(json.dumps(fact.to_dict()))["reach"] for fact in FACTS] == ["full", "sliding 8", "chunked 4"]
+    """Equal calls share a line of the table."""
     lines = describe((*FACTS[:1] * 3, FACTS[1])).splitlines()
     assert len(lines) == 3
     assert "0-2" in lines[1]

@@ -118,18 +118,18 @@ def test_the_operator_writes_the_same_bytes(kv: str, dtype: torch.dtype) -> None
         pages = pages_of(kv, [fact] * 2, 4, (count + 23) // 4, dtype)
         step = Step(batch, pages, (fact,) * 2, CPU, compiled=compiled)
         step.slot_block, step.slot_offset = torch.tensor(order) // 4, torch.tensor(order) % 4
-        paged.write(pages.k(1), pages.k_scales(1), x, step)
-        paged.write(pages.v(1), pages.v_scales(1), x[..., :7], step)
+        paged.write(pages.k[1], pages.k_scales[1], x, step)
+        paged.write(pages.v[1], pages.v_scales[1], x[..., :7], step)
         left.append(pages)
     elements, scales = kv_quantization.quantise(x, DTYPES[kv])
     for pages in left:
-        assert torch.equal(pages.k(1).view(torch.uint8).flatten(0, 1)[order], elements.view(torch.uint8))
-        found = pages.k_scales(1)
+        assert torch.equal(pages.k[1].view(torch.uint8).flatten(0, 1)[order], elements.view(torch.uint8))
+        found = pages.k_scales[1]
         assert found is not None
         assert torch.equal(found.flatten(0, 1)[order].nan_to_num(-1.0), scales.nan_to_num(-1.0))
         found.nan_to_num_(-1.0)  # there are many NaNs
-        assert not pages.k(0).view(torch.uint8).any()
-    v_scales = [pages.v_scales(1) for pages in left]
+        assert not pages.k[0].view(torch.uint8).any()
+    v_scales = [pages.v_scales[1] for pages in left]
     for each in v_scales:
         assert each is not None
         each.nan_to_num_(-1.0)
@@ -154,8 +154,8 @@ class Case:
         self.lengths, self.queries = lengths, queries
         self.query = [torch.randn(count, heads, k_dim).to(dtype) for count in queries]
         each = range(len(lengths))
-        self.k = [self._fill(self.pages.k(1), self.pages.k_scales(1), index, kv_heads, k_dim) for index in each]
-        self.v = [self._fill(self.pages.v(1), self.pages.v_scales(1), index, kv_heads, v_dim) for index in each]
+        self.k = [self._fill(self.pages.k[1], self.pages.k_scales[1], index, kv_heads, k_dim) for index in each]
+        self.v = [self._fill(self.pages.v[1], self.pages.v_scales[1], index, kv_heads, v_dim) for index in each]
 
     def _fill(self, pages: torch.Tensor, scales: Any, index: int, heads: int, dim: int) -> torch.Tensor:
         length, size = self.lengths[index], pages.shape[1]
@@ -173,13 +173,13 @@ class Case:
         counts = [self.queries[index] for index in which]
         columns = ([0, *accumulate(counts)], [self.lengths[i] for i in which], tables)
         query = torch.cat([self.query[index] for index in which])
-        out = query.new_full((len(query), query.shape[1], self.pages.v(1).shape[3]), float("nan"))
+        out = query.new_full((len(query), query.shape[1], self.pages.v[1].shape[3]), float("nan"))
         window = reach.window if isinstance(reach, SlidingWindowSpec) else 0
         chunk = reach.size if isinstance(reach, ChunkedLocalAttentionSpec) else 0
         tensors = (torch.tensor(list(each), dtype=torch.int32) for each in columns)
         torch.ops.tandem.attend(
-            *(out, query, self.pages.k(1), self.pages.v(1), *tensors, window, chunk, 0.3, softcap, sinks),
-            *(self.pages.k_scales(1), self.pages.v_scales(1)),
+            *(out, query, self.pages.k[1], self.pages.v[1], *tensors, window, chunk, 0.3, softcap, sinks),
+            *(self.pages.k_scales[1], self.pages.v_scales[1]),
         )
         return list(out.split(counts))
 
@@ -233,8 +233,8 @@ def test_attend(kv: str, dtype: torch.dtype, shape: dict[str, int], reach: Reach
 def test_attend_refuses_pages_without_their_scales() -> None:
     """Elements without scales, scales of another shape or order, elements of another type: an error, never numbers."""
     case = Case("int8", torch.float32, SHAPES[1], [5], [1])
-    k, v, query = case.pages.k(1), case.pages.v(1), case.query[0]
-    scales = case.pages.k_scales(1)
+    k, v, query = case.pages.k[1], case.pages.v[1], case.query[0]
+    scales = case.pages.k_scales[1]
     assert scales is not None
     tensors = [torch.tensor(values, dtype=torch.int32) for values in ([0, 1], [5], [case.tables[0]])]
     for ks, vs in ((None, None), (scales, None), (scales[:, :8], scales), (scales.contiguous(), scales)):
@@ -383,13 +383,17 @@ def neighbours_scale(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return elements, scales.roll(1, dims=-1)
 
 
+def ks_scales(pages: KvCache) -> list[torch.Tensor | None]:
+    return pages.k_scales if pages.block_size == BLOCK_SIZE else [None] * len(pages.k)
+
+
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "elements cut off": lambda patch: patch.setattr(paged, "quantise", truncated),
     "scales one per cent too large": lambda patch: patch.setattr(paged, "quantise", coarser),
     "a neighbour's scale": lambda patch: patch.setattr(paged, "quantise", neighbours_scale),
     "read without scales": lambda patch: patch.setattr(paged, "dequantise", lambda e, s, d: e.to(d) * 0.02),
     "read with K's scales for V": lambda patch: patch.setattr(
-        KvCache, "v_scales", lambda self, call: self.k_scales(call) if self.block_size == BLOCK_SIZE else None
+        KvCache, "v_scales", property(ks_scales, lambda self, scales: None), raising=False
     ),
 }
 
@@ -483,9 +487,9 @@ def test_regions_do_not_overlap() -> None:
     pages = pages_of("int8", facts, 5, 4, torch.float32)
     for call in range(2):
         for values, scales in ((pages.k, pages.k_scales), (pages.v, pages.v_scales)):
-            found = scales(call)
+            found = scales[call]
             assert found is not None
-            values(call)[2] += 1
+            values[call][2] += 1
             found.view(torch.int16)[2] += 0x0101
     written = sum(5 * fact.kv_heads * (fact.k_dim + fact.v_dim + 4) for fact in facts)
     assert bytes(pages.block_view(2)).count(1) == written

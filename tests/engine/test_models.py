@@ -238,8 +238,8 @@ def test_garbage_in_free_slots_is_harmless(checkpoint: Callable[[str], Path]) ->
     for garbage in (0.0, float("nan")):
         pages = model.allocate(12, BLOCK_SIZE)
         for call in range(len(model.facts)):
-            pages.k(call).fill_(garbage)
-            pages.v(call).fill_(garbage)
+            pages.k[call].fill_(garbage)
+            pages.v[call].fill_(garbage)
         model.forward(pages, pack([(tokens[:done], 0, table) for tokens, done, table in sequences]))
         results.append(model.forward(pages, pack(sequences)))
     assert torch.equal(results[0], results[1])

@@ -62,7 +62,7 @@ def check_one_that_falls_ill(model: ModelRunner, how: Sampling, steps: int) -> N
     hashes = ill.hashes(SIZE)[:FULL]
     assert engine.pool.match(hashes) == FULL
     block = engine.pool.table("ill")[1]
-    for of_call in (engine.pages.k(0), engine.pages.v(0)):  # [blocks, heads, tokens, dim]
+    for of_call in (engine.pages.k[0], engine.pages.v[0]):  # [blocks, heads, tokens, dim]
         of_call[block] = math.nan
     failed = finish(engine)
     assert failed.keys() == {"ill"}

@@ -368,8 +368,8 @@ def cached_kv_is_right(engine_: Engine, tokens: list[int]) -> bool:
     fresh = engine_.model.allocate(blocks, SIZE)
     engine_.model.forward(fresh, pack([(tokens[: blocks * SIZE], 0, list(range(blocks)))]))
     calls = range(len(engine_.model.facts))
-    pairs = [(engine_.pages.k(call)[table], fresh.k(call)) for call in calls]
-    pairs += [(engine_.pages.v(call)[table], fresh.v(call)) for call in calls]
+    pairs = [(engine_.pages.k[call][table], fresh.k[call]) for call in calls]
+    pairs += [(engine_.pages.v[call][table], fresh.v[call]) for call in calls]
     engine_.pool.drop("looks")
     return all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in pairs)
 

@@ -77,7 +77,7 @@ class Case:
 
     def put(self, index: int, which: str, new: torch.Tensor) -> torch.Tensor:
         """Writes K or V of a whole sequence, [length, kv_heads, dim]; returns what attention reads, in float64."""
-        pages, scales = getattr(self.pages, which)(1), getattr(self.pages, f"{which}_scales")(1)
+        pages, scales = getattr(self.pages, which)[1], getattr(self.pages, f"{which}_scales")[1]
         size = pages.shape[1]
         slots = [(self.tables[index][at // size], at % size) for at in range(len(new))]
         if self.kept is None:
@@ -110,13 +110,13 @@ class Case:
             [table + [10**9] * (width - len(table)) for table in tables],
         )
         query = torch.cat([self.query[index][start:end] for index, start, end in parts])
-        out = query.new_full((len(query), query.shape[1], self.pages.v(1).shape[3]), float("nan"))
+        out = query.new_full((len(query), query.shape[1], self.pages.v[1].shape[3]), float("nan"))
         window = reach.window if isinstance(reach, SlidingWindowSpec) else 0
         chunk = reach.size if isinstance(reach, ChunkedLocalAttentionSpec) else 0
         torch.ops.tandem.attend(
-            *(out, query, self.pages.k(1), self.pages.v(1)),
+            *(out, query, self.pages.k[1], self.pages.v[1]),
             *(torch.tensor(each, dtype=torch.int32) for each in columns),
-            *(window, chunk, scaling, softcap, self.sinks, self.pages.k_scales(1), self.pages.v_scales(1)),
+            *(window, chunk, scaling, softcap, self.sinks, self.pages.k_scales[1], self.pages.v_scales[1]),
         )
         return list(out.split([end - start for _, start, end in parts]))
 

@@ -12,7 +12,7 @@ import pytest
 from services.decode.servicer import DecodeServicer
 from services.grpc_server import Channels
 from tandem.tasks import end
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.support.muxed import decoded
 
 MOST_AWAITS = 200
@@ -73,7 +73,11 @@ async def test_cancelled_at_any_await_the_blocks_are_free(
             )
             request.sampling.top_p = 1.0
             if remote:
-                request.prefill.CopyFrom(prefill.ref())
+                request.prefill.CopyFrom(
+                    common_pb2.WorkerRef(
+                        worker_id="prefill-0", incarnation=prefill.incarnation, address=prefill.address
+                    )
+                )
             over.clear()
             call, ended = asyncio.create_task(decoded(stub, request)), asyncio.create_task(over.wait())
             await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=20)

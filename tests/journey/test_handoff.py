@@ -26,7 +26,7 @@ from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, pref
 from tests.journey.test_forged import prefill
 from tests.journey.test_requests import until
 from tests.support import oracle
-from tests.support.faults import Harm, hold_until, only_first
+from tests.support.faults import Harm, forget_cached, hold_until, only_first
 from tests.support.memory import block_view
 from tests.support.muxed import open_mux
 
@@ -213,7 +213,7 @@ async def _reuse_at_source(cluster: Any, *, overwrite: bool) -> None:
     blocks = [block for owner in held for block in source.engine.pool.table(owner)]
     for owner in held:
         await source.loop.drop(owner)
-    await source.loop.call(source.engine.pool.forget_cached)
+    await source.loop.call(lambda: forget_cached(source.engine.pool))
     if overwrite:
         source.engine.pages.buffer[blocks] = 0x41
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.core.kv_layout import KvLayout
 from kvtransfer.types import Peer
 from planner.capacity import read_shape
 from tests.support import oracle, rounding
-from tests.support.faults import Harm, only_first
+from tests.support.faults import Harm, forget_cached, only_first
 from tests.support.harness import LocalCluster
 from tests.support.memory import block_view
 
@@ -121,7 +122,7 @@ async def ask_with_wrong_scales(inside: Any, prompt: list[int], kv: str) -> tupl
         layouts.append(cluster.workers["decode-0"].layout)
         done = await cluster.client.generate(prompt, max_tokens=16, ignore_eos=True)
         for worker in cluster.workers.values():
-            await worker.loop.call(worker.engine.pool.forget_cached)
+            await worker.loop.call(partial(forget_cached, worker.engine.pool))
         right = await cluster.client.generate(prompt, max_tokens=16, ignore_eos=True)
         assert right.receipt.attempts == 1
         return done, right.token_ids

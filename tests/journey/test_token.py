@@ -93,11 +93,11 @@ async def test_control_without_a_token_a_stranger_is_served(inside: Any, tiny: P
 
 def test_a_worker_in_a_network_needs_a_token() -> None:
     """And it must say by which address others call it."""
-    assert cluster_credentials.guards(Settings(model="m")) == []
+    assert cluster_credentials.guard(Settings(model="m")) is None
     with pytest.raises(SettingsError) as refused:
-        cluster_credentials.guards(Settings(model="m", host="0.0.0.0"))
+        cluster_credentials.guard(Settings(model="m", host="0.0.0.0"))
     assert refused.value.field == "cluster_token"
-    assert len(cluster_credentials.guards(Settings(model="m", host="0.0.0.0", cluster_token=TOKEN))) == 1
+    assert cluster_credentials.guard(Settings(model="m", host="0.0.0.0", cluster_token=TOKEN))
 
 
 async def test_who_listens_everywhere_says_where_to_call(inside: Any, tiny: Path) -> None:

@@ -43,7 +43,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in bounds.items():
             monkeypatch.setattr(http_server, name, value)
         server = Server(hello, Settings(model="any"))
-        port = int((await server.start(0)).rsplit(":", 1)[1])
+        await server.start(0)
+        port = int(server.address.rsplit(":", 1)[1])
         writers: list[asyncio.StreamWriter] = []
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

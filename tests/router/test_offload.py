@@ -25,7 +25,7 @@ async def busy(work: Offload) -> AsyncIterator[threading.Event]:
         begun.release()
         assert go.wait(10)
 
-    holding = [asyncio.create_task(work.run("", LONG, hold)) for _ in range(work._long._free)]
+    holding = [asyncio.create_task(work.run("", LONG, hold)) for _ in range(work._long._slots.free)]
     for _ in holding:
         await asyncio.to_thread(begun.acquire, timeout=10)
     try:
@@ -58,22 +58,22 @@ async def test_a_turn_that_comes_while_its_request_ends_goes_to_the_next(
     async with busy(work) as go:
         first, second = (asyncio.create_task(work.run("a", LONG, done.append, number)) for number in range(2))
         await asyncio.sleep(0)
-        turn = work._long._next
+        turn = work._long._slots.give
 
-        def turn_and_end() -> None:
+        def turn_and_end(tenant: str) -> None:
             if turn_first:
-                turn()
+                turn(tenant)
             first.cancel()
             if not turn_first:
-                turn()
+                turn(tenant)
 
-        monkeypatch.setattr(work._long, "_next", turn_and_end)
+        monkeypatch.setattr(work._long._slots, "give", turn_and_end)
         go.set()
         await asyncio.wait([first])
         await second
     assert first.cancelled()
     assert done == [1]
-    assert work._long._free > 0
+    assert work._long._slots.free > 0
 
 
 async def test_tenants_take_turns() -> None:
@@ -86,7 +86,7 @@ async def test_tenants_take_turns() -> None:
         await asyncio.sleep(0)
         go.set()
         await asyncio.gather(*waiting)
-    assert done.index("polite") <= 1 + work._long._free
+    assert done.index("polite") <= 1 + work._long._slots.free
 
 
 async def test_who_gets_no_thread_in_time_is_told_to_come_again() -> None:
@@ -96,7 +96,7 @@ async def test_who_gets_no_thread_in_time_is_told_to_come_again() -> None:
         with pytest.raises(Busy) as refused:
             await work.run("a", LONG, int)
         assert refused.value.reason == "QUEUE_TIMEOUT"
-        assert not work._long._waiting
+        assert not work._long._slots._waiting
         assert await work.run("a", offload.MEDIUM_BYTES, threading.current_thread) is not threading.current_thread()
         assert await work.run("a", offload.SHORT_BYTES, threading.current_thread) is threading.current_thread()
 

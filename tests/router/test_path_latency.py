@@ -114,7 +114,7 @@ def test_ways_that_nobody_takes_any_more_are_forgotten() -> None:
     for decode in range(100):
         latencies.observe(f"decode-{decode}", "prefill-0", 0.004, now=0.0)
     latencies.observe(*ELSEWHERE, 0.004, now=FORGET_AFTER_S + 1)
-    assert len(latencies) == 100 - module.FORGET_BATCH
+    assert len(latencies._known) == 100 - module.FORGET_BATCH
     for _ in range(30):
         latencies.observe(*ELSEWHERE, 0.004, now=FORGET_AFTER_S + 1)
-    assert len(latencies) == 1
+    assert len(latencies._known) == 1

@@ -185,11 +185,11 @@ async def test_accounts_of_workers_that_are_gone_are_forgotten(monkeypatch: pyte
         now += worker_table.MAX_ABSENCE_S + 1
         view.workers = {}
         await scheduler.keep_up()
-        assert len(scheduler._workers) == 0
+        assert len(scheduler._workers._local) == 0
     for life in range(3):
         view.workers = {"decode-0": replace(RECORD, incarnation=f"life-{life}")}
         await scheduler.keep_up()
-        assert len(scheduler._workers) == 1
+        assert len(scheduler._workers._local) == 1
 
 
 async def test_what_changed_in_the_view_is_taken_over_a_few_workers_at_a_time() -> None:
@@ -578,7 +578,7 @@ async def test_further_completions_wait_their_turn() -> None:
             await asyncio.sleep(0)
             assert scheduler.waiting() == len(waiting)
         await asyncio.sleep(0.05)
-        assert ("polite" in [one.tenant for one in scheduler._queue]) is polite_waits
+        assert ("polite" in scheduler._queue._waiting) is polite_waits
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)

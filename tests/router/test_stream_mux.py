@@ -133,11 +133,11 @@ async def test_a_feed_that_serves_no_stream_is_closed_and_opened_again(monkeypat
             assert await known.of(decode) is first
             assert not first.over
         await asyncio.wait({first.reading})
-        assert (len(known), worker.opened, worker.cancelled) == (0, 1, 1)
+        assert (len(known._feeds), worker.opened, worker.cancelled) == (0, 1, 1)
         second = await known.of(decode)
         assert second is not first
         await asyncio.wait({second.reading})  # it was asked for, and nobody took a lane
-        assert (len(known), worker.opened, worker.cancelled) == (0, 2, 2)
+        assert (len(known._feeds), worker.opened, worker.cancelled) == (0, 2, 2)
         third = await known.of(decode)
         third._close()
         assert await known.of(decode) is not third, "a feed that is being closed takes no stream"

@@ -122,6 +122,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("execution",),
         ("routing",),
         ("preprocess", "tenancy"),
+        ("tenant_slots",),
     ),
     "engine": (
         *(("builder",), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),

@@ -25,14 +25,14 @@ async def test_it_waits_for_those_that_begin_and_keeps_others_out() -> None:
     await turns()
     assert not alone.done()
     assert not after.done()
-    before.over()
+    before.close()
     await turns()
     assert alone.done()
     assert not after.done()
     with alone.result():
         await turns()
         assert not after.done()
-    (await after).over()
+    (await after).close()
 
 
 async def test_two_begin_alone_one_after_the_other() -> None:
@@ -43,12 +43,12 @@ async def test_two_begin_alone_one_after_the_other() -> None:
     beside = asyncio.create_task(gate.enter())
     await turns()
     assert not second.done()
-    first.over()
+    first.close()
     await turns()
     for task in (beside, second):
         if not task.done():
             continue
-        task.result().over()
+        task.result().close()
         await turns()
     assert beside.done()
     assert second.done()
@@ -68,8 +68,8 @@ async def test_all_that_begin_alone_have_their_turn() -> None:
     before = await gate.enter()
     tasks = [asyncio.create_task(one(number)) for number in range(20)]
     await turns()
-    before.over()
-    before.over()  # safe to repeat: the count stays right
+    before.close()
+    before.close()  # safe to repeat: the count stays right
     await asyncio.gather(*tasks)
     assert begin == list(range(20))
     assert most == 1
@@ -84,7 +84,7 @@ async def test_a_cancelled_one_leaves_the_gate_open(held: bool) -> None:
     await turns()
     waiting.cancel()
     await turns()
-    before.over()
+    before.close()
     async with asyncio.timeout(1):
-        (await gate.enter()).over()
-        (await gate.enter_alone()).over()
+        (await gate.enter()).close()
+        (await gate.enter_alone()).close()

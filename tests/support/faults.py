@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from engine.core.block_pool import BlockPool
 from kvtransfer.types import Peer, ReadStats
 from tests.support.memory import block_view
 
@@ -82,3 +84,11 @@ def slow_down(worker: Any, step_s: float = 0.01) -> None:
         return step()
 
     worker.engine.step = slow
+
+
+def forget_cached(pool: BlockPool) -> None:
+    """Empties the prefix cache; held blocks stay."""
+    while pool._cached:
+        heapq.heappush(pool._free, pool._evict())
+    for block in list(pool._hash_of):
+        pool._forget(block)

@@ -14,9 +14,9 @@ from typing import Any
 import structlog
 
 from services.router.execution.completion import Completion
-from services.router.execution.decode_client import DecodeClient
 from services.router.execution.poison_check import DECODE_UNREACHABLE, PREFILL_STEP_FAILED, PoisonCheck
 from services.router.execution.request_timeline import RequestTimeline
+from services.router.execution.stream_mux import StreamMuxes
 from services.router.preprocess.request import Request
 from services.router.routing.placement import Placement
 from services.router.routing.prefix_index import PrefixIndex
@@ -47,13 +47,13 @@ class CompletionRunner:
         settings: Settings,
         scheduler: RequestScheduler,
         prefixes: PrefixIndex,
-        decode: DecodeClient,
+        feeds: StreamMuxes,
         poison: PoisonCheck,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
         self._prefixes = prefixes
-        self._decode = decode
+        self._feeds = feeds
         self._poison = poison
 
     async def run(self, completion: Completion, deadline: float) -> None:
@@ -123,8 +123,8 @@ class CompletionRunner:
         timeline.dispatched()
         message = _decode_request(completion.request, placement, timeline.attempts, alone)
         try:
-            async with self._decode.stream(placement.decode, message, deadline, span) as stream:
-                async for event in stream.call:
+            async with self._feeds.decode(placement.decode, message, deadline, span) as (call, lane):
+                async for event in call:
                     if event.HasField("admitted"):
                         completion.admitted(event.admitted, worker)
                         self._scheduler.admitted(placement)
@@ -133,7 +133,7 @@ class CompletionRunner:
                     over = completion.take(event)
                     await self._scheduler.prefilled(placement)
                     if not over:
-                        await stream.rest(completion.take)
+                        await lane.read(completion.take, call)
                     break
                 else:
                     raise WorkerLost(f"{worker} ended the stream early")

@@ -136,53 +136,45 @@ class RequestTimeline:
     def receipt(self, request: Request, model: str) -> generation_pb2.Receipt:
         """Of a job whose every token was kept already, without where and how fast: who knew that is gone."""
         placement, last = self._placement, self._attempt_first
-        notes = list(request.notes)
-        if placement is None or self._first is None:
-            notes.append("its router was lost after the last token, and with it the account of them")
-            return generation_pb2.Receipt(
-                request_id=request.request_id,
-                model=model,
-                prompt_tokens=request.prompt_len,
-                completion_tokens=request.generated,
-                seed=request.sampling.seed,
-                notes=notes,
-                choice=request.choice,
-                choices=request.choices,
-                adapter=request.adapter,
-                ended_at=time(),
-            )
-        if placement.prefill is None:
-            notes.append(f"prefilled on the decode worker: {placement.why_local}")
-        if unlike := _unlike_orders(self._placements):
-            notes.append(unlike)
-        after_first = self._last_at - self.arrived - self._ttft
-        return generation_pb2.Receipt(
+        receipt = generation_pb2.Receipt(
             request_id=request.request_id,
             model=model,
+            prompt_tokens=request.prompt_len,
+            completion_tokens=request.generated,
+            seed=request.sampling.seed,
+            notes=request.notes,
+            choice=request.choice,
+            choices=request.choices,
+            adapter=request.adapter,
+            ended_at=time(),
+        )
+        if placement is None or self._first is None:
+            receipt.notes.append("its router was lost after the last token, and with it the account of them")
+            return receipt
+        if placement.prefill is None:
+            receipt.notes.append(f"prefilled on the decode worker: {placement.why_local}")
+        if unlike := _unlike_orders(self._placements):
+            receipt.notes.append(unlike)
+        after_first = self._last_at - self.arrived - self._ttft
+        known = generation_pb2.Receipt(
             path=last.path if last else self._first.path,
             prefill_worker=placement.prefill.worker_id if placement.prefill else "",
             decode_worker=placement.decode.worker_id,
-            prompt_tokens=request.prompt_len,
-            completion_tokens=request.generated,
             cached_tokens=min(self._first.prefill.cached_tokens, request.prompt_len),
-            seed=request.sampling.seed,
             ttft_seconds=self._ttft,
             phases=[_phase(name, seconds) for name, seconds in self._phases()],
             tpot_seconds=after_first / (request.generated - 1) if request.generated > 1 else 0.0,
             total_seconds=monotonic() - self.arrived,
             transfer=self._transfer(),
             attempts=self.attempts,
-            notes=notes,
             preemptions=self._preemptions + self._preempted,
             drafted=self._drafted,
             accepted=self._accepted,
-            choice=request.choice,
-            choices=request.choices,
-            adapter=request.adapter,
             estimate=_estimate(self._expected),
-            ended_at=time(),
             trace_id=self.span.trace_id if self.span else "",
         )
+        receipt.MergeFrom(known)
+        return receipt
 
     def path_latency(self) -> tuple[float, int, float] | None:
         """Of the attempt that ended: seconds to its first token beside waiting and computing, blocks that were

@@ -1,4 +1,5 @@
-"""The other end of services/decode/stream_mux.py: passes the events of a decode worker to the streams they belong to.
+"""The router's calls to decode workers, and the other end of services/decode/stream_mux.py, which passes the events
+of a worker to the streams they belong to.
 
 One feed per incarnation of a decode worker, opened with the first request there and closed after IDLE_CLOSE_S without
 one. A lane is one attempt's share of it. Its number is never used again, so what comes late for an attempt that is over
@@ -10,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from time import monotonic
 from typing import Any
 
 from services.grpc_server import Channels
 from services.router.routing.placement import WorkerSnapshot
 from tandem.errors import TandemError, WorkerLost
 from tandem.grpc_errors import calling, known_errors
-from tandem.tasks import end, once
+from tandem.tasks import end, fail, once
+from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
@@ -50,9 +53,7 @@ class Substream:
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error, after the events that were put."""
-        if not self._ended.done():
-            self._ended.set_exception(error)
-            self._ended.exception()  # retrieved: there may be no reader
+        fail(self._ended, error)
 
     async def read(self, take: OnEvent, call: Any) -> None:
         """Passes events to `take` as they arrive, until it returns True. `call` is the Decode call, whose first token
@@ -143,9 +144,7 @@ class StreamMux:
     def _fail(self, error: TandemError) -> None:
         self.over = True
         self._idle.cancel()
-        if not self._opened.done():
-            self._opened.set_exception(error)
-            self._opened.exception()  # retrieved: nothing may wait for it
+        fail(self._opened, error)
         for lane in self._lanes.values():
             lane.fail(error)
         self._lanes.clear()
@@ -160,6 +159,25 @@ class StreamMuxes:
         self._interval_s = interval_s
         self._feeds: dict[tuple[str, str], StreamMux] = {}  # (worker id, incarnation)
 
+    @asynccontextmanager
+    async def decode(
+        self, worker: WorkerSnapshot, request: decode_pb2.DecodeRequest, deadline: float, span: Span
+    ) -> AsyncIterator[tuple[Any, Substream]]:
+        """Opens a Decode call, which yields events up to the first token, and its lane for later ones, which is filled
+        in. Cancels the call when the block ends: the worker frees what it holds for the attempt. Raises WorkerLost, and
+        what the worker's errors stand for."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
+        with calling(worker.worker_id):
+            feed = await self.of(worker)
+        with feed.lane() as lane, calling(worker.worker_id):
+            request.feed_id, request.lane = lane.feed_id, lane.number
+            timeout = max(0.001, deadline - monotonic())
+            call = stub.Decode(request, timeout=timeout, metadata=span.headers)
+            try:
+                yield call, lane
+            finally:
+                call.cancel()
+
     async def of(self, worker: WorkerSnapshot) -> StreamMux:
         """The open feed of this incarnation of a worker. Raises WorkerLost."""
         key = (worker.worker_id, worker.incarnation)
@@ -170,9 +188,6 @@ class StreamMuxes:
             feed.reading.add_done_callback(functools.partial(self._forget, key, feed))
         await feed.opened()
         return feed
-
-    def __len__(self) -> int:
-        return len(self._feeds)
 
     def _forget(self, key: tuple[str, str], feed: StreamMux, _: asyncio.Task[None]) -> None:
         if self._feeds.get(key) is feed:

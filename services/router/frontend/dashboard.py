@@ -32,6 +32,7 @@ from services.router.frontend.admin_service import AdminServicer
 from services.router.tenancy.api_keys import ApiKeys
 from tandem import cluster_results, results
 from tandem.errors import Busy, InvalidRequest, PermissionDenied, TandemError
+from tandem.tasks import within
 from tandem.v1 import admin_pb2, generation_pb2
 
 TICK_S = 1.0  # from one snapshot to the next
@@ -233,20 +234,13 @@ class Dashboard:
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         told: generation_pb2.Receipt | None = None
         for number in range(int(STREAM_LIFETIME_S / TICK_S)):
-            if number and (await self._closed_within(TICK_S) or not self._may_stay(request)):
+            if number and (await within(self._closing, TICK_S) or not self._may_stay(request)):
                 return
             await self._make()
             yield self._state
             if number == 0 or told is not self._newest:
                 told = self._newest
                 yield self._receipts
-
-    async def _closed_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._closing.wait()
-        except TimeoutError:
-            return False
 
     async def _make(self) -> None:
         """The snapshot of this second, unless another stream has it made."""

@@ -11,7 +11,7 @@ import asyncio
 import importlib.metadata
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -25,9 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.router.frontend import openai_errors, openai_protocol, openai_responses
-from services.router.frontend.dashboard import PAGES, Dashboard
+from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_body import BodyReader
-from services.router.frontend.http_server import Server
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai_responses import Events
 from services.router.frontend.openai_sampling import Defaults, Sampled
@@ -92,8 +91,9 @@ class Api:
         self._metrics = metrics
         self._began = int(time.time())
 
-    def app(self, *more: Route) -> Starlette:
-        return Starlette(
+    def app(self, *more: Route, keys: ApiKeys | None) -> ASGIApp:
+        """These and `more`; with `keys`, for those who have one."""
+        app = Starlette(
             routes=[
                 *more,
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -107,6 +107,7 @@ class Api:
             ],
             exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
         )
+        return KeyMiddleware(app, keys) if keys else app
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, openai_protocol.Completions)
@@ -310,29 +311,3 @@ async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = openai_errors.error_body(NotFound(f"{request.method} {request.url.path:.100} is not served", field="url"))
     return Response(body, error.status_code, error.headers, "application/json")
-
-
-# ---- all of it
-
-
-class HttpServer:
-    """The endpoints and the dashboard behind their server. Does nothing while `http_port` is absent."""
-
-    def __init__(self, settings: Settings, api: Api, dashboard: Dashboard, keys: ApiKeys | None) -> None:
-        self._settings = settings
-        self._dashboard = dashboard
-        self.address = ""
-        self.failed: Callable[[BaseException], object] | None = None  # called when the server ends by itself
-        app: ASGIApp = api.app(*dashboard.routes())
-        self._server = Server(KeyMiddleware(app, keys) if keys else app, settings)
-
-    async def start(self) -> None:
-        """Listen. Raises SettingsError when the port is taken."""
-        if self._settings.http_port is not None:
-            self.address = await self._server.start(self._settings.http_port, self.failed)
-            log.info("http.ready", address=self.address)
-
-    async def stop(self, grace_s: float) -> None:
-        """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
-        self._dashboard.close()
-        await self._server.stop(grace_s)

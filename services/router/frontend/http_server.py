@@ -188,6 +188,7 @@ class Server:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._settings = settings
+        self.address = ""
         self._serving: asyncio.Task[None] | None = None
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Half of the files that this process may open: its workers, gRPC clients and registry need some, too.
@@ -211,12 +212,13 @@ class Server:
             )
         )
 
-    async def start(self, port: int, failed: Callable[[BaseException], object] | None = None) -> str:
-        """Listens, and returns the address. `failed` receives the error when the server ends by itself. Raises
+    async def start(self, port: int, failed: Callable[[BaseException], object] | None = None) -> None:
+        """Listens at `address` from then on. `failed` receives the error when the server ends by itself. Raises
         SettingsError when the port is taken."""
         listening = _listen(self._settings.host, port, share=self._settings.routers > 1)
         self._serving = once(self._serve(listening), name="http", failed=failed)
-        return f"{self._settings.host}:{listening.getsockname()[1]}"
+        self.address = f"{self._settings.host}:{listening.getsockname()[1]}"
+        log.info("http.ready", address=self.address)
 
     async def _serve(self, listening: socket.socket) -> None:
         await self._server.serve([listening])

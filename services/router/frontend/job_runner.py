@@ -19,8 +19,8 @@ from cluster.state.job_journal import JobState as State
 from services.router.generation import Generation
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ServedModel
-from services.router.tenancy.job_slots import JobSlots
 from services.router.tenancy.rate_limits import RateLimits
+from services.router.tenant_slots import TenantSlots
 from tandem.errors import (
     Busy,
     DataLoss,
@@ -80,7 +80,7 @@ class JobRunner:
         self._journal = journal
         self._mine: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
         self._ending: set[str] = set()  # ids of those that are being stopped here
-        self._slots = JobSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
+        self._slots = TenantSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from services.router.tenant_slots import TenantSlots
 from tandem.errors import Busy
 
 # Work on inputs of up to so many bytes is done at once, on the event loop: a few milliseconds at a token for two bytes.
@@ -24,60 +24,27 @@ Result = TypeVar("Result")
 
 
 class _ThreadPool:
-    """Some threads, and who waits for them."""
+    """Some threads, for which tenants take turns."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._free = threads
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next one's first
+        self._slots = TenantSlots(threads, threads)
 
     async def run(self, tenant: str, patience_s: float, work: Callable[..., Result], *args: Any) -> Result:
         loop = asyncio.get_running_loop()
-        await self._turn(tenant, patience_s)
-        working = self._pool.submit(work, *args)
-        working.add_done_callback(lambda _: _soon(loop, self._next))  # it goes on when nobody waits for it any more
-        return await asyncio.wrap_future(working)
-
-    async def _turn(self, tenant: str, patience_s: float) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
         try:
             async with asyncio.timeout(patience_s):
-                await turn
+                await self._slots.take(tenant)
         except TimeoutError as error:
-            self._give_up(tenant, turn)
             raise Busy(
                 f"the text of the request was not looked at within {patience_s:g} s",
                 reason="QUEUE_TIMEOUT",
                 retry_after=1.0,
             ) from error
-        except asyncio.CancelledError:
-            self._give_up(tenant, turn)
-            raise
-
-    def _give_up(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled():  # its turn came at the same moment
-            self._next()
-        elif turn in (waiting := self._waiting.get(tenant, deque())):
-            waiting.remove(turn)
-            if not waiting:
-                del self._waiting[tenant]
-
-    def _next(self) -> None:
-        """A thread is free: the next of the tenant whose turn it is gets it, and the tenant goes to the end."""
-        while self._waiting:
-            tenant, waiting = next(iter(self._waiting.items()))
-            del self._waiting[tenant]
-            first = waiting.popleft()
-            if waiting:
-                self._waiting[tenant] = waiting
-            if not first.done():  # else its request has just ended
-                first.set_result(None)
-                return
-        self._free += 1
+        working = self._pool.submit(work, *args)
+        # The thread goes on when nobody waits for it any more.
+        working.add_done_callback(lambda _: _soon(loop, lambda: self._slots.give(tenant)))
+        return await asyncio.wrap_future(working)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

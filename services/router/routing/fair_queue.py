@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
@@ -58,9 +57,6 @@ class TenantQueue(Generic[W]):
 
     def __len__(self) -> int:
         return self.sizes.count
-
-    def __iter__(self) -> Iterator[W]:
-        return (request for request in self._requests if request is not None)
 
     def __contains__(self, request: W) -> bool:
         at = bisect_left(self._numbers, request.number)
@@ -164,9 +160,6 @@ class FairQueue(Generic[W]):
 
     def __len__(self) -> int:
         return self._count
-
-    def __iter__(self) -> Iterator[W]:
-        return (request for group in self._classes.values() for line in group.lines.values() for request in line)
 
     def add(self, request: W) -> None:
         """A tenant that returns starts level with the waiting tenants: unused share is not saved up."""

@@ -81,9 +81,6 @@ class PathLatencyTracker:
         self._known: OrderedDict[Key, _Estimate] = OrderedDict()  # the least recently used first
         self._usual: dict[bool, _Estimate] = {}  # by whether a prefill worker computed the prompt
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def observe(
         self, decode: str, prefill: str, first_s: float, blocks: int = 0, exposed_s: float = 0.0, *, now: float
     ) -> None:

@@ -79,10 +79,6 @@ class BlockIndex:
         self._kinds: dict[str, dict[tuple[int, bytes], int]] = {}  # adapter -> (block size, fingerprint) -> mask
         self._version = object()  # another one after each change
 
-    def __len__(self) -> int:
-        """How many hashes are known."""
-        return len(self._holders)
-
     @property
     def block_sizes(self) -> set[int]:
         return {block_size for block_size, _ in self._kinds.get("", {})}

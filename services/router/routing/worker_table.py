@@ -51,10 +51,6 @@ class WorkerTable:
         self._resting: list[tuple[float, str]] = []  # a heap: until when a worker is left alone
         self._placements = 0
 
-    def __len__(self) -> int:
-        """How many accounts there are."""
-        return len(self._local)
-
     def news(self, records: Mapping[str, WorkerRecord]) -> Iterator[None]:
         """Takes over the records that have changed, a slice for each step."""
         for number, record in enumerate(

@@ -25,8 +25,8 @@ from time import monotonic
 
 import structlog
 
-from services.cluster_credentials import Guard
 from tandem.errors import PermissionDenied, SettingsError, Unauthenticated
+from tandem.grpc_errors import Metadata
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +86,11 @@ class ApiKeys:
         if metrics and not (found[0].metrics or found[0].admin):
             raise PermissionDenied(f"the key of {found[0].name} may not read metrics, which are of all tenants")
         return found[0]
+
+    def guard(self, method: str, shown: Metadata) -> None:
+        """Asks every gRPC call for its key. Raises as `check`."""
+        given = shown.get("authorization")
+        self.check(given if isinstance(given, str) else None, admin=method.startswith(ADMIN_SERVICE))
 
     def named(self, name: str) -> ApiKey:
         """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
@@ -179,14 +184,3 @@ def _digest(key: str) -> bytes:
 def _bad(path: Path, what: str) -> SettingsError:
     words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
     return SettingsError(f"{path} {what}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}")
-
-
-class KeyGuard(Guard):
-    """Asks every call for its key."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    def check(self, method: str, shown: dict[str, str | bytes]) -> None:
-        given = shown.get("authorization")
-        self._keys.check(given if isinstance(given, str) else None, admin=method.startswith(ADMIN_SERVICE))

@@ -1,4 +1,5 @@
-"""Slots for jobs, assigned to tenants in rotation: one tenant's backlog does not delay another tenant's jobs."""
+"""Slots, such as those of jobs or of threads, assigned to tenants in rotation: one tenant's backlog does not delay
+another tenant."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class JobSlots:
+class TenantSlots:
     def __init__(self, most: int, most_each: int) -> None:
         """`most` slots, at most `most_each` of them for one named tenant."""
         self._free, self._most, self._most_each = most, most, most_each
@@ -18,20 +19,31 @@ class JobSlots:
     @asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
         """Holds a slot; waits for one."""
+        await self.take(tenant)
+        try:
+            yield
+        finally:
+            self.give(tenant)
+
+    async def take(self, tenant: str) -> None:
+        """Waits for a slot, which is to be given back."""
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(mine)
         self._serve()
         try:
             await mine
-            yield
-        finally:
-            if mine.cancelled() or not mine.done():  # cancelled while it waited
-                mine.cancel()
-            else:
-                self._free += 1
-                self._held[tenant] -= 1
-                self._held += Counter()  # drops tenants without a slot
-            self._serve()
+        except BaseException:
+            if mine.cancel() or mine.cancelled():  # while it waited
+                self._serve()
+            else:  # its turn came at the same moment
+                self.give(tenant)
+            raise
+
+    def give(self, tenant: str) -> None:
+        self._free += 1
+        self._held[tenant] -= 1
+        self._held += Counter()  # drops tenants without a slot
+        self._serve()
 
     @property
     def free(self) -> int:
@@ -39,7 +51,7 @@ class JobSlots:
         return self._free
 
     def _serve(self) -> None:
-        while self._free and (tenant := self._next()) is not None:
+        while (tenant := self._next()) is not None and self._free:
             line = self._waiting.pop(tenant)
             line.popleft().set_result(None)
             if line:

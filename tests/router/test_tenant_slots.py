@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from services.router.tenancy.job_slots import JobSlots
+from services.router.tenant_slots import TenantSlots
 
 
 class Places:
-    def __init__(self, slots: JobSlots) -> None:
+    def __init__(self, slots: TenantSlots) -> None:
         self._slots = slots
         self.got: list[str] = []
         self._ends: dict[asyncio.Task[None], asyncio.Event] = {}
@@ -55,7 +55,7 @@ async def test_tenants_take_turns(places: Places) -> None:
 
 async def test_a_tenant_has_no_more_than_its_part(places: Places) -> None:
     """Also when places are free; who has no name may have all."""
-    places._slots = JobSlots(3, 2)
+    places._slots = TenantSlots(3, 2)
     crowd = [places.ask("a") for _ in range(3)]
     await settled()
     assert places.got == ["a", "a"]
@@ -64,7 +64,7 @@ async def test_a_tenant_has_no_more_than_its_part(places: Places) -> None:
     assert places.got == ["a", "a", "b"]
     for task in [*crowd, b]:
         await places.end(task)
-    places._slots, places.got = JobSlots(3, 2), []
+    places._slots, places.got = TenantSlots(3, 2), []
     nameless = [places.ask("") for _ in range(3)]
     await settled()
     assert len(places.got) == 3
@@ -89,4 +89,4 @@ async def test_who_gives_up_keeps_no_place(places: Places, served: bool) -> None
 
 @pytest.fixture
 def places() -> Places:
-    return Places(JobSlots(2, 2))
+    return Places(TenantSlots(2, 2))
