@@ -42,10 +42,10 @@ class LatencyAttribution:
 
 def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
     """Those that lost most, the worst first."""
-    rates = [one.tpot for one in receipts if one.completion_tokens > 1]
+    rates = [receipt.tpot for receipt in receipts if receipt.completion_tokens > 1]
     usual = statistics.median(rates) if rates else 0.0
-    found = [of(one, usual) for one in receipts]
-    return sorted(found, key=lambda one: one.lost, reverse=True)[:most]
+    attributions = [of(receipt, usual) for receipt in receipts]
+    return sorted(attributions, key=lambda attribution: attribution.lost, reverse=True)[:most]
 
 
 def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:

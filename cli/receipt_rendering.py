@@ -104,11 +104,11 @@ def explained(item: Receipt) -> RenderableType:
     parts.append(table)
     if guess.there:
         where, other = ("decode", "prefill") if item.path == "local" else ("prefill", "decode")
-        chosen, left = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
+        chosen, rejected = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
         parts.append(
             Text(
                 f"prefilled on the {where} worker, which was to cost everybody {seconds(chosen)}; on the {other} worker"
-                f" {seconds(left)}"
+                f" {seconds(rejected)}"
             )
         )
     return Group(*parts)
@@ -123,14 +123,14 @@ def slowest(items: Sequence[LatencyAttribution]) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("what to do")
     for item in items:
-        told = item.receipt
+        receipt = item.receipt
         table.add_row(
-            Text(printable(told.request_id)),
+            Text(printable(receipt.request_id)),
             item.cause,
             seconds(item.lost),
             share(item.parts[item.cause], item.lost),
-            seconds(told.ttft),
-            seconds(told.tpot),
+            seconds(receipt.ttft),
+            seconds(receipt.tpot),
             Text(printable(item.advice)),
         )
     return table

@@ -56,7 +56,7 @@ class AdapterSlots:
         self._uses = 0
 
     def fingerprints(self) -> dict[str, bytes]:
-        return {name: one.fingerprint for name, one in self._lora.known.items()} if self._lora else {}
+        return {name: adapter.fingerprint for name, adapter in self._lora.known.items()} if self._lora else {}
 
     def fingerprint(self, name: str) -> bytes:
         """Of the adapter as this worker found it when it started. Raises NotFound."""
@@ -115,7 +115,7 @@ class AdapterSlots:
             idle = [slot for slot in self._slots if slot.idle]
             if not idle:
                 return None
-            slot = min(idle, key=lambda one: (one.name != "", one.last_used))
+            slot = min(idle, key=lambda candidate: (candidate.name != "", candidate.last_used))
             slot.name, slot.loading = name, None
         slot.users += 1
         return slot

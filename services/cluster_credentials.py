@@ -83,8 +83,8 @@ class ClusterGuard(Guard):
         self._token = token.encode()
 
     def check(self, method: str, shown: dict[str, str | bytes]) -> None:
-        given = shown.get(TOKEN_METADATA, "")
-        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token):
+        token = shown.get(TOKEN_METADATA, "")
+        if not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
             raise Unauthenticated(
                 "a worker's port serves its own cluster only; clients ask the router",
                 field=TOKEN_METADATA,
@@ -144,7 +144,7 @@ def _refusing(error: TandemError, handler: Any) -> Any:
         raise error
         yield  # makes it a stream
 
-    ways = handler.request_deserializer, handler.response_serializer
+    codecs = handler.request_deserializer, handler.response_serializer
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream, *ways)
-    return grpc.unary_unary_rpc_method_handler(refuse, *ways)
+        return grpc.unary_stream_rpc_method_handler(refuse_stream, *codecs)
+    return grpc.unary_unary_rpc_method_handler(refuse, *codecs)

@@ -111,13 +111,13 @@ class Watchdog:
 
     def _age(self, check: Check) -> tuple[float, float]:
         """Seconds that what is under way has been seen, and that it may take."""
-        found = check.under_way()
-        if found is None:
+        current = check.under_way()
+        if current is None:
             self._since.pop(check.what, None)
             return 0.0, 0.0
-        work, most_s = found
-        seen, since = self._since.get(check.what, (None, 0.0))
-        if seen != work:
+        work, most_s = current
+        previous, since = self._since.get(check.what, (None, 0.0))
+        if previous != work:
             self._since[check.what] = work, self._lived
             return 0.0, most_s
         return self._lived - since, most_s

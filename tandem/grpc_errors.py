@@ -97,14 +97,14 @@ def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up"
         return DeadlineExceeded(late)
     if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
         return errors.TooLarge(message)
-    found: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     cls = _BY_STATUS.get(code, InternalError)
     for detail in _details(error):
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
-            found["reason"] = info.reason
-            found["bound"] = info.metadata.get("bound")
+            details["reason"] = info.reason
+            details["bound"] = info.metadata.get("bound")
             named = getattr(errors, info.metadata.get("class", ""), None) or _BY_REASON.get(info.reason)
             if isinstance(named, type) and issubclass(named, TandemError) and named.status == code:
                 cls = named
@@ -112,12 +112,12 @@ def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up"
             bad = error_details_pb2.BadRequest()
             detail.Unpack(bad)
             if bad.field_violations:
-                found["field"] = bad.field_violations[0].field
+                details["field"] = bad.field_violations[0].field
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
-            found["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
-    return cls(message, **found)
+            details["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
+    return cls(message, **details)
 
 
 @contextmanager

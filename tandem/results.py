@@ -300,24 +300,26 @@ def completion(pieces: list[Piece]) -> Completion:
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish_reason=reason,
         receipt=receipt,
-        logprobs=[one for piece in pieces for one in piece.logprobs or ()] if any(p.logprobs for p in pieces) else None,
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs or ()]
+        if any(p.logprobs for p in pieces)
+        else None,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )
 
 
-def _prompt_logprobs(said: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:
-    return _logprobs(said.logprobs, said.token_ids[1:])
+def _prompt_logprobs(message: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    return _logprobs(message.logprobs, message.token_ids[1:])
 
 
-def _logprobs(said: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(message: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
     count = len(token_ids)
-    width = len(said.top_ids) // max(1, count)
-    if len(said.chosen) != count or len(said.top) != len(said.top_ids) or len(said.top) != width * count:
-        raise InternalError(f"{len(said.chosen)} log probabilities do not fit {count} tokens")
+    width = len(message.top_ids) // max(1, count)
+    if len(message.chosen) != count or len(message.top) != len(message.top_ids) or len(message.top) != width * count:
+        raise InternalError(f"{len(message.chosen)} log probabilities do not fit {count} tokens")
     ranges = [slice(width * place, width * (place + 1)) for place in range(count)]
     return [
-        TokenLogprob(token, chosen, dict(zip(said.top_ids[at], said.top[at], strict=True)))
-        for token, chosen, at in zip(token_ids, said.chosen, ranges, strict=True)
+        TokenLogprob(token, chosen, dict(zip(message.top_ids[at], message.top[at], strict=True)))
+        for token, chosen, at in zip(token_ids, message.chosen, ranges, strict=True)
     ]
 
 
@@ -352,12 +354,12 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
     )
 
 
-def _estimate(given: generation_pb2.Estimate) -> Estimate:
-    return Estimate(given.wait_seconds, given.compute_seconds, given.here_seconds, given.there_seconds)
+def _estimate(message: generation_pb2.Estimate) -> Estimate:
+    return Estimate(message.wait_seconds, message.compute_seconds, message.here_seconds, message.there_seconds)
 
 
 def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
-    return [receipt(one) for one in answer.receipts]
+    return [receipt(message) for message in answer.receipts]
 
 
 def _transfer(report: common_pb2.TransferReport) -> Transfer:

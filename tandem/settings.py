@@ -231,8 +231,8 @@ class Settings(BaseSettings):
         return {"prefill": (self.prefill, of_prefill), "decode": (self.decode, of_decode)}
 
 
-def load(**given: Any) -> Settings:
-    """Settings from `given` (None means "not given"), the environment and the defaults.
+def load(**overrides: Any) -> Settings:
+    """Settings from `overrides` (None means "not given"), the environment and the defaults.
 
     Raises SettingsError naming the setting and its bound.
     """
@@ -244,7 +244,7 @@ def load(**given: Any) -> Settings:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise SettingsError(f"unknown setting {name} in the environment", field=name)
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

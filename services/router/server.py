@@ -20,7 +20,7 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
-from services.router.frontend.dashboard import Dashboard, Goal, Seen
+from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api, HttpServer
 from services.router.frontend.http_body import BodyReader
@@ -70,7 +70,7 @@ class Router:
         self.tracing = tracing.of_process(settings, "router", worker_id)
         self.model = ServedModel(self.view, settings.adapters)
         self.offload = Offload(settings.queue_timeout_s)
-        self.feeds = StreamMuxes(self.channels, settings.stream_interval_s)
+        self.muxes = StreamMuxes(self.channels, settings.stream_interval_s)
         self.prefixes = PrefixIndex(self.view, self.channels)
         self.scheduler = RequestScheduler(self.view, settings.queue_timeout_s, _routing_config(settings))
         self.metrics = RouterMetrics(settings, worker_id, self.scheduler.waiting)
@@ -99,7 +99,7 @@ class Router:
     def _build_generation(self, tokenizer: Tokenizer) -> Generation:
         settings = self.settings
         poison = PoisonCheck(self.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
-        decode = DecodeClient(self.channels, self.feeds)
+        decode = DecodeClient(self.channels, self.muxes)
         runner = CompletionRunner(settings, self.scheduler, self.prefixes, decode, poison)
         usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
@@ -128,7 +128,7 @@ class Router:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.bodies = BodyReader(self.rate_limits, self.offload, settings.max_prompt_bytes)
         self.dashboard = Dashboard(
-            Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._seen, admin, keys
+            Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
         self.http = HttpServer(settings, api, self.dashboard, keys)
@@ -167,7 +167,7 @@ class Router:
         await end(self._indexing)
         await self._heartbeat.stop()
         await self.view.stop()
-        await self.feeds.close()
+        await self.muxes.close()
         await self.channels.close()
         await self.journal.close()
         self.offload.close()
@@ -189,11 +189,11 @@ class Router:
             arrived=self.scheduler.arrived,
         )
 
-    def _seen(self) -> Seen:
+    def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
         outcomes = self.metrics.outcomes()
         running, waiting = self.generation.running, self.scheduler.waiting()
-        return Seen(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
+        return RouterState(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be started again: one of its doors is shut for good."""

@@ -24,8 +24,8 @@ class _Malformed(Exception):
 def check_parts(data: bytes, method: str, most: int = MOST_PARTS) -> None:
     """Raises InvalidRequest where the request of a method, by its path in gRPC, has more fields than `most`, those of
     messages in it included. Bytes that are no message are left to the parser, which reads no further than here."""
-    found = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", "."))
-    waiting: list[Message] = [(0, len(data), found.input_type)]
+    rpc = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", "."))
+    waiting: list[Message] = [(0, len(data), rpc.input_type)]
     left = most
     while waiting:
         left = _count(data, waiting.pop(), waiting, left)

@@ -90,7 +90,7 @@ def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Jo
         f"/{JOBS}/SubmitJobs",
         jobs_pb2.SubmitJobsRequest(requests=requests),
         jobs_pb2.SubmitJobsResponse,
-        lambda answer: [results.job(one) for one in answer.jobs],
+        lambda answer: [results.job(job) for job in answer.jobs],
     )
 
 

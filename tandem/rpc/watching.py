@@ -39,10 +39,10 @@ class _Watching:
 
     def after(self, error: grpc.RpcError) -> float:
         """Seconds until the next try. Raises what ends the watch."""
-        found = from_rpc(error)
+        translated = from_rpc(error)
         self._failures += 1
-        if not isinstance(found, Unavailable) or self._failures > MAX_WATCH_TRIES:
-            raise found from error
+        if not isinstance(translated, Unavailable) or self._failures > MAX_WATCH_TRIES:
+            raise translated from error
         return min(0.1 * float(2**self._failures), MAX_WATCH_PAUSE_S)
 
 

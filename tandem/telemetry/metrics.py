@@ -339,18 +339,18 @@ class WorkerMetrics(Metrics):
     @contextmanager
     def transfer(self) -> Iterator[Transfer]:
         """One, however it ends; one that its source has not opened is none."""
-        one, result, reason = Transfer(), "failed", "INTERNAL"
+        transfer, result, reason = Transfer(), "failed", "INTERNAL"
         try:
-            yield one
-            result, reason = "ok" if one.committed else "cancelled", ""
+            yield transfer
+            result, reason = "ok" if transfer.committed else "cancelled", ""
         except (GeneratorExit, asyncio.CancelledError):
-            result, reason = "ok" if one.committed else "cancelled", ""
+            result, reason = "ok" if transfer.committed else "cancelled", ""
             raise
         except TandemError as error:
             reason = error.reason
             raise
         finally:
-            if one.opened:
+            if transfer.opened:
                 self._transfers.labels(result, reason).inc()
 
     def collect(self) -> Iterator[Metric]:

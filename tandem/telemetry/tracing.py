@@ -183,7 +183,7 @@ class _Tracing(Tracing):
         operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
         span = self.serve(f"{operation} {model}", headers)
         if span:
-            span.set(_asked(request, model, operation))
+            span.set(_request_attributes(request, model, operation))
         return span
 
     def call(self, name: str, attributes: Attributes) -> Span:
@@ -238,7 +238,7 @@ class _Span(Span):
 
     def answered(self, finished: generation_pb2.Finished) -> None:
         if self:
-            self.set(_answered(finished))
+            self.set(_answer_attributes(finished))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -257,15 +257,15 @@ class _Span(Span):
         span.set_status(self._tracing.otel.StatusCode.ERROR)
 
 
-def _asked(request: generation_pb2.GenerateRequest, model: str, operation: str) -> Attributes:
+def _request_attributes(request: generation_pb2.GenerateRequest, model: str, operation: str) -> Attributes:
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
 
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         names.GEN_AI_OPERATION_NAME: operation,
         names.GEN_AI_PROVIDER_NAME: "tandem",
         names.GEN_AI_REQUEST_MODEL: request.adapter or model,
     }
-    given = {
+    optional = {
         "max_tokens": names.GEN_AI_REQUEST_MAX_TOKENS,
         "temperature": names.GEN_AI_REQUEST_TEMPERATURE,
         "top_p": names.GEN_AI_REQUEST_TOP_P,
@@ -275,14 +275,14 @@ def _asked(request: generation_pb2.GenerateRequest, model: str, operation: str) 
         "n": names.GEN_AI_REQUEST_CHOICE_COUNT,
     }
     sampling = request.sampling
-    return said | {name: getattr(sampling, field) for field, name in given.items() if sampling.HasField(field)}
+    return attributes | {name: getattr(sampling, field) for field, name in optional.items() if sampling.HasField(field)}
 
 
-def _answered(finished: generation_pb2.Finished) -> Attributes:
+def _answer_attributes(finished: generation_pb2.Finished) -> Attributes:
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
 
     receipt = finished.receipt
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         names.GEN_AI_RESPONSE_ID: receipt.request_id,
         names.GEN_AI_RESPONSE_MODEL: receipt.adapter or receipt.model,
         names.GEN_AI_RESPONSE_FINISH_REASONS: [REASONS.get(finished.reason, "unknown")],
@@ -295,4 +295,4 @@ def _answered(finished: generation_pb2.Finished) -> Attributes:
         "tandem.attempts": receipt.attempts,
         "tandem.preemptions": receipt.preemptions,
     }
-    return said | ({"tandem.prefill_worker": receipt.prefill_worker} if receipt.prefill_worker else {})
+    return attributes | ({"tandem.prefill_worker": receipt.prefill_worker} if receipt.prefill_worker else {})

@@ -94,8 +94,8 @@ class Completion:
 
 def _check_adapter(request: Request, admitted: decode_pb2.Admitted, worker_id: str) -> None:
     """A worker that knows nothing of adapters would answer with the base model."""
-    said, began = admitted.adapter_fingerprint, request.adapter_fingerprint
-    if bool(said) != bool(request.adapter) or (began and said != began):
+    fingerprint, began = admitted.adapter_fingerprint, request.adapter_fingerprint
+    if bool(fingerprint) != bool(request.adapter) or (began and fingerprint != began):
         raise InternalError(f"{worker_id} did not admit the request with adapter {request.adapter!r}; it was stopped")
 
 
@@ -114,9 +114,9 @@ def _prompt_logprobs(
     """Before the first token enters the journal: the log probabilities that were asked for are there, each of them."""
     if not request.sampling.HasField("prompt_logprobs"):
         return None
-    said = len(tokens.prompt_logprobs.chosen)
-    if not tokens.HasField("prompt_logprobs") or said != request.prompt_len - 1:
-        raise InternalError(f"{worker_id} sent {said} prompt log probabilities for {request.prompt_len} tokens")
+    count = len(tokens.prompt_logprobs.chosen)
+    if not tokens.HasField("prompt_logprobs") or count != request.prompt_len - 1:
+        raise InternalError(f"{worker_id} sent {count} prompt log probabilities for {request.prompt_len} tokens")
     return generation_pb2.PromptLogprobs(
         token_ids=request.tokens[: request.prompt_len], logprobs=tokens.prompt_logprobs
     )

@@ -1,6 +1,6 @@
 """Runs a completion to its end, on as many decode workers as it takes.
 
-run   place ─▶ the decode worker's call, up to the first token ─▶ its lane of the feed ─▶ finished
+run   place ─▶ the decode worker's call, up to the first token ─▶ its substream of the feed ─▶ finished
         ▲          │ the decode worker, or its prefill worker, was lost
         └──────────┘ with the tokens sent so far: same seed and positions, same tokens
 """

@@ -1,4 +1,4 @@
-"""The router's calls to decode workers: a Decode call for each attempt, with its lane in the worker's feed."""
+"""The router's calls to decode workers: a Decode call for each attempt, with its substream of the worker's feed."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ class DecodeStream:
     """What a decode worker reports about one attempt."""
 
     call: Any  # yields events up to the first token
-    lane: Substream
+    substream: Substream
 
     async def rest(self, take: OnEvent) -> None:
         """Passes later events to `take` until it returns True. Raises what breaks the call or the feed."""
-        await self.lane.read(take, self.call)
+        await self.substream.read(take, self.call)
 
 
 class DecodeClient:
-    def __init__(self, channels: Channels, feeds: StreamMuxes) -> None:
+    def __init__(self, channels: Channels, muxes: StreamMuxes) -> None:
         self._channels = channels
-        self._feeds = feeds
+        self._muxes = muxes
 
     @asynccontextmanager
     async def stream(
         self, worker: WorkerSnapshot, request: decode_pb2.DecodeRequest, deadline: float, span: Span
     ) -> AsyncIterator[DecodeStream]:
         """Opens the call, and cancels it when the block ends: the worker frees what it holds for the attempt. Fills in
-        the request's lane. Raises WorkerLost, and what the worker's errors stand for."""
+        the request's `feed_id` and `lane`. Raises WorkerLost, and what the worker's errors stand for."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
         with calling(worker.worker_id):
-            feed = await self._feeds.of(worker)
-        with feed.lane() as lane, calling(worker.worker_id):
-            request.feed_id, request.lane = lane.feed_id, lane.number
+            mux = await self._muxes.of(worker)
+        with mux.substream() as substream, calling(worker.worker_id):
+            request.feed_id, request.lane = substream.feed_id, substream.number
             timeout = max(0.001, deadline - monotonic())
             call = stub.Decode(request, timeout=timeout, metadata=span.headers)
             try:
-                yield DecodeStream(call, lane)
+                yield DecodeStream(call, substream)
             finally:
                 call.cancel()

@@ -58,7 +58,7 @@ class PoisonRequests:
         return bool(self._lost)
 
     def lost(self, request: bytes, loss: Loss) -> None:
-        losses = [one for one in self._lost.get(request, []) if one.at > loss.at - POISON_S]
+        losses = [known for known in self._lost.get(request, []) if known.at > loss.at - POISON_S]
         self._lost[request] = [*losses, loss][-MAX_LOSSES:]
         self._lost.move_to_end(request)
         if len(self._lost) > MAX_REQUESTS:
@@ -71,7 +71,7 @@ class PoisonRequests:
     def undecided(self, request: bytes, now: float) -> bool:
         """Whether it depends on workers of unknown fate if it may be tried again, or must begin alone."""
         known, unknown = self._counted(request, now)
-        return any(one.alone for one in unknown) or len(known) < SUSPECT_LOST <= len(known) + len(unknown)
+        return any(loss.alone for loss in unknown) or len(known) < SUSPECT_LOST <= len(known) + len(unknown)
 
     def suspected(self, request: bytes, now: float) -> bool:
         """Whether it must begin alone."""
@@ -80,8 +80,8 @@ class PoisonRequests:
     def check(self, request: bytes, now: float) -> None:
         """Raises InternalError when it may be tried nowhere now."""
         lost, _ = self._counted(request, now)
-        proved = len(lost) > SUSPECT_LOST and any(one.alone for one in lost)
-        if proved or sum(one.failed_step for one in lost) >= SUSPECT_LOST:
+        proved = len(lost) > SUSPECT_LOST and any(loss.alone for loss in lost)
+        if proved or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
             raise InternalError(
                 f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or their"
                 f" engines failed in a step with it; it is not tried for {POISON_S:.0f} s, so that it cannot end all of"
@@ -98,7 +98,7 @@ class PoisonRequests:
         unknown: list[Loss] = []
         incarnations: set[Incarnation] = set()
         counted_at = -math.inf  # when the latest of those was lost
-        for loss in sorted(losses, key=lambda one: one.at):
+        for loss in sorted(losses, key=lambda entry: entry.at):
             incarnation = loss.worker_id, loss.incarnation
             fate = True if loss.failed_step else self._fate(*incarnation, loss.at)
             if fate is False or incarnation in incarnations or loss.began < counted_at:

@@ -22,9 +22,9 @@ class StopStrings:
         if not self._stops:
             return text
         self._held += text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            end, start, self.hit = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            end, start, self.hit = min(matches)
             shown, self._held = self._held[: end if self._include else start], ""
             return shown
         keep = max(self._begun(stop) for stop in self._stops)

@@ -74,11 +74,11 @@ class Goal(NamedTuple):
         return not (slow_first or slow_token)
 
 
-def snapshot(kept: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
+def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
     """Of the answers that ended within the window before `now`, in unix seconds."""
-    window = min(float(WINDOW_S), max(1.0, now - kept.since))
-    recent = [*takewhile(lambda one: now - one.ended_at < window, reversed(kept))]
-    met = [goal.met(one) for one in recent]
+    window = min(float(WINDOW_S), max(1.0, now - receipts.since))
+    recent = [*takewhile(lambda receipt: now - receipt.ended_at < window, reversed(receipts))]
+    met = [goal.met(receipt) for receipt in recent]
     seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the newest that is over
     points: list[list[float | bool | None]] = []
     links: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"requests": 0, "bytes": 0, "seconds": 0.0})
@@ -94,14 +94,14 @@ def snapshot(kept: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
         link["bytes"] += receipt.transfer.bytes
         link["seconds"] += receipt.transfer.seconds
         link["transport"] = receipt.transfer.transport or link.get("transport", "")
-    tpots = [tpot for one in recent if (tpot := _tpot(one)) is not None]
+    tpots = [tpot for receipt in recent if (tpot := _tpot(receipt)) is not None]
     return {
         "window": window,
         "goal": goal._asdict(),
         "ended": len(recent),
         "met": sum(met),
-        "tokens": sum(one.completion_tokens for one in recent),
-        "ttft": _percentiles([one.ttft_seconds for one in recent]),
+        "tokens": sum(receipt.completion_tokens for receipt in recent),
+        "ttft": _percentiles([receipt.ttft_seconds for receipt in recent]),
         "tpot": _percentiles(tpots),
         "seconds": seconds,
         "points": points,
@@ -140,8 +140,8 @@ def _from_here(request: Request) -> bool:
     return request.client is not None and is_loopback(request.client.host) and is_loopback(called)
 
 
-class Seen(NamedTuple):
-    """What a router knows beside its receipts."""
+class RouterState(NamedTuple):
+    """What a router knows apart from its receipts."""
 
     model: str
     router: str
@@ -152,14 +152,19 @@ class Seen(NamedTuple):
 
 
 class Dashboard:
-    """The routes. `kept` grows meanwhile; `seen` is asked once for each snapshot."""
+    """The routes. `receipts` grows meanwhile; `state` is called once for each snapshot."""
 
     def __init__(
-        self, goal: Goal, kept: ReceiptLog, seen: Callable[[], Seen], admin: AdminServicer, keys: ApiKeys | None
+        self,
+        goal: Goal,
+        receipts: ReceiptLog,
+        state: Callable[[], RouterState],
+        admin: AdminServicer,
+        keys: ApiKeys | None,
     ) -> None:
         self._goal = goal
-        self._kept = kept
-        self._seen = seen
+        self._receipt_log = receipts
+        self._router_state = state
         self._admin = admin
         self._keys = keys
         self._closing = asyncio.Event()
@@ -191,16 +196,16 @@ class Dashboard:
         """POST /dashboard/pools/prefill?size=3"""
         self._check(request)
         size = _number(request, "size", 0, 2**31 - 1)
-        asked = admin_pb2.ScalePoolsRequest(wanted={request.path_params["role"]: int(size)})
-        answer = await self._admin.ScalePools(asked)
+        scale_request = admin_pb2.ScalePoolsRequest(wanted={request.path_params["role"]: int(size)})
+        answer = await self._admin.ScalePools(scale_request)
         return JSONResponse({"wanted": dict(answer.wanted)}, headers=HEADERS)
 
     async def drain(self, request: Request) -> Response:
         """POST /dashboard/workers/decode-0/drain?grace=30"""
         self._check(request)
         grace_s = _number(request, "grace", 0.0, MAX_GRACE_S)
-        asked = admin_pb2.DrainWorkerRequest(worker_id=request.path_params["worker_id"], grace_seconds=grace_s)
-        answer = await self._admin.DrainWorker(asked)
+        drain_request = admin_pb2.DrainWorkerRequest(worker_id=request.path_params["worker_id"], grace_seconds=grace_s)
+        answer = await self._admin.DrainWorker(drain_request)
         return JSONResponse({"finished": answer.finished, "cut": answer.cut}, headers=HEADERS)
 
     def _check(self, request: Request) -> None:
@@ -231,14 +236,14 @@ class Dashboard:
         return page
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
-        told: generation_pb2.Receipt | None = None
+        sent: generation_pb2.Receipt | None = None
         for number in range(int(STREAM_LIFETIME_S / TICK_S)):
             if number and (await self._closed_within(TICK_S) or not self._may_stay(request)):
                 return
             await self._make()
             yield self._state
-            if number == 0 or told is not self._newest:
-                told = self._newest
+            if number == 0 or sent is not self._newest:
+                sent = self._newest
                 yield self._receipts
 
     async def _closed_within(self, seconds: float) -> bool:
@@ -255,11 +260,13 @@ class Dashboard:
             if now - self._made < TICK_S / 2:
                 return
             pools = cluster_results.pools(await self._admin.pools())
-            shown = snapshot(self._kept, time(), self._goal)
-            self._state = _event("state", {**pools.to_dict(), **self._seen()._asdict(), **shown})
-            newest = next(reversed(self._kept), None)
+            shown = snapshot(self._receipt_log, time(), self._goal)
+            self._state = _event("state", {**pools.to_dict(), **self._router_state()._asdict(), **shown})
+            newest = next(reversed(self._receipt_log), None)
             if newest is not self._newest or not self._receipts:
-                items = [results.receipt(one).to_dict() for one in islice(reversed(self._kept), MAX_RECEIPTS)]
+                items = [
+                    results.receipt(receipt).to_dict() for receipt in islice(reversed(self._receipt_log), MAX_RECEIPTS)
+                ]
                 self._newest, self._receipts = newest, _event("receipts", items)
             self._made = now
 

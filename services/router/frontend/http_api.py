@@ -67,7 +67,7 @@ class Detokenize(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-Asked = tuple[Sampled, str, str, list[generation_pb2.GenerateRequest]]
+Parsed = tuple[Sampled, str, str, list[generation_pb2.GenerateRequest]]
 
 
 class Api:
@@ -152,15 +152,20 @@ class Api:
         return to_json({"prompt": self._tokenizer.decode(body.tokens)})
 
     async def _answer(self, request: Request, kind: type[Sampled]) -> Response:
-        asked = await self._bodies.read(request, self._asked, kind, request.headers.get("x-request-id"))
-        body, request_id, model, requests = asked
+        parsed = await self._bodies.read(request, self._parsed, kind, request.headers.get("x-request-id"))
+        body, request_id, model, requests = parsed
         key, generate = request.headers.get("authorization"), self._generation.generate
         headers = request.headers.items
-        events = _merged([generate(one, None, body.default_max_tokens, key, headers=headers) for one in requests])
+        events = _merged(
+            [
+                generate(generate_request, None, body.default_max_tokens, key, headers=headers)
+                for generate_request in requests
+            ]
+        )
         answer = openai_responses.answer(body, request_id, model, self._tokenizer, requests)
         return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
 
-    def _asked(self, raw: bytes, kind: type[Sampled], request_id: str | None) -> Asked:
+    def _parsed(self, raw: bytes, kind: type[Sampled], request_id: str | None) -> Parsed:
         """Raises InvalidRequest, NotFound for a model that there is not."""
         context = self._model.facts().context
         body = openai_protocol.parse(raw, kind, kind.most_numbers(context))
@@ -287,9 +292,9 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
-                self._keys.check(given.decode("latin-1"), metrics=scope["path"] == "/metrics")
+                self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
                 await _write(send, error.http, openai_errors.error_body(error), headers)

@@ -50,23 +50,23 @@ class Bodies:
     def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
         """A function that is told of more bytes, which count until the block ends. It raises Busy when there are too
         many."""
-        mine = 0
+        received = 0
 
         def more(count: int) -> None:
-            nonlocal mine
+            nonlocal received
             if self._held[tenant] + count > self._most:
                 raise Busy(
                     f"bodies of {self._held[tenant]} bytes are being received, and {self._most} is the limit",
                     reason="BODIES",
                     retry_after=1.0,
                 )
-            mine += count
+            received += count
             self._held[tenant] += count
 
         try:
             yield more
         finally:
-            self._held[tenant] -= mine
+            self._held[tenant] -= received
             if not self._held[tenant]:
                 del self._held[tenant]
                 now = monotonic()

@@ -57,7 +57,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def opened(self, one: _Protocol) -> bool:
+    def opened(self, connection: _Protocol) -> bool:
         """Whether there is room for it; may close another one for that."""
         if len(self._open) >= self.most:
             victim = next(iter(self._unproven), None) or next(iter(self._idle), None)
@@ -65,22 +65,22 @@ class Connections:
                 return False
             self.closed(victim)
             victim.hang_up()
-        self._open.add(one)
-        self._unproven[one] = None
+        self._open.add(connection)
+        self._unproven[connection] = None
         return True
 
-    def busy(self, one: _Protocol) -> None:
-        self._unproven.pop(one, None)
-        self._idle.pop(one, None)
+    def busy(self, connection: _Protocol) -> None:
+        self._unproven.pop(connection, None)
+        self._idle.pop(connection, None)
 
-    def idle(self, one: _Protocol) -> None:
-        if one in self._open:
-            self._idle[one] = None
+    def idle(self, connection: _Protocol) -> None:
+        if connection in self._open:
+            self._idle[connection] = None
 
-    def closed(self, one: _Protocol) -> None:
+    def closed(self, connection: _Protocol) -> None:
         """Safe to call twice."""
-        self._open.discard(one)
-        self.busy(one)
+        self._open.discard(connection)
+        self.busy(connection)
 
 
 class _Protocol(HttpToolsProtocol):

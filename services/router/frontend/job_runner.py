@@ -78,7 +78,7 @@ class JobRunner:
         self._model = model
         self._rate_limits = rate_limits
         self._journal = journal
-        self._mine: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
+        self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
         self._ending: set[str] = set()  # ids of those that are being stopped here
         self._slots = JobSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
         self._keeping: asyncio.Task[None] | None = None
@@ -89,12 +89,12 @@ class JobRunner:
     async def leave(self) -> None:
         """Ends its jobs here, so that other routers continue them at once."""
         await end(self._keeping)
-        mine = [(job_id, generation) for job_id, (generation, _) in self._mine.items()]
-        await asyncio.gather(*(end(task) for _, task in list(self._mine.values())))
+        leases = [(job_id, generation) for job_id, (generation, _) in self._running.items()]
+        await asyncio.gather(*(end(task) for _, task in list(self._running.values())))
         try:
-            await self._journal.release(mine)
+            await self._journal.release(leases)
         except Unavailable as error:
-            log.warning("jobs.not_released", jobs=len(mine), error=error.message)  # their leases end by themselves
+            log.warning("jobs.not_released", jobs=len(leases), error=error.message)  # their leases end by themselves
 
     async def _keep(self) -> None:
         """Renews the leases of its own, and takes over what others have left."""
@@ -111,16 +111,16 @@ class JobRunner:
 
     def _takes_more(self) -> bool:
         """Also beside a backlog of one tenant, which may not have every place."""
-        return len(self._mine) < MAX_RUNNING or (self._slots.free > 0 and len(self._mine) < MAX_LEASED)
+        return len(self._running) < MAX_RUNNING or (self._slots.free > 0 and len(self._running) < MAX_LEASED)
 
     async def _renew(self) -> None:
-        mine = dict(self._mine)
-        owned = [(job_id, generation) for job_id, (generation, _) in mine.items()]
+        running = dict(self._running)
+        owned = [(job_id, generation) for job_id, (generation, _) in running.items()]
         for (job_id, generation), kept in zip(owned, await self._journal.renew(owned), strict=True):
             if kept is not Kept.KEPT and job_id not in self._ending:
                 self._ending.add(job_id)
                 # Beside this task: the leases of all others hang on it.
-                once(self._end_here(job_id, generation, mine[job_id][1], kept), name=f"end of job {job_id}")
+                once(self._end_here(job_id, generation, running[job_id][1], kept), name=f"end of job {job_id}")
 
     async def _end_here(self, job_id: str, generation: int, task: asyncio.Task[None], why: Kept) -> None:
         try:
@@ -135,12 +135,12 @@ class JobRunner:
     def run_here(self, record: JobRecord) -> None:
         """This router has the lease."""
         task = once(self._run(record), name=f"job {record.job_id}")
-        self._mine[record.job_id] = record.generation, task
+        self._running[record.job_id] = record.generation, task
         task.add_done_callback(lambda _: self._done(record))
 
     def _done(self, record: JobRecord) -> None:
-        if self._mine.get(record.job_id, (0,))[0] == record.generation:
-            del self._mine[record.job_id]
+        if self._running.get(record.job_id, (0,))[0] == record.generation:
+            del self._running[record.job_id]
 
     async def _run(self, record: JobRecord) -> None:
         """To its end, or until it is somebody else's."""
@@ -198,11 +198,11 @@ class JobRunner:
             events = self._generation.generate(
                 job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
             )
-            left = choices(job.kept.request) - len(ResumeState(past).ended)  # one may be kept twice
+            unfinished = choices(job.kept.request) - len(ResumeState(past).ended)  # one may be kept twice
             async with aclosing(events):
                 async for event in events:
-                    left -= event.HasField("finished")
-                    if not await self._add(job, event, left):
+                    unfinished -= event.HasField("finished")
+                    if not await self._add(job, event, unfinished):
                         return
                     if event.HasField("delta"):
                         job.failures, job.delay_s = 0, MIN_RETRY_S
@@ -210,13 +210,13 @@ class JobRunner:
                         if not event.delta.last:  # else it has its last token, and waits for nothing
                             allowance.check()
 
-    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, left: int) -> bool:
-        """Keeps an event, `left` completions before the job's end. False: the job has ended, or is not ours."""
+    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, unfinished: int) -> bool:
+        """Keeps an event, `unfinished` completions before the job's end. False: the job has ended, or is not ours."""
         job_id, generation, data = job.record.job_id, job.record.generation, event.SerializeToString()
         if event.HasField("delta"):
             choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
             outcome = await self._journal.append(job_id, generation, first, first + new, data, choice)
-        elif event.HasField("finished") and left:
+        elif event.HasField("finished") and unfinished:
             choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
             outcome = await self._journal.append(job_id, generation, end_at, end_at, data, choice)
         elif event.HasField("finished"):
@@ -232,14 +232,14 @@ class JobRunner:
     def _check_layout(self, job: _Running) -> None:
         """A job goes on only where all workers have the layout that it began with: others would give other tokens.
         While some have another one (an upgrade, perhaps one that is taken back) it waits."""
-        mine = job.kept.layout_hash
+        layout = job.kept.layout_hash
         layouts = self._model.layouts()
-        if layouts == {mine}:
+        if layouts == {layout}:
             job.homeless_since = None
             return
         if not layouts:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        if mine not in layouts:
+        if layout not in layouts:
             job.homeless_since = job.homeless_since or monotonic()
             if monotonic() - job.homeless_since > MAX_LAYOUT_ABSENCE_S:
                 raise PreconditionFailed(

@@ -85,8 +85,10 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._check_stays()
         with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
             key = self._rate_limits.who(authorization(context))
-            asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
-            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(asked, key, span))
+            fixed = [
+                await self._fixed(generate_request, key) for generate_request in request.requests
+            ]  # all are right, or none is kept
+            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(fixed, key, span))
 
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
@@ -94,12 +96,12 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         key = self._rate_limits.who(authorization(context))
         with self._watching(key):
             job_id = _scoped(key, request.job_id)
-            asked = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
+            kept_request = jobs_pb2.KeptJob.FromString((await self._journal.get(job_id)).request).request
             started = generation_pb2.Started(
                 request_id=request.job_id,
                 model=self._settings.model,
-                prompt_tokens=len(asked.token_ids.ids),
-                choices=choices(asked),
+                prompt_tokens=len(kept_request.token_ids.ids),
+                choices=choices(kept_request),
             )
             yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
@@ -162,13 +164,13 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, request: generation_pb2.GenerateRequest, key: ApiKey
     ) -> tuple[generation_pb2.GenerateRequest, str]:
         """What is kept, and what says whether two requests ask for the same."""
-        asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-        return await self._generation.fixed(request, key), asked
+        digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+        return await self._generation.fixed(request, key), digest
 
     async def _submit(
-        self, asked: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
+        self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
     ) -> list[jobs_pb2.Job]:
-        jobs = [self._to_keep(request, digest, key, span) for request, digest in asked]
+        jobs = [self._to_keep(request, digest, key, span) for request, digest in fixed]
         new = await self._journal.submit(jobs, key.name)
         for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
             self._runner.run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
@@ -176,7 +178,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             jobs_pb2.Job(job_id=request.request_id, state=STATES[State.OPEN])
             if is_new
             else await self._job(request.request_id, key)
-            for (request, _), is_new in zip(asked, new, strict=True)
+            for (request, _), is_new in zip(fixed, new, strict=True)
         ]
 
     def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:

@@ -90,7 +90,7 @@ class Completions(Sampled):
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
-        return [_prompt(one, context) for one in prompts]
+        return [_prompt(prompt, context) for prompt in prompts]
 
 
 class Message(BaseModel):
@@ -128,7 +128,7 @@ class Chat(Sampled):
         return params
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
-        messages = [_message(one, f"messages[{index}]") for index, one in enumerate(self.messages)]
+        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
         tools = to_bytes(encode(self.tools)) if self.offers_tools else b""
         return [{"chat": generation_pb2.Chat(messages=messages, tools=tools, tool_choice=self.forced())}]
 
@@ -196,19 +196,19 @@ def _prompt(prompt: object, context: int) -> dict[str, Any]:
     if isinstance(prompt, list):
         if len(prompt) > context:
             raise over_context(context, len(prompt), "token_ids")
-        if all(type(one) is int and -(2**63) <= one < 2**63 for one in prompt):  # not bool
+        if all(type(token) is int and -(2**63) <= token < 2**63 for token in prompt):  # not bool
             return {"token_ids": generation_pb2.TokenIds(ids=prompt)}
     raise InvalidRequest("prompt is of no known kind", field="prompt", bound="text, token ids, or a list of these")
 
 
-def _message(one: Message, where: str) -> generation_pb2.ChatMessage:
-    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(one.tool_calls or ())]
+def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
+    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     return generation_pb2.ChatMessage(
-        role=_clean(one.role, f"{where}.role"),
-        content=_content(one.content, f"{where}.content"),
+        role=_clean(message.role, f"{where}.role"),
+        content=_content(message.content, f"{where}.content"),
         tool_calls=to_bytes(encode(calls)) if calls else b"",
-        tool_call_id=_clean(one.tool_call_id or "", f"{where}.tool_call_id"),
-        name=_clean(one.name or "", f"{where}.name"),
+        tool_call_id=_clean(message.tool_call_id or "", f"{where}.tool_call_id"),
+        name=_clean(message.name or "", f"{where}.name"),
     )
 
 
@@ -264,7 +264,7 @@ def requests(
             adapter=adapter,
             priority=body.priority or 0,
             ttft_slo_seconds=body.ttft_slo_seconds,
-            **one,
+            **fields,
         )
-        for index, one in enumerate(inputs)
+        for index, fields in enumerate(inputs)
     ]

@@ -110,12 +110,12 @@ class Answer(ABC):
         async for index, event in events:
             piece = self._piece(index, event)
             if piece is not None:
-                whole = pieces.setdefault(piece.choice.index, Piece(piece.choice))
-                whole.text += piece.text
-                whole.token_ids += piece.token_ids
-                whole.logprobs += piece.logprobs
-                whole.prompt_logprobs += piece.prompt_logprobs
-                whole.finish, whole.stop_reason, whole.receipt = piece.finish, piece.stop_reason, piece.receipt
+                merged = pieces.setdefault(piece.choice.index, Piece(piece.choice))
+                merged.text += piece.text
+                merged.token_ids += piece.token_ids
+                merged.logprobs += piece.logprobs
+                merged.prompt_logprobs += piece.prompt_logprobs
+                merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
         choices = [await self._encoded(piece, self.message(piece)) for _, piece in sorted(pieces.items())]
         return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
 
@@ -211,10 +211,14 @@ class Answer(ABC):
         """As vLLM has it, but for the rank of a token that is not among the likeliest: it is unknown here."""
         if chosen is None:
             return None
-        ranks = {one: rank for rank, one in enumerate(top, 1)}
+        ranks = {token_id: rank for rank, token_id in enumerate(top, 1)}
         return {
-            str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": self._tokenizer.token(one)}
-            for one, value in {token: chosen, **top}.items()
+            str(token_id): {
+                "logprob": value,
+                "rank": ranks.get(token_id),
+                "decoded_token": self._tokenizer.token(token_id),
+            }
+            for token_id, value in {token: chosen, **top}.items()
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -271,7 +275,7 @@ class CompletionsAnswer(Answer):
         if chosen is None:
             return None
         return {
-            **{self._token(one): value for one, value in reversed(top.items())},
+            **{self._token(token_id): value for token_id, value in reversed(top.items())},
             **({} if token in top else {self._token(token): chosen}),
         }
 
@@ -312,8 +316,8 @@ class ChatAnswer(Answer):
         if content.isspace() and self._body.forced() is not None:
             content = ""  # it stands between calls
         calls = [
-            (index, {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}})
-            for index, one in enumerate(reader.calls[before:], before)
+            (index, {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+            for index, call in enumerate(reader.calls[before:], before)
         ]
         return content, calls
 
@@ -324,7 +328,7 @@ class ChatAnswer(Answer):
         return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*one) for one in top.items()]}
+        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
 
     def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._token(token)
@@ -342,7 +346,7 @@ async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
     """JSON of each, with commas between, made some at a time, so that other streams are relayed meanwhile."""
     parts = []
     for at in range(0, len(scored), TOKENS_PER_SLICE):
-        parts += [encode(make(*one)) for one in scored[at : at + TOKENS_PER_SLICE]]
+        parts += [encode(make(*score)) for score in scored[at : at + TOKENS_PER_SLICE]]
         await asyncio.sleep(0)
     return ",".join(parts)
 

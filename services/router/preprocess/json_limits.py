@@ -30,8 +30,8 @@ def check(body: bytes, most_numbers: int = MAX_NUMBERS, name: str = "body") -> N
     at = numbers = structure = depth = 0
     inside = False  # of a string
     while at < len(body):
-        found = _END_OF_PIECE.search(body, at + PIECE_BYTES - 1)
-        piece = body[at : found.end() if found else len(body)]
+        piece_end = _END_OF_PIECE.search(body, at + PIECE_BYTES - 1)
+        piece = body[at : piece_end.end() if piece_end else len(body)]
         at += len(piece)
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")

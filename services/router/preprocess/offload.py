@@ -95,14 +95,14 @@ class Offload:
         came free. Work that has begun goes on to its end when the caller is cancelled."""
         if size <= SHORT_BYTES:
             return work(*args)
-        lane = self._medium if size <= MEDIUM_BYTES else self._long
-        return await lane.run(tenant, self._patience_s, work, *args)
+        pool = self._medium if size <= MEDIUM_BYTES else self._long
+        return await pool.run(tenant, self._patience_s, work, *args)
 
     def close(self) -> None:
         self._medium.close()
         self._long.close()
 
 
-def _soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(what)
+        loop.call_soon_threadsafe(callback)

@@ -43,12 +43,14 @@ def format_of(template: str) -> Format | None:
 
 def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: Format) -> common_pb2.Grammar:
     """The calls that an answer may be. Raises InvalidRequest that names the tool and the place in its schema."""
-    given = choice.name if choice.HasField("name") else None
-    chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if given in (None, tool["function"]["name"])]
+    tool_name = choice.name if choice.HasField("name") else None
+    chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if tool_name in (None, tool["function"]["name"])]
     if not chosen:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise InvalidRequest(
-            f"no tool is named {given!r:.140}; there are: {names:.500}", field="chat.tool_choice", bound="one of them"
+            f"no tool is named {tool_name!r:.140}; there are: {names:.500}",
+            field="chat.tool_choice",
+            bound="one of them",
         )
     calls = common_pb2.Calls(separator=SEPARATORS[format] if choice.several else None)
     schemas = {}
@@ -86,7 +88,7 @@ class CallReader:
     """Takes calls out of a text that comes in pieces. What comes out does not depend on how the text was cut."""
 
     def __init__(self, format: Format) -> None:
-        self._turn: Callable[[str], str] = self._hermes if format == "hermes" else self._llama3
+        self._push: Callable[[str], str] = self._hermes if format == "hermes" else self._llama3
         self._format = format
         self._held = ""
         self._inside = False  # of a call, or of what may be one
@@ -97,16 +99,16 @@ class CallReader:
 
     def push(self, text: str) -> str:
         """The text that can be shown now; calls that are complete are added to `calls`."""
-        return self._turn(text)
+        return self._push(text)
 
     def finish(self) -> str:
         """What was held back and became no call."""
         held, self._held = self._held, ""
         if not self._inside:
             return held
-        found = _several(held) if self._format == "llama3" else _one(held.removeprefix(OPEN))
-        self.calls += found
-        return "" if found else held
+        calls = _several(held) if self._format == "llama3" else _single(held.removeprefix(OPEN))
+        self.calls += calls
+        return "" if calls else held
 
     def _hermes(self, text: str) -> str:
         self._held += text
@@ -116,10 +118,10 @@ class CallReader:
                 end = self._end()
                 if end is None:
                     return shown
-                whole, self._held = self._held[:end], self._held[end:]
-                found = _one(whole[len(OPEN) : -len(CLOSE)])
-                self.calls += found
-                shown += "" if found else whole
+                call_text, self._held = self._held[:end], self._held[end:]
+                calls = _single(call_text[len(OPEN) : -len(CLOSE)])
+                self.calls += calls
+                shown += "" if calls else call_text
                 self._inside = False
             at = self._held.find(OPEN)
             if at < 0:
@@ -162,13 +164,13 @@ def _begun(text: str) -> int:
     return next((size for size in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:size])), 0)
 
 
-def _one(text: str) -> list[Call]:
+def _single(text: str) -> list[Call]:
     """The call that the text is; empty if it is none."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    call = _call(found)
+    call = _call(value)
     return [call] if call else []
 
 
@@ -181,20 +183,20 @@ def _several(text: str) -> list[Call]:
             at += 1
             continue
         try:
-            found, at = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return []
-        call = _call(found)
+        call = _call(value)
         if call is None:
             return []
         calls.append(call)
     return calls
 
 
-def _call(found: Any) -> Call | None:
-    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+def _call(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
     try:
@@ -202,7 +204,7 @@ def _call(found: Any) -> Call | None:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # no Unicode; a number that JSON has no word for
         return None
-    return Call(f"call_{secrets.token_hex(12)}", name, _LONE.sub(lambda one: f"\\u{ord(one[0]):04x}", text))
+    return Call(f"call_{secrets.token_hex(12)}", name, _LONE.sub(lambda surrogate: f"\\u{ord(surrogate[0]):04x}", text))
 
 
 _LONE = re.compile("[\ud800-\udfff]")

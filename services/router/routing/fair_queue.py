@@ -254,17 +254,17 @@ class FairQueue(Generic[W]):
         """What the other tenants of a class have placed, one prompt after another, until they have had more than
         `reach`."""
         others = len(group.lines) - (tenant in group.lines)
-        seen, count, tokens = 0, 0.0, 0.0
+        sampled, count, tokens = 0, 0.0, 0.0
         for name, line in islice(group.lines.items(), MAX_SAMPLED + 1):
-            if name == tenant or seen == MAX_SAMPLED:
+            if name == tenant or sampled == MAX_SAMPLED:
                 continue
-            seen += 1
+            sampled += 1
             left = reach - self._charged[name]
             if left >= 0:
                 mean = line.sizes.tokens / len(line)
                 share = min(len(line), left // max(mean, 1.0) + 1)
                 count, tokens = count + share, tokens + share * mean
-        return (count * others / seen, tokens * others / seen) if seen else (0.0, 0.0)
+        return (count * others / sampled, tokens * others / sampled) if sampled else (0.0, 0.0)
 
     def _count_in(self, group: UrgencyClass[W], request: W, times: int) -> None:
         group.count += times

@@ -140,20 +140,20 @@ class BlockIndex:
     def _found(self, prompt: Prompt) -> list[tuple[int, int]]:
         """(leading tokens, mask of the incarnations that have exactly so many), the most first."""
         if prompt.found_at is not self._version:
-            found: dict[int, int] = {}
+            holders_by_length: dict[int, int] = {}
             for (block_size, fingerprint), having in self._kinds.get(prompt.adapter, {}).items():
                 tokens = 0
                 for digest in prompt.chain(block_size, fingerprint) if having else ():
                     still = having & self._holders.get(digest, 0)
                     if still != having:
-                        found[tokens] = found.get(tokens, 0) | having & ~still
+                        holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having & ~still
                         having = still
                     if not having:
                         break
                     tokens = min(tokens + block_size, len(prompt) - 1)
-                found[tokens] = found.get(tokens, 0) | having
-            found.pop(0, None)
-            prompt.found = sorted(found.items(), reverse=True)
+                holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having
+            holders_by_length.pop(0, None)
+            prompt.found = sorted(holders_by_length.items(), reverse=True)
             prompt.found_at = self._version
         return prompt.found
 

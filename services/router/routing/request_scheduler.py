@@ -78,7 +78,7 @@ class RequestScheduler:
     async def placed(
         self,
         tokens: int,
-        limit: int,
+        max_len: int,
         remaining_s: float,
         kv_holder: str = "",
         cached: Cached = lambda record: 0,
@@ -101,7 +101,7 @@ class RequestScheduler:
         Raises Busy at once when it would wait too long, and after the queue timeout or `remaining_s` when it did;
         DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when nobody is there.
         """
-        ahead = min(RESERVED_OUTPUT_TOKENS, limit - tokens)
+        ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
         waiting = _Waiting(
             tokens,
             tenant,

@@ -72,20 +72,22 @@ class ApiKeys:
     def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> ApiKey:
         """Who sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
         self._look()
-        scheme, _, given = (authorization or "").partition(" ")
-        digest = _digest(given.strip())
-        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
-        if scheme.lower() != "bearer" or not found:
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest = _digest(secret.strip())
+        matches = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        if scheme.lower() != "bearer" or not matches:
             raise Unauthenticated(
                 "this cluster asks for a key, and there was none or an unknown one; send `authorization: Bearer KEY`",
                 field="authorization",
                 bound="a key of the cluster's api_keys file",
             )
-        if admin and not found[0].admin:
-            raise PermissionDenied(f"the key of {found[0].name} may generate, and not change or look into the cluster")
-        if metrics and not (found[0].metrics or found[0].admin):
-            raise PermissionDenied(f"the key of {found[0].name} may not read metrics, which are of all tenants")
-        return found[0]
+        if admin and not matches[0].admin:
+            raise PermissionDenied(
+                f"the key of {matches[0].name} may generate, and not change or look into the cluster"
+            )
+        if metrics and not (matches[0].metrics or matches[0].admin):
+            raise PermissionDenied(f"the key of {matches[0].name} may not read metrics, which are of all tenants")
+        return matches[0]
 
     def named(self, name: str) -> ApiKey:
         """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
@@ -95,15 +97,15 @@ class ApiKeys:
         if not limits:
             raise PermissionDenied(f"{name} has no key any more")
 
-        def given(what: str) -> list[int]:
-            return [value for one in limits if (value := getattr(one, what)) is not None]
+        def bounds(name: str) -> list[int]:
+            return [value for key_limits in limits if (value := getattr(key_limits, name)) is not None]
 
         return ApiKey(
             name,
             limits=Limits(
-                requests=min(given("requests"), default=None),
-                tokens_per_minute=min(given("tokens_per_minute"), default=None),
-                priority=max(given("priority"), default=None),
+                requests=min(bounds("requests"), default=None),
+                tokens_per_minute=min(bounds("tokens_per_minute"), default=None),
+                priority=max(bounds("priority"), default=None),
             ),
         )
 
@@ -157,16 +159,16 @@ def _key(path: Path, number: int, words: list[str]) -> ApiKey:
     rights: set[str] = set()
     limits = {}
     for word in about:
-        what, _, value = word.partition("=")
+        name_of_limit, _, value = word.partition("=")
         if word in RIGHTS and word not in rights:
             rights.add(word)
         elif (
-            what in MIN_LIMITS
-            and what not in limits
+            name_of_limit in MIN_LIMITS
+            and name_of_limit not in limits
             and NUMBER_PATTERN.fullmatch(value)
-            and int(value) >= MIN_LIMITS[what]
+            and int(value) >= MIN_LIMITS[name_of_limit]
         ):
-            limits[what] = int(value)
+            limits[name_of_limit] = int(value)
         else:
             raise _bad(path, f"has a word {word!r:.80} in line {number} that means nothing there")
     return ApiKey(name, _digest(key), "admin" in rights, "metrics" in rights, Limits(**limits))
@@ -176,9 +178,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _bad(path: Path, what: str) -> SettingsError:
+def _bad(path: Path, problem: str) -> SettingsError:
     words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
-    return SettingsError(f"{path} {what}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}")
+    return SettingsError(
+        f"{path} {problem}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}"
+    )
 
 
 class KeyGuard(Guard):
@@ -188,5 +192,7 @@ class KeyGuard(Guard):
         self._keys = keys
 
     def check(self, method: str, shown: dict[str, str | bytes]) -> None:
-        given = shown.get("authorization")
-        self._keys.check(given if isinstance(given, str) else None, admin=method.startswith(ADMIN_SERVICE))
+        authorization = shown.get("authorization")
+        self._keys.check(
+            authorization if isinstance(authorization, str) else None, admin=method.startswith(ADMIN_SERVICE)
+        )

@@ -18,15 +18,15 @@ class JobSlots:
     @asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
         """Holds a slot; waits for one."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(mine)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(slot)
         self._serve()
         try:
-            await mine
+            await slot
             yield
         finally:
-            if mine.cancelled() or not mine.done():  # cancelled while it waited
-                mine.cancel()
+            if slot.cancelled() or not slot.done():  # cancelled while it waited
+                slot.cancel()
             else:
                 self._free += 1
                 self._held[tenant] -= 1
