@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     """What one step did to one sequence; a step that accepts drafts makes one of these for each token, in order."""
 
     sequence: Sequence
-    done: int  # tokens whose KV is in blocks now; the position of `token`
+    num_computed: int  # tokens whose KV is in blocks now; the position of `token`
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
@@ -131,20 +131,20 @@ class Engine:
         if len(self.sequences) >= self.scheduler.max_running:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
-        wanted = min(len(sequence.tokens) + ahead, sequence.limit)
+        wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
         reused = self.pool.take(sequence.id, sequence.reusable(self.pool.block_size), self.pool.blocks_for(wanted))
         if reused is None:
             del self.sequences[sequence.id]
             raise Busy(
                 f"needs {self.pool.blocks_for(wanted)} blocks, {self.pool.available} can be had", reason="NO_ROOM"
             )
-        sequence.cached = sequence.done = reused * self.pool.block_size
+        sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
         """Let a reserved sequence run. With `first_token`, the KV of all its tokens is in its blocks by now."""
         finish = None
         if first_token is not None:
-            sequence.done = len(sequence.tokens)
+            sequence.num_computed = len(sequence.tokens)
             self._publish(sequence, 0)
             finish = sequence.append(first_token)
         if finish is None:
@@ -179,7 +179,7 @@ class Engine:
         filling: Filling | None = None
         try:
             drafts = self._draft(plan)
-            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
+            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
             filling = self.masks.begin(ready, self.model.vocab_size)
             logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
             progress = self._advance(plan, drafts, logits, filling)
@@ -241,7 +241,7 @@ class Engine:
             why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
         else:
             why = StepFailed(f"the engine's step with this request failed: {type(error).__name__}")
-        return Progress(sequence, sequence.done, None, None, error=why)
+        return Progress(sequence, sequence.num_computed, None, None, error=why)
 
     def _prove(self, error: Exception) -> None:
         """Whether the engine can still compute: one token in a free block. Raises `error` if not."""
@@ -272,9 +272,9 @@ class Engine:
             raise ValueError(f"{sequence.id} is already here")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        if self.pool.blocks_for(sequence.limit) > self.pool.total:
+        if self.pool.blocks_for(sequence.max_len) > self.pool.total:
             raise TooLarge(
-                f"{sequence.limit} tokens need {self.pool.blocks_for(sequence.limit)} blocks,"
+                f"{sequence.max_len} tokens need {self.pool.blocks_for(sequence.max_len)} blocks,"
                 f" this worker has {self.pool.total}; ask for fewer tokens",
                 field="max_tokens",
                 bound=f"prompt + max_tokens <= {self.pool.total * self.pool.block_size}",
@@ -301,11 +301,11 @@ class Engine:
         the prompt is to be scored, at its last token if it catches up with its sequence, and at every draft."""
         batch = Batch()
         for (sequence, count), draft in zip(plan, drafts, strict=True):
-            done, end = sequence.done, sequence.done + count
-            wanted = [position - done for position in sequence.to_score(count)]
+            start, end = sequence.num_computed, sequence.num_computed + count
+            wanted = [position - start for position in sequence.to_score(count)]
             if end == len(sequence.tokens):
                 wanted += range(count - 1, count + len(draft))
-            batch.add(sequence.tokens[done:end] + draft, done, self.pool.table(sequence.id), wanted)
+            batch.add(sequence.tokens[start:end] + draft, start, self.pool.table(sequence.id), wanted)
             if self.model.lora is not None:
                 batch.adapters.append(self.model.lora.slot_of(sequence.adapter))
         return batch
@@ -316,19 +316,19 @@ class Engine:
         """Takes what the forward has computed. `logits` is [rows wanted, vocab], in the order of `_pack`."""
         progress: list[Progress] = []
         runs: list[_Run] = []
-        before = [sequence.done for sequence, _ in plan]
+        before = [sequence.num_computed for sequence, _ in plan]
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
             if scored := sequence.to_score(count):
                 score_prompt(sequence, scored, logits[row : row + len(scored)])
                 row += len(scored)
-            caught_up = count == sequence.todo
-            sequence.done += count
+            caught_up = count == sequence.num_uncomputed
+            sequence.num_computed += count
             if caught_up:
                 runs.append(_Run(sequence, draft, row))
                 row += 1 + len(draft)
             else:
-                progress.append(Progress(sequence, sequence.done, None, None))
+                progress.append(Progress(sequence, sequence.num_computed, None, None))
         progress += self._sample(runs, logits, filling)
         for (sequence, _), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
@@ -361,11 +361,11 @@ class Engine:
             for run, (token, logprob, error) in zip(going, chosen, strict=True):
                 sequence = run.sequence
                 finish = sequence.append(token) if token is not None else None
-                progress.append(Progress(sequence, sequence.done, token, finish, logprob, error))
+                progress.append(Progress(sequence, sequence.num_computed, token, finish, logprob, error))
                 if token is None or finish is not None:
                     continue
                 if place < len(run.draft) and agrees(run.draft[place], token):
-                    sequence.done += 1
+                    sequence.num_computed += 1
                     still.append(run)
             place, going = place + 1, still
         if self.speculation:
@@ -376,10 +376,10 @@ class Engine:
         return progress
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        """Blocks that became full between `before` and `sequence.done` are good for others now."""
+        """Blocks that became full between `before` and `sequence.num_computed` are good for others now."""
         size = self.pool.block_size
         hashes = sequence.hashes(size)
-        for index in range(before // size, sequence.done // size):
+        for index in range(before // size, sequence.num_computed // size):
             self.pool.publish(sequence.id, index, hashes[index])
 
 

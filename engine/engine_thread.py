@@ -220,7 +220,7 @@ class EngineThread:
                 self._watches[sequence.id] = watch
             else:
                 now = monotonic()
-                ended = [StepOutput(Progress(sequence, sequence.done, None, finish), now, now)]
+                ended = [StepOutput(Progress(sequence, sequence.num_computed, None, finish), now, now)]
                 watch._loop.call_soon_threadsafe(watch._push, ended)
 
         await self.call(start)
@@ -318,7 +318,7 @@ class EngineThread:
         engine, plan = self.engine, list(self.engine.plan)
         if not engine.pace.step_s:
             return UNKNOWN_S
-        contexts = [chunk.sequence.done + chunk.tokens for chunk in plan]
+        contexts = [chunk.sequence.num_computed + chunk.tokens for chunk in plan]
         tokens = engine.prompt_tokens + drafting.tokens
         if engine.speculation:
             tokens += len(plan) * engine.speculation.tokens

@@ -29,7 +29,7 @@ EXTRA_LOGITS = 128
 
 class Chunk(NamedTuple):
     sequence: Sequence
-    tokens: int  # [done, done + tokens) are computed in this step
+    tokens: int  # [num_computed, num_computed + tokens) are computed in this step
 
 
 class Scheduler:
@@ -52,7 +52,9 @@ class Scheduler:
     def backlog(self) -> int:
         """Prompt tokens that are still to be computed; of those that wait all, whatever may be cached. May be asked on
         any thread, hence the copies."""
-        return sum(sequence.todo for sequence in (*self.waiting, *self.running) if sequence.todo > 1)
+        return sum(
+            sequence.num_uncomputed for sequence in (*self.waiting, *self.running) if sequence.num_uncomputed > 1
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
@@ -87,14 +89,14 @@ class Scheduler:
             return only is None or sequence.id in only
 
         plan: list[Chunk] = []
-        streams = [sequence for sequence in self.running if sequence.todo == 1 and may(sequence)]
+        streams = [sequence for sequence in self.running if sequence.num_uncomputed == 1 and may(sequence)]
         budget = self.token_budget if most is None else min(most, self.token_budget)
         budget, rows = self._advance(streams, budget, EXTRA_LOGITS, plan)
         if (of_prompts := beside(len(plan)) if plan else alone) is not None:
             budget = min(budget, of_prompts)
-        prompts = [sequence for sequence in self.running if sequence.todo > 1 and may(sequence)]
+        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1 and may(sequence)]
         self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_turn), budget, rows, plan)
-        self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])
+        self._count_overtaken([chunk for chunk in plan if chunk.sequence.num_uncomputed > 1])
         return plan
 
     def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
@@ -123,7 +125,7 @@ class Scheduler:
 
     def _count_overtaken(self, plan: list[Chunk]) -> None:
         for sequence in (*self.running, *self.waiting):
-            if sequence.todo > 1:
+            if sequence.num_uncomputed > 1:
                 sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
 
     def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
@@ -133,8 +135,8 @@ class Scheduler:
         lent: list[int] = []
         for (sequence, count), most in zip(plan, wanted, strict=True):
             # The step gives one token even if all drafts are wrong, so the last one before the limit needs no draft.
-            most = max(0, min(most, left, sequence.limit - len(sequence.tokens) - 1))
-            end = sequence.done + count
+            most = max(0, min(most, left, sequence.max_len - len(sequence.tokens) - 1))
+            end = sequence.num_computed + count
             if most and not self.pool.grow(sequence.id, self.pool.blocks_for(end + most)):
                 most = min(most, len(self.pool.table(sequence.id)) * self.pool.block_size - end)
             lent.append(most)
@@ -149,9 +151,9 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.done = reused * self.pool.block_size
+        sequence.num_computed = reused * self.pool.block_size
         if sequence.preemptions == 0:
-            sequence.cached = sequence.done
+            sequence.cached = sequence.num_computed
         return True
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
@@ -161,7 +163,7 @@ class Scheduler:
         of its own from its admission; streams are planned in the order of `running`; so those that are planned come
         before this one there, and a search from the end meets this one first.
         """
-        needed = self.pool.blocks_for(sequence.done + count)
+        needed = self.pool.blocks_for(sequence.num_computed + count)
         while not self.pool.grow(sequence.id, needed):
             # Never one whose blocks may have been announced to another worker: they are promised until they are read.
             victim = next(s for s in reversed(self.running) if s is sequence or not s.handoff)
@@ -175,7 +177,7 @@ class Scheduler:
         assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
         self.running.remove(sequence)
         self.pool.drop(sequence.id)
-        sequence.done = 0
+        sequence.num_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
@@ -183,11 +185,11 @@ class Scheduler:
 
 def _turn(sequence: Sequence) -> tuple[bool, int, int]:
     """Whose turn it is: preempted ones first, then by tokens left, less those that overtook it."""
-    return not sequence.preemptions, sequence.todo - sequence.overtaken, sequence.arrival
+    return not sequence.preemptions, sequence.num_uncomputed - sequence.overtaken, sequence.arrival
 
 
 def _stretch(sequence: Sequence, budget: int, rows: int) -> int:
     """How many tokens of it a step computes: no more than `budget`, and no more than `rows` that are to be scored."""
-    count = min(sequence.todo, budget)
+    count = min(sequence.num_uncomputed, budget)
     scored = sequence.to_score(count)
-    return count if len(scored) <= rows else scored.start + rows - sequence.done
+    return count if len(scored) <= rows else scored.start + rows - sequence.num_computed

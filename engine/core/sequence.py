@@ -67,7 +67,7 @@ class Sequence:
     id: str  # also the owner's name in the block pool
     tokens: list[int]
     prompt_len: int  # of the client's prompt; a resumed sequence arrives with generated tokens after it
-    limit: int  # length at which it ends: prompt_len + max_tokens
+    max_len: int  # length at which it ends: prompt_len + max_tokens
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = DEFAULTS
     salt: bytes = b""
@@ -76,8 +76,8 @@ class Sequence:
     grammar: Any = None
     matcher: Any = None  # how far the tokens follow the grammar; only structured_output.matcher_of makes one
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
-    done: int = 0
-    cached: int = 0  # of `done` at admission: tokens found in the prefix cache
+    num_computed: int = 0  # leading tokens whose KV is in its blocks
+    cached: int = 0  # of `num_computed` at admission: tokens found in the prefix cache
     preemptions: int = 0
     arrival: int = 0  # a number that grows with each sequence the scheduler takes
     overtaken: int = 0  # prompt tokens of later ones that were computed while this one waited
@@ -88,17 +88,17 @@ class Sequence:
     _tally: Tally | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.prompt_len <= len(self.tokens) < self.limit:
+        if not 0 < self.prompt_len <= len(self.tokens) < self.max_len:
             raise ValueError(
                 f"sequence {self.id}: need 0 < prompt_len ({self.prompt_len}) <= tokens ({len(self.tokens)})"
-                f" < limit ({self.limit})"
+                f" < max_len ({self.max_len})"
             )
         if (self.grammar is None) != (self.sampling.grammar is None):
             raise ValueError(f"sequence {self.id}: its grammar was not compiled")
 
     @property
-    def todo(self) -> int:
-        return len(self.tokens) - self.done
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
 
     @property
     def generated(self) -> int:
@@ -137,11 +137,13 @@ class Sequence:
         is about token p + 1. What was scored before a preemption is not asked for again."""
         if self.sampling.prompt_logprobs is None:
             return range(0)
-        return range(max(self.done, len(self.prompt_logprobs)), min(self.done + count, self.prompt_len - 1))
+        return range(
+            max(self.num_computed, len(self.prompt_logprobs)), min(self.num_computed + count, self.prompt_len - 1)
+        )
 
     def append(self, token: int) -> Finish | None:
         """Take the sampled token; say whether it was the last."""
         self.tokens.append(token)
         if token in self.stop_ids:
             return Finish.STOP
-        return Finish.LENGTH if len(self.tokens) >= self.limit else None
+        return Finish.LENGTH if len(self.tokens) >= self.max_len else None

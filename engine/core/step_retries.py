@@ -77,16 +77,20 @@ class Retries:
 class BeforeStep:
     """A sequence as it was before a step."""
 
-    __slots__ = ("_done", "_scored", "_sequence", "_tokens")
+    __slots__ = ("_num_computed", "_scored", "_sequence", "_tokens")
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self._done, self._tokens, self._scored = sequence.done, len(sequence.tokens), len(sequence.prompt_logprobs)
+        self._num_computed, self._tokens, self._scored = (
+            sequence.num_computed,
+            len(sequence.tokens),
+            len(sequence.prompt_logprobs),
+        )
 
     def restore(self) -> bool:
         """False: it has got tokens, on which memos of it depend by now."""
         if len(self._sequence.tokens) != self._tokens:
             return False
-        self._sequence.done = self._done
+        self._sequence.num_computed = self._num_computed
         del self._sequence.prompt_logprobs[self._scored :]
         return True

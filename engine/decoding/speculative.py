@@ -119,7 +119,7 @@ class Speculation:
     def wanted(self, plan: list[Chunk]) -> list[int]:
         """How many drafts of each chunk would pay. None in a step that also computes prompts: it is bound by
         arithmetic already."""
-        if any(chunk.sequence.todo != 1 for chunk in plan):
+        if any(chunk.sequence.num_uncomputed != 1 for chunk in plan):
             return [0] * len(plan)
         steps = self._steps[len(plan).bit_length()]
         turn, steps.turn = steps.turn, steps.turn + 1

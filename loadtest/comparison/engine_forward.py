@@ -38,7 +38,7 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     engine = Engine(model, EngineConfig(num_blocks=blocks, block_size=16, token_budget=LONGEST, max_running=MOST))
 
     def add(name: str, prompt: list[int], limit: int) -> Sequence:
-        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), limit=limit)
+        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=limit)
         engine.add(sequence)
         return sequence
 
@@ -48,7 +48,7 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
 
     def decode(prompts: list[list[int]], steps: int) -> list[float]:
         sequences = [add(str(place), prompt, LONGEST) for place, prompt in enumerate(prompts)]
-        while any(sequence.todo > 1 for sequence in sequences):
+        while any(sequence.num_uncomputed > 1 for sequence in sequences):
             engine.step()
         seconds = [_taken(engine.step) for _ in range(steps)]
         for sequence in sequences:

@@ -96,7 +96,7 @@ def engine_of(model: ModelRunner, batch: int, repeats: int, masks: Masks, gramma
                 id=f"{index}",
                 tokens=tokens,
                 prompt_len=PROMPT,
-                limit=limit,
+                max_len=limit,
                 stop_ids=frozenset([model.vocab_size - 1]),
                 sampling=how,
                 grammar=compiled,

@@ -111,7 +111,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
 
     def packed() -> float:
         tokens = _random_ids(vocab, plan.prompt)  # fresh, so that the prefix cache has none of it
-        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, limit=plan.prompt + 1)
+        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, max_len=plan.prompt + 1)
         engine.add(sequence)
         seconds = taken(engine.step)
         assert len(sequence.tokens) == plan.prompt + 1, "the prompt did not fit into one step"
@@ -135,8 +135,8 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, lis
     prompts = [_random_ids(vocab, plan.context) for _ in range(batch)]
     limit = plan.context + plan.repeats + 8
     for index, prompt in enumerate(prompts):
-        engine.add(Sequence(id=f"stream-{index}", tokens=prompt, prompt_len=plan.context, limit=limit))
-    while any(sequence.todo > 1 for sequence in engine.sequences.values()):
+        engine.add(Sequence(id=f"stream-{index}", tokens=prompt, prompt_len=plan.context, max_len=limit))
+    while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
         engine.step()
     with torch.inference_mode():
         cache, ids = DynamicCache(), torch.tensor([prompt[: plan.context] for prompt in prompts])
@@ -144,7 +144,7 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, lis
     start = out.logits.argmax(-1)  # [batch, 1]
 
     def packed() -> float:
-        assert all(sequence.todo == 1 for sequence in engine.sequences.values())
+        assert all(sequence.num_uncomputed == 1 for sequence in engine.sequences.values())
         return taken(engine.step)
 
     def forward(attention: str) -> Callable[[], float]:

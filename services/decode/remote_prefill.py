@@ -310,7 +310,7 @@ def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
     """Whether the first token is also the last. The sequence itself takes the token when it joins."""
     if token in sequence.stop_ids:
         return Finish.STOP
-    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
+    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.max_len else None
 
 
 def _first_token(

@@ -195,7 +195,7 @@ def _sequence(
         id=f"sequence:{request.request_id}/{request.attempt}",
         tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,
-        limit=request.prompt_tokens + request.max_tokens,
+        max_len=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),
         sampling=sampling,
         grammar=grammar,
@@ -220,7 +220,7 @@ def _tokens(sequence: Sequence, steps: list[StepOutput]) -> decode_pb2.DecodeRes
         return None
     tokens = decode_pb2.Tokens(
         # Of the first of them: `len(sequence.tokens)` may be ahead, because the engine does not wait for readers.
-        position=sampled[0].done,
+        position=sampled[0].num_computed,
         token_ids=[progress.token for progress in sampled if progress.token is not None],
         logprobs=logprobs_to(progress.logprob for progress in sampled),
         preemptions=sequence.preemptions,

@@ -108,7 +108,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             id=owner,
             tokens=list(tokens),
             prompt_len=request.prompt_tokens,
-            limit=len(tokens) + 1,
+            max_len=len(tokens) + 1,
             stop_ids=frozenset(request.stop_token_ids),
             sampling=sampling,
             grammar=grammar,
@@ -136,7 +136,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 span.phase("prefill_compute", first_step, timing.compute_seconds)
                 yield first
             # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
-            final = len(contexts) if finished else latest.done // pool.block_size
+            final = len(contexts) if finished else latest.num_computed // pool.block_size
             if final > announced or finished:
                 for start in range(announced, max(final, announced + 1), part):
                     end = min(start + part, final)
