@@ -37,13 +37,13 @@ def logs(path: Path) -> Path:
 def keep_logs(path: Path, into: Path) -> Path | None:
     """Moves the logs of a run out of its directory, once its processes have ended. Where they are now; None if there
     are none (left)."""
-    found = logs(path).resolve()
-    if not found.is_dir():
+    source = logs(path).resolve()
+    if not source.is_dir():
         return None
-    kept = into / path.name.replace("tandem-", "logs-")  # else it would be taken for a stale run directory
-    shutil.copytree(found, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-    shutil.rmtree(found, ignore_errors=True)
-    return kept
+    target = into / path.name.replace("tandem-", "logs-")  # else it would be taken for a stale run directory
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(source, ignore_errors=True)
+    return target
 
 
 def failed_runs() -> Path:

@@ -227,7 +227,7 @@ class Engine:
                 self.speculation.forget(sequence.id)
         if not all(each.restore() for each in before):  # some took tokens that were never reported
             ended = [self._give_up(sequence, error) for sequence, _ in plan]
-        elif self.retries.failed([one.sequence.id for one in plan], sum(one.tokens for one in plan), no_memory):
+        elif self.retries.failed([chunk.sequence.id for chunk in plan], sum(chunk.tokens for chunk in plan), no_memory):
             ended = [self._give_up(plan[0].sequence, error)]
         else:
             return []

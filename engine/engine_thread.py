@@ -121,7 +121,7 @@ class EngineThread:
         """`await built()` before anything else."""
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the thread that finds it
-        self.after_turn: Callable[[], object] | None = None  # called after each turn, on the engine thread
+        self.after_iteration: Callable[[], object] | None = None  # called after each iteration, on the engine thread
         # Likewise after each step: prompt tokens, streams and seconds of it.
         self.after_step: Callable[[int, int, float], object] | None = None
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -245,7 +245,7 @@ class EngineThread:
             return
         self._built.set_result(None)
         try:
-            while self._turn():
+            while self._iterate():
                 pass
         except Exception as error:  # the engine's state is unknown now: nobody may be served from it
             incident = uuid.uuid4().hex[:12]
@@ -255,7 +255,7 @@ class EngineThread:
         if self.broken:  # abandoned: nothing that came in since then may wait for ever
             self._fail_all(self.broken)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         with self._wake:
             while not (
                 self._calls or self._stopping or self.broken or (self.engine.scheduler.has_work and not self._stuck)
@@ -280,8 +280,8 @@ class EngineThread:
         if self.engine.scheduler.has_work:
             self._begin("step")
             self._step()
-        if self.after_turn:
-            self.after_turn()
+        if self.after_iteration:
+            self.after_iteration()
         self._doing = ""
         return True
 
@@ -327,7 +327,9 @@ class EngineThread:
         if engine.model.latent:
             expected += engine.pace.prompt_s(int(EXPANDING * sum(contexts)))
         masked = [chunk.sequence for chunk in plan if waiting and chunk.sequence.grammar is not None]
-        matching = sum(len(one.tokens) - one.prompt_len for one in masked)  # at most: a matcher that exists goes on
+        matching = sum(
+            len(sequence.tokens) - sequence.prompt_len for sequence in masked
+        )  # at most: a matcher that exists goes on
         return max(LEAST_STEP_S, TIMES * expected) + GRAMMAR_S * len(masked) + GRAMMAR_TOKEN_S * matching
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:

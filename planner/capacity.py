@@ -209,17 +209,17 @@ def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
     """Bytes of the products in a format. A head that is tied to the embedding becomes one of its own."""
-    found = 0
+    total = 0
     products = _products(shapes)
     for name, (n, k) in products.items():
         if any(part in name for part in _TURNED):
             n, k = k, n
-        found += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
+        total += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
     if not any(name.startswith("lm_head.") for name in products):
         tied = (shape for name, shape in shapes.items() if any(part in f".{name}" for part in _TOKENS))
         n, k = next(tied, (0, 0))
-        found += weight_bytes(n, k, of_head(format)) if n else 0
-    return found
+        total += weight_bytes(n, k, of_head(format)) if n else 0
+    return total
 
 
 def _first(config: dict[str, Any], *names: str) -> int:

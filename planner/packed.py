@@ -46,8 +46,8 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, i
     return plain, coded
 
 
-def _of_recipe(said: str) -> str | None:
+def _of_recipe(recipe: str) -> str | None:
     """The format of torchao's codes. A header does not say whether their zeros are all 0; the recipe does."""
-    if "float8" in said.lower():
+    if "float8" in recipe.lower():
         return "fp8"
-    return of_integers(4 if re.search(r"\bint[1-4]\b", said) else 8, symmetric="ASYMMETRIC" not in said)
+    return of_integers(4 if re.search(r"\bint[1-4]\b", recipe) else 8, symmetric="ASYMMETRIC" not in recipe)

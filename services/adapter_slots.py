@@ -51,7 +51,7 @@ class AdapterSlots:
         self._timeout_s = timeout_s
         self._lora = loop.engine.model.lora
         self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
-        self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first served
+        self._lock = asyncio.Lock()  # asyncio locks are fair: first come, first served
         self._freed = asyncio.Event()
         self._uses = 0
 
@@ -96,7 +96,7 @@ class AdapterSlots:
 
     async def _take(self, name: str) -> _Slot:
         try:
-            async with asyncio.timeout(self._timeout_s), self._turn:
+            async with asyncio.timeout(self._timeout_s), self._lock:
                 while (slot := self._find(name)) is None:
                     self._freed.clear()
                     await self._freed.wait()

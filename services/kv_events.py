@@ -52,7 +52,7 @@ class KvEvents:
         def listen() -> None:
             present = [(digest, True) for digest in pool.listen()]
             event_loop.call_soon_threadsafe(self._change, present)  # before any change
-            self._loop.after_turn = publish
+            self._loop.after_iteration = publish
 
         await self._loop.call(listen)
         done = asyncio.Event()

@@ -61,11 +61,11 @@ class Watchdog:
         """`loop_most_s`: for how long the event loop, the one that runs now, may be blocked."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._turns, loop_most_s))]
+        self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._beats, loop_most_s))]
         self._stuck: Callable[[Check, str], object] | None = stuck
         self._every_s = every_s
-        self._turns = self._asked = 0  # of the event loop
-        self._told_turn = -1
+        self._beats = self._asked_beat = 0  # callbacks that the event loop has run, and was given
+        self._reported_beat = -1
         self._since: dict[str, tuple[Hashable, float]] = {}
         self._lived, self._last = 0.0, monotonic()
         self._exit_at: float | None = None
@@ -123,16 +123,16 @@ class Watchdog:
         return self._lived - since, most_s
 
     def _ask_the_loop(self, age: float) -> None:
-        if self._asked == self._turns:  # it has answered
-            self._asked += 1
+        if self._asked_beat == self._beats:  # it has answered
+            self._asked_beat += 1
             with suppress(RuntimeError):  # closed: the process is ending
                 self._loop.call_soon_threadsafe(self._answer)
-        elif age > LOOP_BLOCKED_LOG_S and self._told_turn != self._turns:
-            self._told_turn = self._turns
+        elif age > LOOP_BLOCKED_LOG_S and self._reported_beat != self._beats:
+            self._reported_beat = self._beats
             log.warning("watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
 
     def _answer(self) -> None:
-        self._turns = self._asked
+        self._beats = self._asked_beat
 
     def _run(self) -> None:
         hard = self._end_process is os._exit

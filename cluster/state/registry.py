@@ -128,8 +128,8 @@ class _Load:
 
 
 _parse_load = TypeAdapter(_Load).validator.validate_json
-_numbers = attrgetter(*(one.name for one in fields(_Load)))
-_description = attrgetter(*(one.name for one in fields(WorkerRecord)[: -len(fields(_Load)) - 1]))
+_numbers = attrgetter(*(column.name for column in fields(_Load)))
+_description = attrgetter(*(column.name for column in fields(WorkerRecord)[: -len(fields(_Load)) - 1]))
 _LOAD_BEGINS = b', "running": '  # nowhere in a text: its quotes are escaped there
 
 
@@ -146,10 +146,10 @@ class RecordReader:
         if value is None:
             self._known.pop(name, None)
             return None
-        described, found, load = value.partition(_LOAD_BEGINS)
+        described, separator, load = value.partition(_LOAD_BEGINS)
         known = self._known.get(name)
         try:
-            if found and known is not None and known[0] == described:
+            if separator and known is not None and known[0] == described:
                 try:
                     numbers = _numbers(_parse_load(b'{"running": ' + load))
                     return WorkerRecord(*(*known[1], *numbers, beat))
@@ -337,7 +337,7 @@ class Registry:
         await self._store.run(SET_WANTED, [f"{self._prefix}:wanted"], [f"{self._prefix}:changed", *flat])
 
     async def wanted(self) -> dict[str, int]:
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             values = await client.hgetall(f"{self._prefix}:wanted")
         return {role.decode(): int(size) for role, size in values.items() if size.isdigit()}
 
@@ -358,12 +358,12 @@ class Registry:
     # ---- the autoscaler's verdicts
 
     async def publish_scaling(self, text: str) -> None:
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             await client.set(f"{self._prefix}:autoscale", text, px=int(SCALING_TTL_S * 1000))
 
     async def scaling(self) -> str | None:
         """None: it has not published any lately."""
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             text = await client.get(f"{self._prefix}:autoscale")
         return None if text is None else str(text.decode())
 

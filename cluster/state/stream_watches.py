@@ -28,9 +28,9 @@ WAKE_TTL_S = 3600
 Raw = tuple[bytes, dict[bytes, bytes]]  # an entry's id and its fields
 
 
-def later(one: str, other: str) -> bool:
+def later(entry_id: str, other: str) -> bool:
     """Whether entry id `one` comes after `other`."""
-    return _place(one) > _place(other)
+    return _place(entry_id) > _place(other)
 
 
 def _place(at: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class StreamWatches:
         if self._reading and not self._waking:
             self._waking = True
             try:
-                async with self._other.turn() as client:
+                async with self._other.connection() as client:
                     await client.xadd(self._wake, {"w": 1}, maxlen=1, approximate=False)
                     await client.expire(self._wake, WAKE_TTL_S)
             except BaseException:

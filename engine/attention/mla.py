@@ -24,10 +24,10 @@ _ORIGINAL = "_tandem_expand_kv"
 
 def use_latent_pages(model: nn.Module) -> int:
     """Installs the pass-through on every module that has `expand_kv`; returns how many there are."""
-    found = [module for module in model.modules() if callable(getattr(module, "expand_kv", None))]
-    for module in found:
+    modules = [module for module in model.modules() if callable(getattr(module, "expand_kv", None))]
+    for module in modules:
         _install(module)
-    return len(found)
+    return len(modules)
 
 
 def expander(module: nn.Module) -> Expander | None:

@@ -165,10 +165,10 @@ def latent_context(
     """A sequence's whole context out of latent pages, `[1, 1, context, d]`."""
     blocks = torch.tensor(table[: -(-context // pages.shape[1])])
     if scales is not None:
-        found = dequantise(pages.view(torch.uint8)[blocks].view(pages.dtype), scales[blocks], dtype)
+        rows = dequantise(pages.view(torch.uint8)[blocks].view(pages.dtype), scales[blocks], dtype)
     else:
-        found = pages[blocks]
-    return found.flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+        rows = pages[blocks]
+    return rows.flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
 
 
 def unit(t: torch.Tensor) -> torch.Tensor:
@@ -213,8 +213,8 @@ def plans(step: Step, reach: Reach) -> list[Plan]:
     """The step's plans for one reach, worked out at the first call."""
     if reach not in step.plans:
         step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
-    found: list[Plan] = step.plans[reach]
-    return found
+    step_plans: list[Plan] = step.plans[reach]
+    return step_plans
 
 
 def grouped(step: Step) -> list[list[int]]:
@@ -298,8 +298,8 @@ def packed_order(step: Step) -> torch.Tensor | None:
         rows = [row for group in grouped(step) for index in group for row in range(ends[index], ends[index + 1])]
         in_order = rows == list(range(len(rows)))
         step.plans["order"] = None if in_order else step.tensor(sorted(range(len(rows)), key=rows.__getitem__))
-    found: torch.Tensor | None = step.plans["order"]
-    return found
+    order: torch.Tensor | None = step.plans["order"]
+    return order
 
 
 def attend_dense(

@@ -56,13 +56,13 @@ class Stored:
             pages.view(torch.uint8)[self._blocks].view(pages.dtype).flatten(0, 1)[: self._length]
         )  # [T, heads, d]
         factors = scales[self._blocks].flatten(0, 1)[: self._length]  # [T, heads]
-        kept = dequantise(elements, factors, torch.float32)
-        mine = own[0].transpose(0, 1).float()
-        excess = ((mine - kept).abs() - step_of(elements, factors)).clamp(min=0).amax(dim=-1)
-        largest = mine.abs().amax(dim=-1)
+        stored = dequantise(elements, factors, torch.float32)
+        exact = own[0].transpose(0, 1).float()
+        excess = ((exact - stored).abs() - step_of(elements, factors)).clamp(min=0).amax(dim=-1)
+        largest = exact.abs().amax(dim=-1)
         share = torch.where(largest + excess == 0, 0.0, excess / largest)  # [T, heads]; NaN and infinity stay
         self.beyond.append(share.amax(dim=-1))
-        return kept.to(own.dtype).transpose(0, 1).unsqueeze(0)
+        return stored.to(own.dtype).transpose(0, 1).unsqueeze(0)
 
 
 _running: list[Stored] = []  # of the forward that runs now; one thread of a process loads at a time

@@ -96,8 +96,8 @@ def _cu_seq_k(step: Step) -> torch.Tensor:
     """Where each context would begin if they lay behind one another, `[sequences + 1]`; once for a step."""
     if "cu_seq_k" not in step.plans:
         step.plans["cu_seq_k"] = F.pad(step.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    found: torch.Tensor = step.plans["cu_seq_k"]
-    return found
+    starts: torch.Tensor = step.plans["cu_seq_k"]
+    return starts
 
 
 def available(device: torch.device) -> Kernel | None:
@@ -161,13 +161,13 @@ def differs(
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
             step = Step(batch, pages, (fact,), device)
             try:
-                found = attend(kernel, query, pages.k(0), pages.v(0), step, fact).float()
+                attended = attend(kernel, query, pages.k(0), pages.v(0), step, fact).float()
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
-            again = Step(batch, exact, (fact,), device)
-            expected = reference(query.float(), exact.k(0), exact.v(0), (None, None), again, fact)
+            exact_step = Step(batch, exact, (fact,), device)
+            expected = reference(query.float(), exact.k(0), exact.v(0), (None, None), exact_step, fact)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
-            gap = ((found - expected).abs() / size).max().item()
+            gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN
                 return f"differs from it by {gap:.2g} for {fact.reach} attention of {batch.query_lens} new tokens"
     return None

@@ -95,7 +95,7 @@ class Scheduler:
         if (of_prompts := beside(len(plan)) if plan else alone) is not None:
             budget = min(budget, of_prompts)
         prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1 and may(sequence)]
-        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_turn), budget, rows, plan)
+        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_order), budget, rows, plan)
         self._count_overtaken([chunk for chunk in plan if chunk.sequence.num_uncomputed > 1])
         return plan
 
@@ -183,8 +183,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
 
-def _turn(sequence: Sequence) -> tuple[bool, int, int]:
-    """Whose turn it is: preempted ones first, then by tokens left, less those that overtook it."""
+def _order(sequence: Sequence) -> tuple[bool, int, int]:
+    """Sort key: preempted ones first, then by tokens left, less those that overtook it."""
     return not sequence.preemptions, sequence.num_uncomputed - sequence.overtaken, sequence.arrival
 
 

@@ -43,7 +43,7 @@ class Retries:
         """Takes the next part, without the sequences that have ended; None: a step may be planned freely."""
         while self._parts:
             ids, tokens = self._parts.popleft()
-            if left := tuple(one for one in ids if one in living):
+            if left := tuple(sequence_id for sequence_id in ids if sequence_id in living):
                 return Part(left, min(tokens, self.tokens))
         return None
 

@@ -119,7 +119,7 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
     rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
-    return [Logprob(one, ids[:top], values[:top]) for one, ids, values, top in rows]
+    return [Logprob(logprob, ids[:top], values[:top]) for logprob, ids, values, top in rows]
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
@@ -154,11 +154,11 @@ def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> Non
     ids = np.concatenate([tally.ids for tally in tallies])
     at = _places(logits, np.repeat([row for row, _ in penalised], lengths), ids)
     how = [sequence.sampling for _, sequence in penalised]
-    repetition = spread([one.repetition_penalty for one in how])
+    repetition = spread([sampling.repetition_penalty for sampling in how])
     values = logits[at].double()
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= spread([one.frequency_penalty for one in how]) * counts
-    values -= spread([one.presence_penalty for one in how]) * (counts > 0)
+    values -= spread([sampling.frequency_penalty for sampling in how]) * counts
+    values -= spread([sampling.presence_penalty for sampling in how]) * (counts > 0)
     largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity
     logits[at] = values.clamp(-largest, largest).to(logits.dtype)
 

@@ -92,7 +92,7 @@ class Drafter(Protocol):
 class _Steps:
     """Measured steps with about the same number of streams."""
 
-    turn: int = 0
+    count: int = 0
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds of a step without drafts
     drafted: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     # (streams that drafted, drafts, seconds more than without)
@@ -122,10 +122,10 @@ class Speculation:
         if any(chunk.sequence.num_uncomputed != 1 for chunk in plan):
             return [0] * len(plan)
         steps = self._steps[len(plan).bit_length()]
-        turn, steps.turn = steps.turn, steps.turn + 1
-        if len(steps.plain) < KNOWN or turn % EVERY == 0:
+        number, steps.count = steps.count, steps.count + 1
+        if len(steps.plain) < KNOWN or number % EVERY == 0:
             return [0] * len(plan)
-        (fixed, each), least = steps.price(len(plan)), int(turn % EVERY == EVERY // 2)
+        (fixed, each), least = steps.price(len(plan)), int(number % EVERY == EVERY // 2)
         chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
         return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
@@ -214,12 +214,12 @@ class Ngram:
     def _continue(self, sequence: Sequence, most: int) -> list[int]:
         ids = self._ids.setdefault(sequence.id, array("q"))
         ids.extend(sequence.tokens[len(ids) :])
-        seen = np.frombuffer(ids, dtype=np.int64)
-        last = len(seen) - 1
-        ends, length = np.flatnonzero(seen[:-1] == seen[-1]), 1
+        tokens = np.frombuffer(ids, dtype=np.int64)
+        last = len(tokens) - 1
+        ends, length = np.flatnonzero(tokens[:-1] == tokens[-1]), 1
         while len(ends) and length < LONGEST:
             longer = ends[ends >= length]
-            longer = longer[seen[longer - length] == seen[last - length]]
+            longer = longer[tokens[longer - length] == tokens[last - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
@@ -227,7 +227,7 @@ class Ngram:
             return []
         end = int(ends[-1])
         period = last - end
-        return [int(seen[end + 1 + place % period]) for place in range(most)]
+        return [int(tokens[end + 1 + place % period]) for place in range(most)]
 
 
 class ModelDrafter:
@@ -293,8 +293,10 @@ class ModelDrafter:
         self._under_way = Drafting(self._under_way.number + 1, len(batch.token_ids))
         logits = self.model.forward(self.pages, batch)
         sequences = [asked[index].sequence for index in ready]
-        places = [len(one.tokens) + len(drafts[index]) for one, index in zip(sequences, ready, strict=True)]
-        for index, token in zip(ready, sample(logits, [one.sampling for one in sequences], places), strict=True):
+        places = [len(sequence.tokens) + len(drafts[index]) for sequence, index in zip(sequences, ready, strict=True)]
+        for index, token in zip(
+            ready, sample(logits, [sequence.sampling for sequence in sequences], places), strict=True
+        ):
             drafts[index].append(max(0, token))  # where nothing can be said any guess will do: the target decides
         return ready
 

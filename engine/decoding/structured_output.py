@@ -144,7 +144,7 @@ class Grammars:
             raise
         with self._lock:
             self._compiled[spec] = compiled
-            while sum(one.memory_size_bytes for one in self._compiled.values()) > CACHE_BYTES:
+            while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
                 self._compiled.popitem(last=False)
         return compiled
 
@@ -217,7 +217,7 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
     if not path.is_file():
         raise PreconditionFailed(f"a grammar needs the checkpoint's tokenizer, and {path.name} is not there")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    found = xgrammar.TokenizerInfo.from_huggingface(
+    info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids or [0]
     )
     special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -227,10 +227,10 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
             texts[place] = text
     plain = xgrammar.TokenizerInfo(
         texts,
-        found.vocab_type,
+        info.vocab_type,
         vocab_size=vocab_size,
         stop_token_ids=eos_token_ids or [0],
-        add_prefix_space=found.add_prefix_space,
+        add_prefix_space=info.add_prefix_space,
     )
     return Vocabulary(plain)
 
@@ -339,11 +339,11 @@ class Filling:
 
     def _start(self, index: int) -> None:
         thread = self._masks.thread()
-        self._turn = turn = object()
+        self._attempt = attempt = object()
         self._at = (index, thread.cpu_s(), TOKEN_CPU_S)
-        thread.submit(lambda: self._fill(index, turn))
+        thread.submit(lambda: self._fill(index, attempt))
 
-    def _fill(self, start: int, turn: object) -> None:
+    def _fill(self, start: int, attempt: object) -> None:
         for index in range(start, len(self.rows)):
             sequence, row = self._sequences[index], self.rows[index]
             matched = sequence.matcher.matched if sequence.matcher else 0
@@ -356,7 +356,7 @@ class Filling:
             except Exception as error:  # a bug, ours or the library's, fails its row; the thread goes on
                 log.exception("grammar.broken", sequence=sequence.id)
                 self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
-            if turn is not self._turn:
+            if attempt is not self._attempt:
                 return  # left behind meanwhile; somebody else does the rest
         self._ended.set()
 

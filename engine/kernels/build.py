@@ -77,8 +77,8 @@ def processor() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return frozenset(found.partition(":")[2].split())
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return frozenset(flags.partition(":")[2].split())
 
 
 def runnable() -> list[str]:
@@ -155,9 +155,9 @@ def _try(path: Path, level: str) -> None:
     """A library that cannot be loaded, for a symbol that this torch lacks, must not be found by a worker. Only on a
     machine that has the level: elsewhere already the first of its instructions may end the process."""
     command = [sys.executable, "-c", _TRIAL, str(path)]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    if said != level and level != NATIVE:
-        raise OSError(f"the library of level {level} was compiled for {said}")
+    compiled_level = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if compiled_level != level and level != NATIVE:
+        raise OSError(f"the library of level {level} was compiled for {compiled_level}")
 
 
 def _compiler() -> list[str]:

@@ -35,8 +35,8 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
     where = pack(model, cache)
     prove(model)
     for module in model.modules():
-        if (found := rms_norm_of(module)) is not None:
-            module.__dict__[_NORM] = found
+        if (norm := rms_norm_of(module)) is not None:
+            module.__dict__[_NORM] = norm
     return where
 
 
@@ -77,8 +77,8 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
         kept = _in_one_stretch(weights.values(), sizes)
     views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
     packed = [(layer, (views[_key(weight)], *weight.shape)) for layer, weight in layers]
-    for layer, found in packed:
-        layer.__dict__[_PACKED] = found
+    for layer, panels in packed:
+        layer.__dict__[_PACKED] = panels
     if shared:
         for tensor, part in zip(own, kept[len(weights) :], strict=True):
             tensor.data = part.view(tensor.dtype).view(tensor.shape)
@@ -94,8 +94,8 @@ def _packed_bytes(weight: torch.Tensor) -> int:
     """Of its panels, which fill up rows and columns, each for itself."""
     size = torch.ops.tandem.pack.default
     rows, columns, corner = (size(part).numel() for part in (weight[:, :1], weight[:1], weight[:1, :1]))
-    found: int = rows * columns // corner * weight.element_size()
-    return found
+    nbytes: int = rows * columns // corner * weight.element_size()
+    return nbytes
 
 
 def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -110,8 +110,8 @@ def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> li
 
 def _in_memory(model: nn.Module) -> list[torch.Tensor]:
     """Parameters that take memory of this process, because loading them has changed their type."""
-    found = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
-    return [each for each, on_disk in zip(found, file_backed(found), strict=True) if not on_disk]
+    parameters = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
+    return [each for each, on_disk in zip(parameters, file_backed(parameters), strict=True) if not on_disk]
 
 
 def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
@@ -128,7 +128,9 @@ def mapped_bytes(model: nn.Module) -> int:
 
     A host counts them as free, for the files could be read again; they are not.
     """
-    panels = {id(found[0]): found[0] for each in model.modules() if (found := each.__dict__.get(_PACKED)) is not None}
+    panels = {
+        id(packed[0]): packed[0] for each in model.modules() if (packed := each.__dict__.get(_PACKED)) is not None
+    }
     others = {
         id(tensor): tensor
         for each in model.modules()
@@ -142,8 +144,8 @@ def mapped_bytes(model: nn.Module) -> int:
 def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
     """Rows, columns and type of the weights that have panels below `model`; a tied one as often as it is used."""
     for layer in model.modules():
-        if (found := layer.__dict__.get(_PACKED)) is not None:
-            panels, n, k = found
+        if (packed := layer.__dict__.get(_PACKED)) is not None:
+            panels, n, k = packed
             yield n, k, panels.dtype
 
 
@@ -217,8 +219,8 @@ def compiled(own: Any, replacement: type) -> Any:
 
 def _only_parameter(module: Any) -> torch.Tensor:
     (weight,) = module._parameters.values()
-    found: torch.Tensor = weight
-    return found
+    parameter: torch.Tensor = weight
+    return parameter
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:

@@ -198,10 +198,10 @@ def _time(kind: Kind, rows: int, ours: list[Product], theirs: list[Product], unt
         return thread_time() - start
 
     seconds(ours), seconds(theirs)  # torch's first product of a shape prepares itself
-    found: list[tuple[float, float]] = []
-    while len(found) < (ROUNDS if monotonic() < until else LEAST_ROUNDS):
-        found.append((seconds(ours), seconds(theirs)))
-    least = [max(min(side), 1e-9) for side in zip(*found, strict=True)]
+    timings: list[tuple[float, float]] = []
+    while len(timings) < (ROUNDS if monotonic() < until else LEAST_ROUNDS):
+        timings.append((seconds(ours), seconds(theirs)))
+    least = [max(min(side), 1e-9) for side in zip(*timings, strict=True)]
     return Case(kind, rows, *least)
 
 

@@ -68,14 +68,14 @@ class WeightCache:
 
         A text that cannot be kept here is made each time; the log says why.
         """
-        if (found := self._read_note(key)) is not None:
-            return found
+        if (stored := self._read_note(key)) is not None:
+            return stored
         text: str | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
-                if (found := self._read_note(key)) is not None:  # somebody was quicker
-                    return found
+                if (stored := self._read_note(key)) is not None:  # another process was quicker
+                    return stored
                 text = make()
                 self._write_note(key, text)
         except (OSError, NotImplementedError) as error:
@@ -108,18 +108,18 @@ class WeightCache:
 
     def _get(self, key: str, nbytes: int, body: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
         try:
-            if (found := self._open(key, nbytes)) is not None:
-                return found
+            if (mapped := self._open(key, nbytes)) is not None:
+                return mapped
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
-                if (found := self._open(key, nbytes)) is not None:  # somebody was quicker
-                    return found
+                if (mapped := self._open(key, nbytes)) is not None:  # another process was quicker
+                    return mapped
                 self._make_room(BODY + nbytes)
                 self._write(key, nbytes, body())
-            found = self._open(key, nbytes)
-            if found is None:
+            mapped = self._open(key, nbytes)
+            if mapped is None:
                 log.warning("weights written to %s are not there as they were written", self.folder)
-            return found
+            return mapped
         except (OSError, NotImplementedError, NoRoom) as error:
             log.warning("weights are not kept in %s, each worker has its own: %s", self.folder, error)
             return None
@@ -134,15 +134,15 @@ class WeightCache:
         except FileNotFoundError:
             return None
         try:
-            wrong, found = _read(descriptor, key, nbytes)
+            wrong, mapped = _read(descriptor, key, nbytes)
         finally:
             os.close(descriptor)
-        if found is None:
+        if mapped is None:
             log.warning("%s is not used, it will be made again: %s", path, wrong)
             return None
         with suppress(OSError):  # a cache that cannot be written can still be read
             os.utime(path)
-        return found
+        return mapped
 
     def _make_room(self, size: int) -> None:
         """Under the lock. Raises NoRoom when `size` bytes cannot be kept."""
@@ -194,7 +194,7 @@ def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | N
     stat = os.fstat(descriptor)
     if _others_may_write(stat):
         return "somebody else may write to it", None
-    if not _whole(stat, nbytes):
+    if not _is_complete(stat, nbytes):
         return f"it has {stat.st_size} bytes where {BODY + nbytes} belong", None
     header = os.pread(descriptor, 4096, 0).partition(b"\n")[0] + b"\n"
     mapping = mmap.mmap(descriptor, stat.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -213,7 +213,7 @@ def _others_may_write(stat: os.stat_result) -> bool:
     return stat.st_uid != os.geteuid() or stat.st_mode & 0o022 != 0
 
 
-def _whole(stat: os.stat_result, nbytes: int) -> bool:
+def _is_complete(stat: os.stat_result, nbytes: int) -> bool:
     return stat.st_size == BODY + nbytes
 
 
@@ -271,11 +271,11 @@ def file_backed(tensors: Sequence[torch.Tensor]) -> list[bool]:
     except OSError:  # no /proc here
         return [False] * len(tensors)
     starts = [start for start, _ in ranges]
-    found = []
+    backed = []
     for tensor in tensors:
         at = bisect_right(starts, tensor.data_ptr()) - 1
-        found.append(at >= 0 and tensor.data_ptr() < ranges[at][1])
-    return found
+        backed.append(at >= 0 and tensor.data_ptr() < ranges[at][1])
+    return backed
 
 
 def default_folder() -> Path:

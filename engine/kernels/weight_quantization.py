@@ -87,11 +87,11 @@ def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
     """The codes (int16) nearest to numbers in units of their scale."""
     if format == "fp8":
         return units.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
-    whole = units.round()
+    rounded = units.round()
     if format == "int4":
-        return whole.clamp(-8, 7).to(torch.int16) & 15
-    whole = whole.clamp(-128, 127).to(torch.int16)
-    return torch.where(whole == -128, 128, whole.abs() | (whole < 0).to(torch.int16) << 7)
+        return rounded.clamp(-8, 7).to(torch.int16) & 15
+    rounded = rounded.clamp(-128, 127).to(torch.int16)
+    return torch.where(rounded == -128, 128, rounded.abs() | (rounded < 0).to(torch.int16) << 7)
 
 
 def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
@@ -142,8 +142,8 @@ def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
     for part in CLIPPED:
         for scales in (signed / -8 * part, signed / 7 * part):
             steps = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
-            found = ((parts / steps).round().clamp(-8, 7) * steps - parts).square().sum(2)
-            best, error = torch.where(found < error, scales, best), torch.minimum(found, error)
+            squared_error = ((parts / steps).round().clamp(-8, 7) * steps - parts).square().sum(2)
+            best, error = torch.where(squared_error < error, scales, best), torch.minimum(squared_error, error)
     return best
 
 
@@ -190,8 +190,8 @@ def weight_in(layer: Any) -> Any:
 
 def codes_in(model: nn.Module) -> Iterator[Codes]:
     """Those of each weight, once."""
-    found = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
-    yield from found.values()
+    by_id = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
+    yield from by_id.values()
 
 
 def switch(model: nn.Module, on: bool) -> None:

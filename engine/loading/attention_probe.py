@@ -57,7 +57,9 @@ STATE_CALLS = (
     *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
 )
 
-_seen: list[CallFacts] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
+_recorded_calls: list[
+    CallFacts
+] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
 
 
 def _probe_attention(
@@ -75,7 +77,7 @@ def _probe_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records one call. Raises CheckpointRefused for whatever `CallFacts` cannot express."""
-    where = f"attention call {len(_seen)} ({type(module).__name__})"
+    where = f"attention call {len(_recorded_calls)} ({type(module).__name__})"
     unknown = sorted(set(others) - HARMLESS)
     if unknown:
         raise CheckpointRefused(
@@ -91,7 +93,7 @@ def _probe_attention(
         raise CheckpointRefused(
             f"{where} has {key.shape[1]} key heads and {value.shape[1]} value heads; they must be equal"
         )
-    _seen.append(
+    _recorded_calls.append(
         CallFacts(
             kv_heads=key.shape[1],
             heads=query.shape[1],
@@ -148,7 +150,7 @@ def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
     switch(model, PROBE)
-    _seen.clear()
+    _recorded_calls.clear()
     try:
         _forward(model, ids, torch.tensor([[0, 1, 2]], device=device))
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
@@ -156,7 +158,7 @@ def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
             f"{type(model).__name__} edits or indexes its attention mask, or cannot run on token ids and positions "
             f"alone: {error}"
         ) from error
-    facts = tuple(_seen)
+    facts = tuple(_recorded_calls)
     _check_calls(model, facts)
     switch(model, ISOLATION)
     _check_state(model, ids)

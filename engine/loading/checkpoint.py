@@ -79,12 +79,12 @@ def check_folder(folder: Path) -> list[Path]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointRefused if it cannot be read or is something else."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointRefused(f"{file} holds no JSON object")
-    return found
+    return content
 
 
 def check_safetensors(file: Path) -> None:

@@ -66,7 +66,9 @@ def _prove(lora: Lora) -> None:
         Batch([], [], list(ROWS_TRIED), [], [], [], adapters=[0, len(lora.slots) - 1, BASE])
     )  # a slot that is empty adds nothing
     generator = torch.Generator().manual_seed(0)
-    for place in {(one.width, one.height, one.rank): one for one in lora.places.values()}.values():
+    for place in {
+        (attached.width, attached.height, attached.rank): attached for attached in lora.places.values()
+    }.values():
         x = torch.randn(sum(ROWS_TRIED), place.width, generator=generator).to(lora.pool.dtype)
         with torch.inference_mode():
             ours = compiled(x.new_zeros(len(x), place.height), x, rows, place).float()
@@ -130,11 +132,11 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 def _row_by_row(model: ModelRunner) -> set[str]:
     """The linear layers that are called with one row for each packed token, and with nothing else."""
     total = sum(new for _, new in PROBED)
-    seen: dict[str, set[int]] = {}
+    rows_of_layer: dict[str, set[int]] = {}
 
     def note(name: str, args: tuple[Any, ...]) -> None:
         rows = args[0].numel() // args[0].shape[-1] if args and isinstance(args[0], torch.Tensor) else 0
-        seen.setdefault(name, set()).add(rows)
+        rows_of_layer.setdefault(name, set()).add(rows)
 
     batch = Batch()
     for (done, new), table in zip(PROBED, ([0, 1, 2], [3, 4]), strict=True):
@@ -145,7 +147,7 @@ def _row_by_row(model: ModelRunner) -> set[str]:
             hook = functools.partial(lambda _layer, args, name: note(name, args), name=name)
             stack.callback(layer.register_forward_pre_hook(hook).remove)
         model.forward(model.allocate(5, 4), batch)
-    return {name for name, rows in seen.items() if rows == {total}}
+    return {name for name, rows in rows_of_layer.items() if rows == {total}}
 
 
 def _random(lora: Lora, seed: int) -> Adapter:

@@ -54,7 +54,7 @@ def read(name: str, folder: str | Path) -> Adapter:
     layers: dict[str, LowRank] = {}
     for layer in sorted({layer for layer, _ in tensors}):
         layers[layer] = _layer(layer, tensors, config, folder)
-    digest.update(json.dumps([(layer, one.scale) for layer, one in layers.items()]).encode())
+    digest.update(json.dumps([(layer, matrices.scale) for layer, matrices in layers.items()]).encode())
     return Adapter(name, folder, digest.digest(), layers)
 
 
@@ -103,12 +103,12 @@ def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
         raise CheckpointRefused(f"{file} cannot be read: {error.strerror}") from error
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     for name, tensor in load(content).items():
-        found = TENSOR.fullmatch(name)
-        if found is None:
+        match = TENSOR.fullmatch(name)
+        if match is None:
             raise CheckpointRefused(f"{file} holds {name:.200}, which is not served; only lora_A and lora_B are")
         if tensor.dim() != 2 or tensor.dtype not in DTYPES or tensor.numel() == 0:
             raise CheckpointRefused(f"{file}: {name:.200} is {tensor.dtype} {tuple(tensor.shape)}, no matrix of floats")
-        tensors[found["layer"], found["part"]] = tensor
+        tensors[match["layer"], match["part"]] = tensor
     if not tensors:
         raise CheckpointRefused(f"{file} holds no tensors")
     return tensors, hashlib.blake2b(content, digest_size=DIGEST_BYTES, person=b"tandem.lora")

@@ -58,7 +58,7 @@ def load_model(
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
-    config, limit, method = _checked_config(folder, max_model_len, weights)
+    config, max_len, method = _checked_config(folder, max_model_len, weights)
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
@@ -71,7 +71,7 @@ def load_model(
     facts = attention_probe.learn_facts(module)
     say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
     served = RunnerConfig(
-        max_model_len=limit,
+        max_model_len=max_len,
         fingerprint=fingerprint,
         dtype=dtype,
         device=device,
@@ -109,12 +109,12 @@ def _prepare(
 def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
     config = _read_config(folder)
-    limit = max_length(config, max_model_len)
-    check_positions(config, limit)
+    max_len = max_length(config, max_model_len)
+    check_positions(config, max_len)
     method = quantized_checkpoint.check(config)
     if method is not None and weights != CHECKPOINT:
         raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
-    return config, limit, method
+    return config, max_len, method
 
 
 def quantise(model: ModelRunner, format: str) -> str:
@@ -163,9 +163,9 @@ def _load_module(
                 )
             else:
                 with torch.device("meta"):  # transformers' factory takes no tensors, and the class that it finds does
-                    found = auto.from_config(config, trust_remote_code=False)
-                module, report = type(found).from_pretrained(
-                    None, config=found.config, state_dict=packed.tensors, **options
+                    meta_model = auto.from_config(config, trust_remote_code=False)
+                module, report = type(meta_model).from_pretrained(
+                    None, config=meta_model.config, state_dict=packed.tensors, **options
                 )
                 if (folder / GENERATION).is_file():
                     module.generation_config = GenerationConfig.from_pretrained(folder)

@@ -62,6 +62,6 @@ def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The rope settings: one dict, or one for each type of layer."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested if nested else [found]
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested if nested else [parameters]

@@ -39,25 +39,29 @@ def check(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint is quantised, None if it is not. Raises CheckpointRefused with what to do."""
     if getattr(config, "quantization_config", None) is None:
         return None
-    asked = _asked(config)
-    method = asked.get("quant_method")
+    quantization = _quantization(config)
+    method = quantization.get("quant_method")
     if method in packing_scheme.METHODS:
-        packing_scheme.scheme_of(asked)
+        packing_scheme.scheme_of(quantization)
         return str(method)
     if method != METHOD:
         raise CheckpointRefused(
             f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve one"
             f" of {', '.join((METHOD, *packing_scheme.METHODS))}, or the original one with weights = int8, int4 or fp8"
         )
-    groups = list((asked.get("config_groups") or {}).values())
+    groups = list((quantization.get("config_groups") or {}).values())
     for group in groups:
         for what in ("input_activations", "output_activations"):
             if group.get(what) is not None:
                 raise _refused(f"quantises {what.replace('_', ' ')} too, and only weights are served quantised")
     for what in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if asked.get(what) and (what != "sparsity_config" or asked[what].get("format", "dense") != "dense"):
+        if quantization.get(what) and (
+            what != "sparsity_config" or quantization[what].get("format", "dense") != "dense"
+        ):
             raise _refused(f"has a {what}, which is not served")
-    kinds = {kind for kind in (asked.get("format"), *(group.get("format") for group in groups)) if kind is not None}
+    kinds = {
+        kind for kind in (quantization.get("format"), *(group.get("format") for group in groups)) if kind is not None
+    }
     if kinds - KINDS:
         raise _refused(f"has the format {', '.join(sorted(kinds - KINDS))}; served are {', '.join(sorted(KINDS))}")
     if importlib.util.find_spec(LIBRARY) is None:
@@ -65,10 +69,10 @@ def check(config: PreTrainedConfig) -> str | None:
     return METHOD
 
 
-def _asked(config: PreTrainedConfig) -> dict[str, Any]:
-    found: Any = config.quantization_config
-    asked: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    return asked
+def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
+    section: Any = config.quantization_config
+    quantization: dict[str, Any] = section if isinstance(section, dict) else section.to_dict()
+    return quantization
 
 
 def _refused(why: str) -> CheckpointRefused:
@@ -82,10 +86,10 @@ def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | 
     """
     if (
         getattr(config, "quantization_config", None) is None
-        or _asked(config)["quant_method"] not in packing_scheme.METHODS
+        or _quantization(config)["quant_method"] not in packing_scheme.METHODS
     ):
         return None
-    weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_asked(config)))
+    weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_quantization(config)))
     del config.quantization_config
     return weights
 

@@ -105,7 +105,7 @@ class Decode:
         if not fits or batch.adapters or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
             return None
         batch.check(self._block_size, self._spare)  # so nobody's table has the spare block
-        bucket = next(one for one in self._buckets if one.rows >= rows)
+        bucket = next(candidate for candidate in self._buckets if candidate.rows >= rows)
         with torch.inference_mode():
             bucket.fill(batch.token_ids, batch.positions, batch.block_tables)
             return bucket.replay()[:rows]
@@ -211,20 +211,20 @@ class _Bucket:
         positions = [rng.randrange(min(per * size, self._model.max_model_len)) for _ in range(count)]
         ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
         tables = [[per * row + block for block in range(per)] for row in range(count)]
-        mine = pages.buffer[: per * count]
-        generator = torch.Generator(mine.device).manual_seed(self.rows)
+        used = pages.buffer[: per * count]
+        generator = torch.Generator(used.device).manual_seed(self.rows)
         for call in range(len(self._model.facts)):
             for view in (pages.k(call), pages.v(call)):
                 view[: per * count].normal_(generator=generator)
-        before = mine.clone()
+        before = used.clone()
         self.fill(ids, positions, tables)
-        expected, left = self._call().clone(), mine.clone()
-        mine.copy_(before)
-        found = self.replay()
+        expected, written = self._call().clone(), used.clone()
+        used.copy_(before)
+        replayed = self.replay()
         exact = pages.buffer.device.type == "cpu"
-        gap = ((found - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
-        same = torch.equal(found[:count], expected[:count]) and torch.equal(mine, left) if exact else gap <= GAP
-        mine.zero_()
+        gap = ((replayed - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
+        same = torch.equal(replayed[:count], expected[:count]) and torch.equal(used, written) if exact else gap <= GAP
+        used.zero_()
         self.fill([], [], [])
         if same:
             return None

@@ -80,9 +80,9 @@ def _turned(value: Value, x: Value) -> bool:
 
 def _is_half(half: Value, x: Value) -> bool:
     """Whether it is the last of four sizes of x, halved."""
-    if (whole := _made_by(half, "aten::Int")) is None:
+    if (integer := _made_by(half, "aten::Int")) is None:
         return False
-    if (division := _made_by(whole.input(), "aten::floor_divide")) is None or not _is(division.inputsAt(1), 2):
+    if (division := _made_by(integer.input(), "aten::floor_divide")) is None or not _is(division.inputsAt(1), 2):
         return False
     if (boxed := _made_by(division.inputsAt(0), "prim::NumToTensor")) is None:
         return False
@@ -256,7 +256,7 @@ def _one_type(*values: Value) -> bool:
 def _is(value: Value, number: int) -> bool:
     if value.node().kind() != "prim::Constant":
         return False
-    found = value.toIValue()
-    if isinstance(found, torch.Tensor):
-        return found.numel() == 1 and found.item() == number
-    return isinstance(found, int) and found == number
+    constant = value.toIValue()
+    if isinstance(constant, torch.Tensor):
+        return constant.numel() == 1 and constant.item() == number
+    return isinstance(constant, int) and constant == number

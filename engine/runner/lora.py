@@ -74,7 +74,7 @@ class Lora:
     ) -> None:
         """`places`: of every layer of the module that one of the adapters touches."""
         self.module = module
-        self.known = {one.name: one._replace(layers={}) for one in known}
+        self.known = {adapter.name: adapter._replace(layers={}) for adapter in known}
         self.slots: list[Adapter | None] = [None] * slots
         self.places = places
         last = [place.b + padded(place.height, WIDE) * place.rank for place in self.places.values()]

@@ -175,9 +175,9 @@ class ModelRunner:
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
-    found = getattr(module.generation_config, "eos_token_id", None)
-    if found is None:
-        found = module.config.get_text_config().eos_token_id
-    if found is None:
+    ids = getattr(module.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = module.config.get_text_config().eos_token_id
+    if ids is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -117,14 +117,14 @@ def record(model: ModelRunner) -> RecordedForward:
     pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
     first = model.step(pages, batches[0])
     adapters = len(first.lora.tensors) if first.lora is not None else 0
-    with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
+    with warnings.catch_warnings(record=True) as warned, torch.inference_mode(), model.exact():
         warnings.simplefilter("always")
         wanted = first.tensor(batches[0].logits_at)
         try:
             graph, _ = _get_trace_graph(forward, (wanted, *inputs(first)))  # type: ignore[no-untyped-call]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise Unrecordable(str(error).strip().partition("\n")[0]) from error
-    for each in told:
+    for each in warned:
         if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
             where = f"{Path(each.filename).name}:{each.lineno}"
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
@@ -151,11 +151,11 @@ def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batc
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
             expected = model.by_modules(step, wanted)
-        left = pages.buffer.clone()
+        written = pages.buffer.clone()
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
-            found = recorded(step, wanted)
-        if not (torch.equal(found, expected) and torch.equal(pages.buffer, left)):
+            logits = recorded(step, wanted)
+        if not (torch.equal(logits, expected) and torch.equal(pages.buffer, written)):
             return f"{batch.query_lens} new tokens"
     return None
 

@@ -124,7 +124,7 @@ class NixlReads:
         overdue = [remote for remote in remotes if remote.overdue(now, ABORT_GRACE_S)]
         worked = False
         for remote in remotes:
-            worked |= self._turn(remote, may_post=not overdue)
+            worked |= self._advance(remote, may_post=not overdue)
         stuck = [remote for remote in overdue if remote.overdue(now, ABORT_GRACE_S)]
         others = any(read.error is None and read.flights for remote in remotes for read in remote.reads)
         if stuck and (not others or stuck[0].overdue(now, ABORT_GRACE_S + OTHERS_GRACE_S)):
@@ -140,7 +140,7 @@ class NixlReads:
                 del self.remotes[name]
                 self.links.pop(name, None)
 
-    def _turn(self, remote: Remote, may_post: bool) -> bool:
+    def _advance(self, remote: Remote, may_post: bool) -> bool:
         worked = False
         for read in remote.reads:
             worked |= self._collect(remote, read)
@@ -150,10 +150,10 @@ class NixlReads:
             self._silence(remote, "did not end in time")
         if remote.renew and not remote.in_flight:
             self._agent.remove(remote)
-        if may_post and (turn := remote.next_read()) is not None:
-            self._post(remote, turn)
+        if may_post and (next_read := remote.next_read()) is not None:
+            self._post(remote, next_read)
             worked = True
-        for read in [read for read in remote.reads if not read.todo and not read.flights]:
+        for read in [read for read in remote.reads if not read.pending and not read.flights]:
             remote.reads.remove(read)
             self._settle(remote, read)
             worked = True
@@ -208,7 +208,7 @@ class NixlReads:
         remote.fail()
 
     def _post(self, remote: Remote, read: Read) -> None:
-        pairs = read.todo.popleft()
+        pairs = read.pending.popleft()
         handle = None
         try:
             if remote.dlist is None:

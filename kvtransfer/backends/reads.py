@@ -40,7 +40,7 @@ class Read:
     """
 
     peer: Peer
-    todo: deque[list[Pair]]
+    pending: deque[list[Pair]]
     stall: float
     # Reads a few bytes into memory that is never used for anything: a late write there does no harm.
     warm_up: bool = False
@@ -57,7 +57,7 @@ class Read:
     def stop(self, error: TandemError, now: float) -> None:
         if self.error is None:
             self.error, self.stopped_at = error, now
-            self.todo.clear()
+            self.pending.clear()
 
     def give_up(self, error: TandemError, now: float) -> None:
         """As `stop`, where what is in flight may take long to end: reports it to the reader at once."""
@@ -69,7 +69,7 @@ class Read:
     def requeue(self) -> None:
         """Its flights are gone with the agent; they are to be posted again unless the read has failed."""
         if self.error is None:
-            self.todo.extendleft(flight.pairs for flight in reversed(self.flights))
+            self.pending.extendleft(flight.pairs for flight in reversed(self.flights))
         self.flights.clear()
 
 
@@ -101,7 +101,7 @@ class Remote:
         if self.in_flight >= (1 if self.renew else BATCHES_IN_FLIGHT):
             return None
         for read in self.reads:
-            if read.todo and not (read.warm_up and read.flights):
+            if read.pending and not (read.warm_up and read.flights):
                 self.reads.remove(read)
                 self.reads.append(read)
                 return read

@@ -125,10 +125,10 @@ class UcxLog:
         with self._lock:
             self._consume()
             self._end_lanes()
-            seen = self._agents.get(agent, _Agent())
+            known = self._agents.get(agent, _Agent())
             # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
-            cfgs = seen.by_lanes.get(self._lanes_of.get(endpoint, ()), seen.tables.keys())
-            names = {_pick(table, block_bytes) for cfg in cfgs for table in seen.tables.get(cfg, ())}
+            cfgs = known.by_lanes.get(self._lanes_of.get(endpoint, ()), known.tables.keys())
+            names = {_pick(table, block_bytes) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
 
     def drop_endpoint(self, endpoint: str) -> None:

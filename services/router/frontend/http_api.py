@@ -163,7 +163,7 @@ class Api:
             ]
         )
         answer = openai_responses.answer(body, request_id, model, self._tokenizer, requests)
-        return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
+        return Streaming(answer, events, request_id) if body.stream else Collected(answer, events, request_id)
 
     def _parsed(self, raw: bytes, kind: type[Sampled], request_id: str | None) -> Parsed:
         """Raises InvalidRequest, NotFound for a model that there is not."""
@@ -224,9 +224,9 @@ class Generating(Response, ABC):
         await _write(send, error.http, openai_errors.error_body(error), headers)
 
 
-class Whole(Generating):
+class Collected(Generating):
     async def _send(self, events: Events, send: Send) -> None:
-        body = await self._answer.whole(events)
+        body = await self._answer.collect(events)
         await _write(send, 200, body, {"x-request-id": self._request_id})
 
 

@@ -92,7 +92,7 @@ class _Protocol(HttpToolsProtocol):
         self._all = connections
         self._beside = 0  # bytes of this request that are no body
         self._waits = False  # for a request of which nothing has come
-        self._whole = True  # no part of a request is missing
+        self._request_complete = True  # no part of a request is missing
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -122,7 +122,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._whole = False
+        self._request_complete = False
 
     def on_headers_complete(self) -> None:
         if self._timer is not None:
@@ -136,7 +136,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._beside, self._whole = 0, True
+        self._beside, self._request_complete = 0, True
         if self.cycle.response_complete:  # the rest of a body has come that nobody read
             self._idle()
 
@@ -146,7 +146,7 @@ class _Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn's, which any byte ends
         if self.transport.is_closing():
             self._within(WRITE_TIMEOUT_S, self.transport.abort)
-        elif last and self._whole:
+        elif last and self._request_complete:
             self._idle()
         elif last:
             self._within(DISCARD_TIMEOUT_S, self.hang_up)

@@ -104,7 +104,7 @@ class Answer(ABC):
                 data += DONE
         return data.encode()
 
-    async def whole(self, events: Events) -> bytes:
+    async def collect(self, events: Events) -> bytes:
         """One JSON object."""
         pieces: dict[int, Piece] = {}
         async for index, event in events:

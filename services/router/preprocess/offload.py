@@ -33,36 +33,36 @@ class _ThreadPool:
 
     async def run(self, tenant: str, patience_s: float, work: Callable[..., Result], *args: Any) -> Result:
         loop = asyncio.get_running_loop()
-        await self._turn(tenant, patience_s)
+        await self._acquire(tenant, patience_s)
         working = self._pool.submit(work, *args)
         working.add_done_callback(lambda _: _soon(loop, self._next))  # it goes on when nobody waits for it any more
         return await asyncio.wrap_future(working)
 
-    async def _turn(self, tenant: str, patience_s: float) -> None:
+    async def _acquire(self, tenant: str, patience_s: float) -> None:
         if self._free:
             self._free -= 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(waiter)
         try:
             async with asyncio.timeout(patience_s):
-                await turn
+                await waiter
         except TimeoutError as error:
-            self._give_up(tenant, turn)
+            self._give_up(tenant, waiter)
             raise Busy(
                 f"the text of the request was not looked at within {patience_s:g} s",
                 reason="QUEUE_TIMEOUT",
                 retry_after=1.0,
             ) from error
         except asyncio.CancelledError:
-            self._give_up(tenant, turn)
+            self._give_up(tenant, waiter)
             raise
 
-    def _give_up(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled():  # its turn came at the same moment
+    def _give_up(self, tenant: str, waiter: asyncio.Future[None]) -> None:
+        if waiter.done() and not waiter.cancelled():  # its turn came at the same moment
             self._next()
-        elif turn in (waiting := self._waiting.get(tenant, deque())):
-            waiting.remove(turn)
+        elif waiter in (waiting := self._waiting.get(tenant, deque())):
+            waiting.remove(waiter)
             if not waiting:
                 del self._waiting[tenant]
 
