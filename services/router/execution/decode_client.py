@@ -18,13 +18,13 @@ from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class DecodeStream:
-    """What a decode worker reports about one attempt."""
+    """A decode worker's events of one attempt."""
 
     call: Any  # yields events up to the first token
     substream: Substream
 
     async def rest(self, take: OnEvent) -> None:
-        """Passes later events to `take` until it returns True. Raises what breaks the call or the feed."""
+        """Passes later events to `take` until it returns True. Raises the error of a broken call or feed."""
         await self.substream.read(take, self.call)
 
 
@@ -38,7 +38,7 @@ class DecodeClient:
         self, worker: WorkerSnapshot, request: decode_pb2.DecodeRequest, deadline: float, span: Span
     ) -> AsyncIterator[DecodeStream]:
         """Opens the call, and cancels it when the block ends: the worker frees what it holds for the attempt. Fills in
-        the request's `feed_id` and `lane`. Raises WorkerLost, and what the worker's errors stand for."""
+        the request's `feed_id` and `lane`. Raises WorkerLost and the worker's errors."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
         with calling(worker.worker_id):
             mux = await self._muxes.of(worker)
