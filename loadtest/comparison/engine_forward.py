@@ -37,8 +37,8 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     blocks = (MOST + 1) * LONGEST // 16
     engine = Engine(model, EngineConfig(num_blocks=blocks, block_size=16, token_budget=LONGEST, max_running=MOST))
 
-    def add(name: str, prompt: list[int], limit: int) -> Sequence:
-        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=limit)
+    def add(name: str, prompt: list[int], max_len: int) -> Sequence:
+        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=max_len)
         engine.add(sequence)
         return sequence
 
@@ -224,7 +224,7 @@ def openvino(folder: Path, threads: int) -> tuple[Prefill, Decode]:
         wanted.eos_token_id = 0  # ignored; without a tokenizer it would be -1, which is refused
         result = pipeline.generate(genai.TokenizedInputs(ids, mask), wanted)
         spent = result.perf_metrics.raw_metrics.token_infer_durations  # microseconds
-        return [one / 1e6 for one in spent], [tokens[0] for tokens in result.tokens]
+        return [nanoseconds / 1e6 for nanoseconds in spent], [tokens[0] for tokens in result.tokens]
 
     def prefill(prompt: list[int]) -> tuple[float, int]:
         spent, tokens = generate([prompt], 1)
@@ -299,7 +299,7 @@ def floor(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     return prefill, decode
 
 
-ENGINES = {one.__name__: one for one in (tandem, transformers, llama, openvino, vllm, floor)}
+ENGINES = {engine_class.__name__: engine_class for engine_class in (tandem, transformers, llama, openvino, vllm, floor)}
 
 
 def _taken(work: Callable[[], object]) -> float:
@@ -316,8 +316,8 @@ def main() -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = prefill(asked["prefill"]) if "prefill" in asked else decode(asked["decode"], asked["steps"])
-        print(json.dumps(found), file=answers, flush=True)
+        result = prefill(asked["prefill"]) if "prefill" in asked else decode(asked["decode"], asked["steps"])
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

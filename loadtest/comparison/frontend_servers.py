@@ -115,11 +115,11 @@ def _wait(side: Side, *processes: Process) -> None:
     """Until it knows its model. Raises Unavailable, DeadlineExceeded."""
     deadline = monotonic() + START_TIMEOUT_S
     while True:
-        if ended := [one for one in processes if one.popen.poll() is not None]:
+        if ended := [process for process in processes if process.popen.poll() is not None]:
             raise Unavailable(f"{ended[0].popen.args!r} ended early: {ended[0].last_words()}")
         try:
-            with closing(urllib.request.urlopen(f"http://127.0.0.1:{side.port}/v1/models", timeout=5)) as said:
-                if json.load(said)["data"]:
+            with closing(urllib.request.urlopen(f"http://127.0.0.1:{side.port}/v1/models", timeout=5)) as response:
+                if json.load(response)["data"]:
                     return
         except OSError:
             pass

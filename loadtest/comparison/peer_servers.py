@@ -144,8 +144,8 @@ class Tandem(Server):
     def processes(self) -> list[psutil.Process]:
         if self._process is None:
             return []
-        whole = psutil.Process(self._process.popen.pid)
-        return [whole, *whole.children(recursive=True)]
+        parent = psutil.Process(self._process.popen.pid)
+        return [parent, *parent.children(recursive=True)]
 
 
 def pin(workers: dict[str, int]) -> None:
@@ -222,12 +222,12 @@ class Vllm(Server):
 
 def of_session(session: int) -> list[psutil.Process]:
     """Every process of a session, those whose parent is gone included; none that has ended."""
-    found = []
+    members = []
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def make(side: str, model: Path, peers: Peers) -> Server:

@@ -85,8 +85,8 @@ class Connection(asyncio.Protocol):
         self._rest = (self._rest + data)[-KEPT:]
         if self._rest.endswith(LAST_CHUNK) and DONE in self._rest:
             ended, tokens = perf_counter(), USAGE.findall(self._rest)
-            said = int(tokens[-1]) if tokens else 0
-            self._answer.set_result(Answer(self._first - self._sent, ended - self._sent, self._messages, said))
+            count = int(tokens[-1]) if tokens else 0
+            self._answer.set_result(Answer(self._first - self._sent, ended - self._sent, self._messages, count))
         elif self._rest.endswith(LAST_CHUNK):
             self._answer.set_exception(Unavailable(f"the server broke off: {self._rest.decode(errors='replace')}"))
 

@@ -150,7 +150,10 @@ class Local:
         """Until the router sees so many ready workers. Raises DeadlineExceeded."""
         deadline = monotonic() + timeout_s
         with Client(self.address(router)) as client:
-            while sum(one.state == "ready" and one.role != "router" for one in client.workers().workers) < workers:
+            while (
+                sum(worker.state == "ready" and worker.role != "router" for worker in client.workers().workers)
+                < workers
+            ):
                 if monotonic() > deadline:
                     raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
                 sleep(0.05)
@@ -188,7 +191,7 @@ def precedence() -> Iterator[str]:
     nice = os.getpriority(os.PRIO_PROCESS, thread)
     said_of_group = group.read_text() if group.exists() else ""  # "/autogroup-7 nice 0"; empty for a process in none
     group_nice = said_of_group.split()[-1] if said_of_group else None
-    said = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
+    note = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
     gc.collect()
     gc.disable()
     try:
@@ -197,8 +200,8 @@ def precedence() -> Iterator[str]:
             if group_nice is not None:
                 group.write_text(str(CLIENT_NICE))
         except OSError:
-            said = "the client may not go first on the cores that it shares: its own delays are in the figures"
-        yield said
+            note = "the client may not go first on the cores that it shares: its own delays are in the figures"
+        yield note
     finally:
         gc.enable()
         with suppress(OSError):  # what could not be raised need not be lowered

@@ -37,7 +37,7 @@ class Spread:
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
     """The spread of the ratios of neighbours: the two sides were measured in turn, so their noise is shared."""
-    return Spread.of([one / other for one, other in zip(over, under, strict=True)])
+    return Spread.of([value / other for value, other in zip(over, under, strict=True)])
 
 
 def sure(values: Sequence[float]) -> tuple[float, float]:
@@ -84,11 +84,11 @@ def in_turn(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, li
     """Every side once per round, the order turned round each time, after one round that does not count."""
     for side in sides.values():
         side()
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds_of: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(repeats):
         for name in list(sides) if round_ % 2 == 0 else reversed(list(sides)):
-            found[name].append(sides[name]())
-    return found
+            seconds_of[name].append(sides[name]())
+    return seconds_of
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -29,7 +29,7 @@ Say = Callable[[Load, float], None]  # told now and then what there is so far, a
 
 def patience(requests: Sequence[Request], objective: Objective) -> float:
     """Seconds after the last request in which everyone that keeps the objective has ended, and a second more."""
-    return objective.ttft + objective.tpot * max((one.output for one in requests), default=0) + 1.0
+    return objective.ttft + objective.tpot * max((request.output for request in requests), default=0) + 1.0
 
 
 async def offer(

@@ -111,10 +111,10 @@ class Http(Target):
                 if answer.status != 200:
                     raise await _error(answer)
                 models = (await answer.json())["data"]
-            found = next((one for one in models if one["id"] == (self._wanted or one["id"])), None)
-            if found is None:
+            chosen = next((entry for entry in models if entry["id"] == (self._wanted or entry["id"])), None)
+            if chosen is None:
                 raise Unavailable(f"{self.address} serves no {self._wanted or 'model'}")
-            self.model, self.context = found["id"], found.get("max_model_len")
+            self.model, self.context = chosen["id"], chosen.get("max_model_len")
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             await self._session.close()
             raise Unavailable(f"{self.address} does not answer as an OpenAI server does: {error!r}") from error
@@ -165,11 +165,11 @@ def read_event(data: bytes) -> Message | None:
 
 
 async def _error(answer: aiohttp.ClientResponse) -> Busy | Unavailable:
-    said = f"{answer.url.host}:{answer.url.port} answered {answer.status}: {(await answer.text())[:2000]}"
+    message = f"{answer.url.host}:{answer.url.port} answered {answer.status}: {(await answer.text())[:2000]}"
     if answer.status != 429:
-        return Unavailable(said)
+        return Unavailable(message)
     after = answer.headers.get("retry-after", "")
-    return Busy(said, retry_after=float(after) if after.isdecimal() else None)
+    return Busy(message, retry_after=float(after) if after.isdecimal() else None)
 
 
 def target(address: str, model: str = "") -> Target:

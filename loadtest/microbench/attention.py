@@ -42,8 +42,8 @@ class Case:
 
     @property
     def operations(self) -> int:
-        seen = self.queries * self.before + self.queries * (self.queries + 1) // 2
-        return 4 * self.batch * self.heads * self.dim * seen
+        visible = self.queries * self.before + self.queries * (self.queries + 1) // 2
+        return 4 * self.batch * self.heads * self.dim * visible
 
 
 def compiled(case: Case, kind: Kind, copies: int) -> tuple[Callable[[int], None], int]:

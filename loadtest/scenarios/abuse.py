@@ -60,41 +60,41 @@ class Target:
 # ---- what greedy does, until it is cancelled; `found` counts what became of it
 
 
-async def body(target: Target, found: Counter[str]) -> None:
+async def body(target: Target, outcomes: Counter[str]) -> None:
     zeros = b'{"messages":[' + b",".join([b"0"] * ((BODY_BYTES - 20) // 2)) + b"]}"
     while True:
-        await post(target, "/v1/chat/completions", zeros, found)
+        await post(target, "/v1/chat/completions", zeros, outcomes)
 
 
-async def text(target: Target, found: Counter[str]) -> None:
-    await tokens(target, found, TEXT)
+async def text(target: Target, outcomes: Counter[str]) -> None:
+    await tokens(target, outcomes, TEXT)
 
 
-async def undecodable(target: Target, found: Counter[str]) -> None:
-    await tokens(target, found, UNDECODABLE)
+async def undecodable(target: Target, outcomes: Counter[str]) -> None:
+    await tokens(target, outcomes, UNDECODABLE)
 
 
-async def tokens(target: Target, found: Counter[str], token: int) -> None:
+async def tokens(target: Target, outcomes: Counter[str], token: int) -> None:
     """The one token, again and again, of as many requests as are allowed."""
     asked = {"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     asked["logit_bias"] = {str(token): 100}
 
     async def keep_on() -> None:
         while True:
-            await post(target, "/v1/completions", json.dumps(asked).encode(), found)
+            await post(target, "/v1/completions", json.dumps(asked).encode(), outcomes)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(REQUESTS):
             tasks.create_task(keep_on())
 
 
-async def idle(target: Target, found: Counter[str]) -> None:
+async def idle(target: Target, outcomes: Counter[str]) -> None:
     async def hold() -> None:
         while True:
             reader, writer = await target.connect()
-            found["opened"] += 1
+            outcomes["opened"] += 1
             await reader.read()  # until the server closes it
-            found["closed"] += 1
+            outcomes["closed"] += 1
             writer.close()
 
     async with asyncio.TaskGroup() as tasks:
@@ -102,18 +102,18 @@ async def idle(target: Target, found: Counter[str]) -> None:
             tasks.create_task(hold())
 
 
-async def post(target: Target, path: str, content: bytes, found: Counter[str]) -> None:
+async def post(target: Target, path: str, content: bytes, outcomes: Counter[str]) -> None:
     """One request on a connection of its own, answered to its end; counts its status."""
     reader, writer = await target.connect()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {GREEDY}\r\n"
     writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
     try:
         status = (await reader.readline()).split()
-        found[status[1].decode() if len(status) > 1 else "closed"] += 1
+        outcomes[status[1].decode() if len(status) > 1 else "closed"] += 1
         while await reader.read(2**16):
             pass
     except ConnectionError:
-        found["closed"] += 1
+        outcomes["closed"] += 1
     finally:
         writer.close()
 
@@ -126,8 +126,8 @@ INSTEAD = {"undecodable": "text"}  # what greedy does while the abuse is not mea
 
 async def be_greedy(name: str, target: Target) -> None:
     """Until the standard input ends. Says when it has begun, and in the end what became of it."""
-    found: Counter[str] = Counter()
-    abusing = asyncio.ensure_future((ABUSES | FAIR)[name](target, found))
+    outcomes: Counter[str] = Counter()
+    abusing = asyncio.ensure_future((ABUSES | FAIR)[name](target, outcomes))
     await asyncio.wait([abusing], timeout=1.0)  # it has its connections and requests by then
     sys.stdout.buffer.write(BEGUN)
     sys.stdout.flush()
@@ -136,19 +136,19 @@ async def be_greedy(name: str, target: Target) -> None:
     if abusing.done():
         abusing.result()
     abusing.cancel()
-    print(", ".join(f"{count} {what}" for what, count in found.most_common()))
+    print(", ".join(f"{count} {what}" for what, count in outcomes.most_common()))
 
 
 @asynccontextmanager
-async def greedy(name: str, target: Target, said: list[str]) -> AsyncIterator[None]:
+async def greedy(name: str, target: Target, lines: list[str]) -> AsyncIterator[None]:
     """A process that does it until the block ends; what it says in the end is appended to `said`."""
     command = [sys.executable, "-m", "loadtest", "abuse", "--greedy", name, target.grpc, target.http]
-    async with beside(command, said):
+    async with beside(command, lines):
         yield
 
 
 @asynccontextmanager
-async def beside(command: list[str], said: list[str]) -> AsyncIterator[None]:
+async def beside(command: list[str], lines: list[str]) -> AsyncIterator[None]:
     """A process that has printed BEGUN, until the block ends; its last words are appended to `said`."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -163,7 +163,7 @@ async def beside(command: list[str], said: list[str]) -> AsyncIterator[None]:
         if process.returncode is None:
             try:
                 last, _ = await asyncio.wait_for(process.communicate(b""), START_S)
-                said.append(last.decode().strip())
+                lines.append(last.decode().strip())
             finally:
                 if process.returncode is None:
                     process.kill()
@@ -193,16 +193,16 @@ class Measured:
 
 async def compare(name: str, target: Target, rounds: int, seconds: float) -> int:
     """Prints a row. Returns how many of polite's requests failed."""
-    without, during, said = Measured(), Measured(), list[str]()
+    without, during, lines = Measured(), Measured(), list[str]()
     for _ in range(rounds):
         async with greedy(INSTEAD[name], target, []) if name in INSTEAD else nullcontext():
             await without.measure(target, seconds)
-        async with greedy(name, target, said):
+        async with greedy(name, target, lines):
             await during.measure(target, seconds)
     columns = [f"{name:>12}"]
-    for one in (without, during):
-        columns.append(f"{len(one.seconds):>6} {1000 * median(one.seconds):7.1f} {1000 * one.p99:7.1f}")
-    print("  ".join([*columns, f"{during.p99 / without.p99:5.2f}   greedy: {said[-1]}"]), flush=True)
+    for measured in (without, during):
+        columns.append(f"{len(measured.seconds):>6} {1000 * median(measured.seconds):7.1f} {1000 * measured.p99:7.1f}")
+    print("  ".join([*columns, f"{during.p99 / without.p99:5.2f}   greedy: {lines[-1]}"]), flush=True)
     for reason, count in (without.failed + during.failed).items():
         print(f"{'':>12}  failed: {count} {reason}", flush=True)
     return (without.failed + during.failed).total()
@@ -229,7 +229,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="tandem-abuse-") as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"greedy {GREEDY} requests=64\npolite {POLITE}\n")
-        given = settings.load(model=str(DEMO), port=0, http_port=0, api_keys=keys, kv_blocks=8192)
-        with LocalCluster(given, lambda line: print(line, file=sys.stderr)) as cluster:
+        overrides = settings.load(model=str(DEMO), port=0, http_port=0, api_keys=keys, kv_blocks=8192)
+        with LocalCluster(overrides, lambda line: print(line, file=sys.stderr)) as cluster:
             target = Target(cluster.target, cluster.http)
             return 1 if asyncio.run(run(target, abuses, rounds, seconds)) else 0

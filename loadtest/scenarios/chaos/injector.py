@@ -310,12 +310,12 @@ async def start(
     role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineThread | None = None
 ) -> Service:
     """As services.launch.start. An engine that was released is harmed already, and so is the transport."""
-    given: dict[str, Any] = {} if engine is None else {"engine": engine}
+    options: dict[str, Any] = {} if engine is None else {"engine": engine}
     if role == "router":
-        return await launch.start(role, settings, worker_id, say, **given)
+        return await launch.start(role, settings, worker_id, say, **options)
     if engine is None:
         harm_transport(_here)
-    service: Any = await launch.start(role, settings, worker_id, say, **given)
+    service: Any = await launch.start(role, settings, worker_id, say, **options)
     if engine is None:
         await service.loop.call(lambda: harm_engine(service.engine, _here))
         listen(_here, Path(os.environ[VARIABLE]) / f"{os.getpid()}.sock")
