@@ -71,7 +71,7 @@ class AdapterSlots:
     async def held(self, name: str) -> AsyncIterator[LoraSlot | None]:
         """The adapter in a slot of this worker's model until the block ends; None for the base, whose name is "".
 
-        Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder is not what it was.
+        Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder has changed.
         """
         if not name:
             yield None

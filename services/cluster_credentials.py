@@ -1,5 +1,5 @@
-"""Who may call: a guard before the handlers of a server, and the token by which the cluster's own processes know each
-other. With it a worker's port serves nobody else. Certificates do the same and encrypt the calls."""
+"""Access control: a guard before the handlers of a server, and the token by which the cluster's processes authenticate
+each other. With it a worker's port serves only its own cluster. Certificates do the same and encrypt the calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import grpc
 from tandem.errors import SettingsError, TandemError, Unauthenticated
 from tandem.settings import Settings
 
-OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes show nothing, and what reflection says is no secret
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes have no credentials, and reflection reveals no secret
 TOKEN_METADATA = "tandem-cluster"  # the metadata that holds the token
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CLUSTER_NAME = "tandem-cluster"  # whom a certificate of the cluster's own is for, whatever address it is called by
+CLUSTER_NAME = "tandem-cluster"  # the name in the cluster's own certificates, whatever address is called
 
 
 def front_door(settings: Settings) -> grpc.ServerCredentials | None:
-    """What the router shows clients, and asks of them; None: nothing is encrypted. Raises SettingsError."""
+    """The router's credentials for clients; None: nothing is encrypted. Raises SettingsError."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     pair = (_pem(settings.tls_key, "tls_key"), _pem(settings.tls_cert, "tls_cert"))
@@ -30,7 +30,7 @@ def front_door(settings: Settings) -> grpc.ServerCredentials | None:
 
 
 def of_worker(settings: Settings) -> grpc.ServerCredentials | None:
-    """What a worker shows its own cluster, and asks of it."""
+    """A worker's credentials for its own cluster."""
     if settings.cluster_cert is None or settings.cluster_key is None or settings.cluster_ca is None:
         return None
     pair = (_pem(settings.cluster_key, "cluster_key"), _pem(settings.cluster_cert, "cluster_cert"))
@@ -38,7 +38,7 @@ def of_worker(settings: Settings) -> grpc.ServerCredentials | None:
 
 
 def to_workers(settings: Settings) -> grpc.ChannelCredentials | None:
-    """What the router and decode workers show the workers that they call."""
+    """The credentials of the router and decode workers for calls to workers."""
     if settings.cluster_cert is None or settings.cluster_key is None or settings.cluster_ca is None:
         return None
     return grpc.ssl_channel_credentials(
@@ -56,7 +56,7 @@ def _pem(path: Path, field: str) -> bytes:
 
 
 class Guard(grpc.aio.ServerInterceptor, ABC):
-    """Asks every call for what it must show before its handler begins."""
+    """Checks the credentials of every call before its handler begins."""
 
     @abstractmethod
     def check(self, method: str, shown: dict[str, str | bytes]) -> None:
@@ -77,7 +77,7 @@ class Guard(grpc.aio.ServerInterceptor, ABC):
 
 
 class ClusterGuard(Guard):
-    """Only who shows the cluster's token."""
+    """Admits only calls with the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -93,7 +93,7 @@ class ClusterGuard(Guard):
 
 
 def guards(settings: Settings) -> list[Guard]:
-    """Of a worker's server. Raises SettingsError where the network could reach it and nobody would be asked."""
+    """The guards of a worker's server. Raises SettingsError if the network could reach it without credentials."""
     if settings.cluster_token is not None:
         return [ClusterGuard(settings.cluster_token.get_secret_value())]
     if settings.host not in LOOPBACK and settings.cluster_cert is None:
@@ -106,7 +106,7 @@ def guards(settings: Settings) -> list[Guard]:
 
 
 class Showing:
-    """A channel whose calls show the token; what a stub needs of one."""
+    """A channel whose calls carry the token, with the methods that a stub needs."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
@@ -132,8 +132,7 @@ class Showing:
 
 
 def _refusing(error: TandemError, handler: Any) -> Any:
-    """A handler of the same kind that only says no, which ErrorInterceptor puts on the wire; none for a method that
-    there is not."""
+    """A handler of the same kind that raises the error, which ErrorInterceptor sends; None for an unknown method."""
     if handler is None:
         return None
 

@@ -45,7 +45,7 @@ class KvEvents:
         event_loop = asyncio.get_running_loop()
         pool = self._loop.engine.pool
 
-        def publish() -> None:  # on the engine's thread, after each turn
+        def publish() -> None:  # on the engine's thread, after each iteration
             if changes := pool.news():
                 event_loop.call_soon_threadsafe(self._change, changes)
 

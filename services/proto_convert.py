@@ -1,4 +1,4 @@
-"""Between wire messages and the product's own nouns. Nothing here decides anything."""
+"""Conversions between wire messages and internal types, without any decisions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
 
 
 def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:
-    """The tokens of an internal request. The router has checked the client's; this keeps a caller's bug from reaching
-    the engine, where it would break every stream. Raises InvalidRequest."""
+    """The tokens of an internal request. The router has validated the client's tokens; this check keeps a caller's bug
+    from the engine, where it would break every stream. Raises InvalidRequest."""
     tokens = list(token_ids)
     if not 0 < prompt_tokens <= len(tokens):
         raise InvalidRequest(
@@ -37,7 +37,7 @@ def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
 
 def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
     kind = message.WhichOneof("kind")
-    if kind is None:  # a newer router's: without it the text would fit nothing
+    if kind is None:  # from a newer router: without the grammar the text would be unconstrained
         raise InvalidRequest("a grammar of no known kind", field="sampling.grammar", bound="what this worker knows")
     try:
         if kind == "choice":

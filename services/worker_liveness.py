@@ -1,8 +1,8 @@
-"""Which workers are alive, as one process knows it: the registry's last answer, kept current in the background.
+"""One process's view of which workers are alive: the registry's last answer, kept current in the background.
 
-While the registry does not answer, the last answer stays valid: a lost registry must not stop anything that runs.
+While the registry does not answer, the last answer stays valid: a lost registry must not stop running work.
 
-A missing record is not a death either: a registry that restarted has forgotten every worker until the next heartbeat.
+A missing record does not mean a dead worker either: a restarted registry is empty until the next heartbeats.
 So there are two views. `workers` are the present records, to which new requests go. `incarnations` are the workers
 whose connections, streams and caches are kept: present, or absent for less than FORGET_S, unless another incarnation
 with the same id or address shows that the former one has ended.
@@ -24,7 +24,7 @@ from tandem.tasks import end, forever
 
 log = structlog.get_logger(__name__)
 
-FORGET_S = 60.0  # a worker absent for so long is forgotten
+FORGET_S = 60.0  # of absence, after which a worker is forgotten
 Incarnation = tuple[str, str]  # worker id, and the id of this incarnation
 
 
@@ -115,7 +115,7 @@ class WorkerLiveness:
             await self.nudge()  # time has passed, which a waiter may depend on
             return
         self.registry_ok = True
-        if began >= self._read_at:  # else a later read was answered first
+        if began >= self._read_at:  # otherwise a later read was answered first
             self._mark = changes.mark
             self._apply(changes, began)
         await self.nudge()

@@ -33,7 +33,7 @@ from tandem.rpc.message_parts import LARGE_BYTES, check_parts
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
 Read = Callable[[bytes], Awaitable[Any]]
-MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
+MESSAGE_BYTES, NAME_BYTES = 1000, 300  # so that errors with all details fit into gRPC's trailers
 
 
 def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -57,7 +57,7 @@ _BY_STATUS.update(
 
 
 def shown(text: str, most: int = MESSAGE_BYTES) -> str:
-    """What may be put on a wire: a message may quote what a client sent, of any length, with lone surrogates."""
+    """The text, bounded and in valid UTF-8: a message may quote client input of any length, with lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "..."
 
@@ -88,10 +88,10 @@ def to_status(error: TandemError) -> status_pb2.Status:
 def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up") -> TandemError:
     """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
 
-    `late` says what a deadline means that gRPC noticed here; a peer that noticed it has words of its own.
+    `late` is the message for a deadline that expired on this side; a peer that noticed it sends its own message.
     """
     code, message = error.code().name, error.details() or ""
-    if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
+    if code == "UNAVAILABLE" and not _details(error):  # from gRPC, not from a Tandem server: the peer is gone
         return WorkerLost(message or "the connection was lost")
     if code == "DEADLINE_EXCEEDED" and not _details(error):
         return DeadlineExceeded(late)
@@ -122,11 +122,11 @@ def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up"
 
 @contextmanager
 def calling(peer: str) -> Iterator[None]:
-    """Around calls to `peer`: whatever ends them is raised as an error of ours, WorkerLost when the peer went away.
+    """Around calls to `peer`: raises any failure as a TandemError, WorkerLost when the peer is gone.
 
-    A call can also be cancelled without anybody's wish: by a server that ends, or by a channel that closes. On this
-    side asyncio then raises CancelledError in a task that nobody cancelled, and a task that lets it pass ends without
-    a word. It is taken for what it is, a lost peer; a cancellation that is meant passes.
+    A server that ends, or a channel that closes, also cancels a call. asyncio then raises CancelledError in a task that
+    was not cancelled, and a task that lets it pass ends silently. Such a cancellation becomes WorkerLost; a
+    cancellation of the task passes.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def calling(peer: str) -> Iterator[None]:
 
 @contextmanager
 def known_errors(where: str) -> Iterator[None]:
-    """Around a whole request: what ends it is raised as an error of ours, a bug as InternalError, logged."""
+    """Around a whole request: raises any failure as a TandemError; a bug is logged and becomes InternalError."""
     try:
         yield
     except Exception as error:
@@ -152,13 +152,13 @@ def known_errors(where: str) -> Iterator[None]:
 
 
 def _meant() -> bool:
-    """Whether a CancelledError was asked for by whoever runs this task."""
+    """Whether a CancelledError comes from a cancellation of this task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
-    """End the call with this error."""
+    """Ends the call with this error."""
     status = rpc_status.to_status(to_status(error))
     if error.retry_after is not None:  # into the status itself: its trailers replace those set on the context
         pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)))
@@ -168,12 +168,12 @@ async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoRetu
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
-    to the log: without this, grpcio would send UNKNOWN with the exception's text. So it would for bytes that are no
-    message, which is why they are read here."""
+    """Turns any exception of a handler into a documented status. A bug becomes INTERNAL with an id, and its trace is
+    logged; without this, grpcio would send UNKNOWN with the exception's text. The same holds for bytes that cannot be
+    parsed, so requests are parsed here."""
 
     def __init__(self, bounded: bool = False) -> None:
-        """`bounded`: requests come from clients, and may not consist of more than MOST_PARTS parts."""
+        """`bounded`: requests come from clients and may have at most MOST_PARTS parts."""
         self._bounded = bounded
 
     async def intercept_service(
@@ -199,7 +199,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def read(data: bytes) -> Any:
             """Raises InvalidRequest."""
             if self._bounded and len(data) > LARGE_BYTES:
-                await asyncio.to_thread(check_parts, data, method)  # streams go on meanwhile
+                await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
             try:
                 return parse(data)
             except DecodeError as error:
@@ -213,12 +213,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Stray(Exception):
-    """A cancellation that nobody asked for reached the end of a handler: without an answer its caller would wait."""
+    """An unrequested cancellation reached the end of a handler; without an answer the caller would wait."""
 
 
 @asynccontextmanager
 async def _answered(context: grpc.aio.ServicerContext, method: str) -> AsyncGenerator[None, None]:
-    """Whatever error a handler ends with is answered with its status."""
+    """Answers any error of a handler with its status."""
     try:
         yield
     except grpc.aio.AbortError:
@@ -260,7 +260,7 @@ def _guard_stream(
 
 
 def known(error: Exception, where: str) -> TandemError:
-    """The error itself if it is one of ours; a peer's error for a broken call; else a bug, logged with an id."""
+    """The error itself if it is a TandemError; the peer's error for a broken call; otherwise an InternalError."""
     if isinstance(error, TandemError):
         return error
     if isinstance(error, grpc.RpcError):

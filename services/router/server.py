@@ -1,4 +1,4 @@
-"""The router: text in, text out. Knows no torch. This file builds its parts, starts and stops them."""
+"""The router: builds its parts, starts and stops them. It never imports torch."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from tandem.telemetry.metrics_server import Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-MAX_LOOP_BLOCKED_S = 30.0  # that the event loop may be blocked; then the process ends, to be started again
-CHANNELS_PER_SLICE = 64  # channels that are looked at before the streams have their turn again
-EXPIRY_BEATS = 4  # so many after the record of a dead worker has expired, its absence is certain
+MAX_LOOP_BLOCKED_S = 30.0  # of the event loop; then the process ends, to be restarted
+CHANNELS_PER_SLICE = 64  # channels that are checked before the event loop serves streams again
+EXPIRY_BEATS = 4  # heartbeats after the expiry of a dead worker's record, after which its absence is certain
 
 
 class Router:
-    """One incarnation of one router process."""
+    """One incarnation of a router."""
 
     can_switch_role = False  # its role cannot be switched: it has no engine
 
@@ -196,13 +196,13 @@ class Router:
         return RouterState(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
-        """Ends this process, to be started again: one of its doors is shut for good."""
+        """Ends this process, to be restarted: one of its servers has failed."""
         if not self._ended.done():
             self._ended.set_exception(InternalError(f"{self.worker_id} broke: {error}"))
-            self._ended.exception()  # retrieved: nobody may be waiting
+            self._ended.exception()  # retrieved: `wait` may not have been called
 
     async def _follow(self) -> None:
-        """Connect to workers before a request needs them, and hang up on those that are gone."""
+        """Connects to workers before a request needs them, and closes channels to those that are gone."""
         async for _ in self.view.updates():
             incarnations = self.view.incarnations.values()
             addresses = {record.address for record in incarnations if record.role != "router"}

@@ -1,4 +1,4 @@
-"""What operators ask of a router: the pools, their size, the books, and whether each pair can hand over."""
+"""The operators' service of a router: the pools and their sizes, the ledgers, and whether each pair can hand over."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return await self.pools()
 
     async def pools(self) -> admin_pb2.ListWorkersResponse:
-        """As they were last seen. A registry that did not answer then is not asked."""
+        """The pools as last seen. A registry that did not answer then is not asked again."""
         wanted = await self._wanted_sizes() if self._view.registry_ok else self._wanted
         return admin_pb2.ListWorkersResponse(
             workers=[_worker(record, self._view.age(record)) for record in self._view.workers.values()], wanted=wanted
@@ -85,7 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 raise InvalidRequest(
                     f"{role} is {size}", field=f"wanted.{role}", bound=f"{MIN_POOL_SIZES[role]} to {MAX_POOL_SIZE}"
                 )
-        if not (self._wanted or await self._registry.wanted()):  # one that does not answer says nothing of a supervisor
+        if not (self._wanted or await self._registry.wanted()):  # raises when the registry does not answer
             raise PreconditionFailed(
                 "nobody follows wanted sizes here: these pools have no supervisor. Scale them where their workers are"
                 " started, on Kubernetes by kubectl scale",
@@ -118,7 +118,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def _wanted_sizes(self) -> dict[str, int]:
-        """As the registry has them; what it has just lost, or does not answer, as it was last known."""
+        """The registry's wanted sizes; the last known ones where it has lost them or does not answer."""
         try:
             self._wanted |= await self._registry.wanted()
         except Unavailable as error:

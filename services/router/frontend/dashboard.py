@@ -1,11 +1,11 @@
-"""The dashboard: a page without a build step, one stream of what it shows, and the two actions scale and drain.
+"""The dashboard: a page without a build step, one stream of its data, and the two actions scale and drain.
 
-The page itself says nothing about the cluster, so it needs no key. Its stream and its actions need what the same
-question needs over gRPC, a key with `admin`. Without keys they are for this machine alone: the caller's address and the
-name that it calls us by are loopback, or a page of somebody else could ask through the user's browser (DNS rebinding).
-In both cases they need a header that no other site's form or script can send.
+The page itself contains nothing about the cluster, so it needs no key. Its stream and its actions require a key with
+`admin`, as over gRPC. Without keys they are served to this machine only: both the caller's address and the requested
+host name must be loopback, or another site's page could send requests through the user's browser (DNS rebinding). In
+both cases they require a header that no form or script of another site can send.
 
-While nobody looks nothing is computed. Whoever looks shares one snapshot a second with all the others.
+Nothing is computed while no page is open. All open pages share one snapshot per second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tandem.v1 import admin_pb2, generation_pb2
 TICK_S = 1.0  # from one snapshot to the next
 STREAM_LIFETIME_S = 600.0  # of a stream; the page opens the next one
 MAX_STREAMS = 16
-WINDOW_S = 60  # that rates and percentiles are of
+WINDOW_S = 60  # of rates and percentiles
 MAX_POINTS = 300  # requests that are drawn one by one
 MAX_RECEIPTS = 40  # receipts
 MAX_GRACE_S = 3600.0
@@ -53,7 +53,7 @@ HEADERS = {
 }
 _FOLDER = Path(__file__).with_name("page")
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-PAGES = {  # path -> file; whoever asks gets them
+PAGES = {  # path -> file; served without a key
     "/dashboard": _FOLDER / "index.html",
     **{f"/dashboard/{name}": _FOLDER / name for name in ("app.js", "draw.js", "words.js", "style.css", "icon.svg")},
 }
@@ -121,11 +121,11 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98]}
 
 
-# ---- who may
+# ---- access
 
 
 def is_loopback(host: str) -> bool:
-    """Of an address or a name, as this machine calls itself."""
+    """Whether an address or a name means this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -184,7 +184,7 @@ class Dashboard:
         ]
 
     def close(self) -> None:
-        """Ends every stream: an open dashboard holds no stopping router up."""
+        """Ends every stream, so that an open page does not delay the router's stop."""
         self._closing.set()
 
     async def events(self, request: Request) -> Response:
@@ -220,7 +220,7 @@ class Dashboard:
             raise PermissionDenied(f"only the dashboard's own page may ask this; it sends the header {HEADER}")
 
     def _may_stay(self, request: Request) -> bool:
-        """A key that was taken out sees no more."""
+        """Whether the stream may continue: not with a key that was removed."""
         try:
             self._check(request)
         except TandemError:
@@ -254,7 +254,7 @@ class Dashboard:
             return False
 
     async def _make(self) -> None:
-        """The snapshot of this second, unless another stream has it made."""
+        """Makes this second's snapshot, unless another stream has done so."""
         async with self._making:
             now = monotonic()
             if now - self._made < TICK_S / 2:
@@ -272,7 +272,7 @@ class Dashboard:
 
 
 class _Stream(StreamingResponse):
-    """Counts while it is open, however it ends."""
+    """A stream that is counted while it is open, however it ends."""
 
     def __init__(self, dashboard: Dashboard, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, headers=HEADERS, media_type="text/event-stream")

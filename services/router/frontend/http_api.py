@@ -1,8 +1,8 @@
-"""The endpoints of the HTTP front door: errors and clients that leave. What the bodies say is in openai_protocol.py,
-their sizes are http_body.py's, connections http_server.py's, and tokens come from the `generate` that gRPC calls.
+"""The HTTP endpoints: errors, and clients that disconnect. openai_protocol.py parses bodies, http_body.py bounds their
+sizes, http_server.py handles connections, and tokens come from the same `generate` as for gRPC.
 
-A client that hangs up cancels its generation, which frees its blocks everywhere. A stream's status is decided by its
-first token: what goes wrong before it has a status code, what goes wrong later has an error event and no [DONE].
+A client that disconnects cancels its generation, which frees its blocks everywhere. A stream's status is fixed with its
+first token: an earlier error has a status code, a later one is an error event without [DONE].
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Api:
         return JSONResponse({"object": "list", "data": [{"id": base, **about}, *adapters]})
 
     async def health(self, request: Request) -> Response:
-        """200 while a request could be served now."""
+        """200 while requests can be served."""
         return Response(status_code=200 if self._model.ready() else 503)
 
     async def version(self, request: Request) -> Response:
@@ -186,7 +186,7 @@ class Api:
 
 
 class Generating(Response, ABC):
-    """An answer that is generated while the client stays."""
+    """A generated answer; the generation ends when the client disconnects."""
 
     def __init__(self, answer: openai_responses.Answer, events: Events, request_id: str) -> None:
         self._answer = answer
@@ -217,7 +217,7 @@ class Generating(Response, ABC):
 
     @abstractmethod
     async def _send(self, events: Events, send: Send) -> None:
-        """All of the answer."""
+        """Sends the whole answer."""
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         headers = {"x-request-id": self._request_id, **openai_errors.error_headers(error)}
@@ -266,7 +266,7 @@ async def _write(send: Send, status: int, body: bytes, headers: dict[str, str]) 
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client hangs up. Its body has been read, so nothing else can come."""
+    """Returns when the client disconnects. Its body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -284,7 +284,7 @@ async def _numbered(number: int, source: AsyncGenerator[generation_pb2.GenerateR
 
 
 class KeyMiddleware:
-    """Asks every request for its key, before its body is read."""
+    """Checks the key of every request before its body is read."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -332,12 +332,12 @@ class HttpServer:
         self._server = Server(KeyMiddleware(app, keys) if keys else app, settings)
 
     async def start(self) -> None:
-        """Listen. Raises SettingsError when the port is taken."""
+        """Listens. Raises SettingsError when the port is taken."""
         if self._settings.http_port is not None:
             self.address = await self._server.start(self._settings.http_port, self.failed)
             log.info("http.ready", address=self.address)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
+        """Accepts no new request, lets running ones finish for `grace_s` seconds, then cancels them."""
         self._dashboard.close()
         await self._server.stop(grace_s)

@@ -1,8 +1,8 @@
-"""Jobs: requests whose tokens are kept, so that a client or a router may be gone for a while.
+"""Jobs: requests whose tokens are stored, so that a client may disconnect and a router may die.
 
-SubmitJobs   fix what is asked ─▶ keep it ─▶ run it here                                  an owner, and its lease
-             each piece of the answer ─▶ journal, which refuses who is no longer the owner
-             a lease that ends: whoever claims first goes on at the last token that was kept
+SubmitJobs   fix the request ─▶ store it ─▶ run it here                                    an owner, and its lease
+             each event ─▶ journal, which refuses a router that is no longer the owner
+             when a lease expires, the first router to claim the job continues after the last stored token
 WatchJob     journal ─▶ client, from any router
 """
 
@@ -36,7 +36,7 @@ from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
 MAX_SUBMITTED = 128  # in one call
 MAX_WATCHERS = 1024  # of one tenant, at one router
-IDLE_CHECK_S = 10.0  # a watcher that heard nothing for so long looks whether the job is still known
+IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
 STATES = {
     State.OPEN: jobs_pb2.JOB_STATE_OPEN,
@@ -68,7 +68,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._leaving = False
 
     async def leave(self) -> None:
-        """Leaves its jobs, and their watchers, to the other routers."""
+        """Hands its jobs and their watchers over to the other routers."""
         self._leaving = True
         self._journal.end_watches(_stopping())
         await self._runner.leave()
@@ -87,7 +87,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             key = self._rate_limits.who(authorization(context))
             fixed = [
                 await self._fixed(generate_request, key) for generate_request in request.requests
-            ]  # all are right, or none is kept
+            ]  # all are valid, or none is stored
             return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(fixed, key, span))
 
     async def WatchJob(
@@ -154,7 +154,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         await self._journal.cancel(_scoped(key, request.job_id))
         return jobs_pb2.CancelJobResponse(job=await self._job(request.job_id, key))
 
-    # ---- taking jobs
+    # ---- accepting jobs
 
     def _check_stays(self) -> None:
         if self._leaving:
@@ -163,7 +163,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     async def _fixed(
         self, request: generation_pb2.GenerateRequest, key: ApiKey
     ) -> tuple[generation_pb2.GenerateRequest, str]:
-        """What is kept, and what says whether two requests ask for the same."""
+        """The request to be stored, and a digest that is equal for equal requests."""
         digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
         return await self._generation.fixed(request, key), digest
 
@@ -208,5 +208,5 @@ def _stopping() -> Unavailable:
 
 
 def _scoped(key: ApiKey, name: str) -> str:
-    """Ids of different tenants are different jobs."""
+    """The job id in the journal: the same name under different tenants means different jobs."""
     return f"{key.name}/{name}"

@@ -10,7 +10,7 @@ from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
 
 
 def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
-    """The JSON object that the body is. Raises InvalidRequest, with nothing of the body's content in the message."""
+    """Parses the body, a JSON object. Raises InvalidRequest, whose message contains none of the body's content."""
     json_limits.check(body, most_numbers)
     try:
         value = json.loads(
@@ -34,7 +34,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    """A function of Python's, unlike int: json.loads lets other threads run between two calls of it."""
+    """A Python function instead of int: between two calls of it, json.loads lets other threads run."""
     return int(digits)
 
 

@@ -1,8 +1,8 @@
-"""What a client wants its text to fit, checked as far as it can be without the library that compiles it.
+"""Checks a client's grammar as far as possible without the library that compiles it.
 
-xgrammar takes every JSON schema and keeps what it knows. A text that breaks a keyword that was passed over would be a
-wrong answer with status OK, so here only the schemas pass of which every keyword is kept. What the rules below allow
-was tried against xgrammar keyword by keyword: tests/engine/test_structured_output.py.
+xgrammar accepts every JSON schema and enforces only the keywords that it knows. A text that violates an ignored keyword
+would be a wrong answer with status OK, so only schemas pass whose keywords are all enforced. The rules below were
+tested against xgrammar keyword by keyword: tests/engine/test_structured_output.py.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _regex(text: str, field: str) -> None:
-    """Anchors inside are passed over by xgrammar, so they are refused; the whole text is matched anyway. Repetitions of
-    repetitions are multiplied out by it, so their product is bounded."""
+    """xgrammar ignores anchors inside a pattern, so they are refused; the whole text is matched anyway. It multiplies
+    out nested repetitions, so their product is bounded."""
     bare = _bare(text)
     if "^" in bare[1:] or "$" in bare[:-1]:
         raise _bad(field, "it has ^ or $ inside", "anchors at its ends only; the whole text is matched")
@@ -124,7 +124,7 @@ def _regex(text: str, field: str) -> None:
 
 
 def _bare(text: str) -> str:
-    """Without escapes and classes: each of them is one underscore."""
+    """The pattern with each escape and class replaced by one underscore."""
     bare, escaped, inside = [], False, False
     for character in text:
         if escaped:
@@ -144,7 +144,7 @@ def _bare(text: str) -> str:
 
 
 def _weight(bare: str) -> int:
-    """How many characters and classes it has when counted repetitions are written out."""
+    """The number of characters and classes after counted repetitions are expanded."""
     groups, last, place = [0], 0, 0
     while place < len(bare):
         repeated = _REPEAT.match(bare, place)
@@ -281,7 +281,7 @@ class _Schema:
         if not isinstance(pattern, str):
             raise self._refuse(path, "it is not a string", "a regular expression")
         _regex(pattern, f"{self._field}.{path}")
-        # What would have to be escaped in a JSON string is copied as it is.
+        # xgrammar copies characters that a JSON string must escape without escaping them.
         if '"' in pattern or re.search(r"\\[^dDwWsS^$.|?*+()\[\]{}/-]", pattern) or re.search(r"[\x00-\x1f]", pattern):
             raise self._refuse(path, "this escape or character is not kept", r"no quotes; \d \w \s and punctuation")
 

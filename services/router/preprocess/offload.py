@@ -1,7 +1,7 @@
-"""Long work of requests, such as tokenising a long text, on threads beside the event loop.
+"""Runs long work of requests, such as tokenising a long text, on threads.
 
-The thread that runs a piece of Python competes with the event loop for the interpreter's lock, so few run at once.
-Tenants take turns for them, and work whose request has ended before its turn is never begun.
+A thread that runs Python competes with the event loop for the GIL, so few run at once. Tenants take turns, and work
+whose request has ended meanwhile is never started.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from typing import Any, TypeVar
 
 from tandem.errors import Busy
 
-# Work on inputs of up to so many bytes is done at once, on the event loop: a few milliseconds at a token for two bytes.
+# Work on inputs up to this size runs on the event loop: a few milliseconds at one token per two bytes.
 SHORT_BYTES = 2 * 1024
-# Longer ones have threads of their own, so that medium ones do not wait for them.
+# Longer inputs have separate threads, so that medium ones do not wait for them.
 MEDIUM_BYTES = 64 * 1024
 
 Result = TypeVar("Result")
 
 
 class _ThreadPool:
-    """Some threads, and who waits for them."""
+    """Some threads, and the requests that wait for one."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next one's first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the next tenant first
 
     async def run(self, tenant: str, patience_s: float, work: Callable[..., Result], *args: Any) -> Result:
         loop = asyncio.get_running_loop()
         await self._acquire(tenant, patience_s)
         working = self._pool.submit(work, *args)
-        working.add_done_callback(lambda _: _soon(loop, self._next))  # it goes on when nobody waits for it any more
+        # Not when the caller is cancelled: the thread is busy until the work is done.
+        working.add_done_callback(lambda _: _soon(loop, self._next))
         return await asyncio.wrap_future(working)
 
     async def _acquire(self, tenant: str, patience_s: float) -> None:
@@ -59,7 +60,7 @@ class _ThreadPool:
             raise
 
     def _give_up(self, tenant: str, waiter: asyncio.Future[None]) -> None:
-        if waiter.done() and not waiter.cancelled():  # its turn came at the same moment
+        if waiter.done() and not waiter.cancelled():  # it got a thread at the same moment
             self._next()
         elif waiter in (waiting := self._waiting.get(tenant, deque())):
             waiting.remove(waiter)
@@ -67,14 +68,14 @@ class _ThreadPool:
                 del self._waiting[tenant]
 
     def _next(self) -> None:
-        """A thread is free: the next of the tenant whose turn it is gets it, and the tenant goes to the end."""
+        """Gives a free thread to the first request of the next tenant, and moves the tenant to the end."""
         while self._waiting:
             tenant, waiting = next(iter(self._waiting.items()))
             del self._waiting[tenant]
             first = waiting.popleft()
             if waiting:
                 self._waiting[tenant] = waiting
-            if not first.done():  # else its request has just ended
+            if not first.done():  # otherwise its request has just ended
                 first.set_result(None)
                 return
         self._free += 1
@@ -91,8 +92,8 @@ class Offload:
         self._long = _ThreadPool(max(1, (os.cpu_count() or 1) // 2), "long-text")
 
     async def run(self, tenant: str, size: int, work: Callable[..., Result], *args: Any) -> Result:
-        """What work(*args) returns or raises; `size` in bytes is of what it has to read. Raises Busy when no thread
-        came free. Work that has begun goes on to its end when the caller is cancelled."""
+        """Returns or raises what work(*args) does; `size` is that of its input, in bytes. Raises Busy when no thread
+        came free. Work that has begun continues when the caller is cancelled."""
         if size <= SHORT_BYTES:
             return work(*args)
         pool = self._medium if size <= MEDIUM_BYTES else self._long

@@ -1,4 +1,4 @@
-"""The prompt of a request: text, token ids or a chat, as the tokens that the model reads."""
+"""Turns the prompt of a request (text, token ids or a chat) into the model's tokens."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def tools_of(tools: bytes) -> list[Any] | None:
 
 
 def _functions(encoded: bytes, name: str) -> list[Any]:
-    """Tools, or calls of them: objects that have a function with a name. The rest is the template's business."""
+    """Tools or tool calls: objects that have a function with a name. The template interprets the rest."""
     bound = f"a list of 1 to {MAX_TOOLS} functions, each with a name"
     json_limits.check(encoded, name=name)
     try:
         functions = json.loads(encoded)
-        json.dumps(functions, ensure_ascii=False).encode()  # an escape may spell half a character, which is no text
+        json.dumps(functions, ensure_ascii=False).encode()  # an escape may be a lone surrogate, which is not text
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is no readable JSON", field=name, bound=bound) from error
     if not isinstance(functions, list) or not 1 <= len(functions) <= MAX_TOOLS:

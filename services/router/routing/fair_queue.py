@@ -43,7 +43,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class TenantQueue(Generic[W]):
-    """The requests of one tenant and urgency: the one comes first that has the fewest tokens, less those of later ones
+    """The requests of one tenant and urgency. The first is the one with the fewest tokens, less those of later requests
     that were placed before it.
 
     A segment tree by arrival. `_low[n]` is the least that a request below node n has left, `_add[n]` what is still to
@@ -67,7 +67,7 @@ class TenantQueue(Generic[W]):
         return at < len(self._requests) and self._requests[at] is request
 
     def add(self, request: W) -> None:
-        """It has the greatest number."""
+        """Adds a request, whose number must be the greatest."""
         if len(self._requests) == self._size:
             self._regrow()
         self._requests.append(request)
@@ -80,7 +80,7 @@ class TenantQueue(Generic[W]):
         self._mend(leaf)
 
     def remove(self, request: W) -> None:
-        """One that is in it."""
+        """Removes a request of this queue."""
         at = bisect_left(self._numbers, request.number)
         self._requests[at] = None
         self.sizes.add(request.tokens, -1)
@@ -88,7 +88,7 @@ class TenantQueue(Generic[W]):
         self._mend(self._size + at)
 
     def overtake(self, number: int, tokens: int) -> None:
-        """One with this number is placed before those that came earlier."""
+        """The request with this number is placed before those that arrived earlier."""
         node = self._size + bisect_left(self._numbers, number)
         if node == 2 * self._size:  # it came after all of them
             self._low[1] -= tokens
@@ -102,7 +102,7 @@ class TenantQueue(Generic[W]):
             self._low[node] = min(self._low[2 * node], self._low[2 * node + 1]) + self._add[node]
 
     def first(self) -> tuple[float, W]:
-        """Of one that is not empty, with the tokens that it has left."""
+        """The first request, with the tokens that it has left. The queue must not be empty."""
         node = 1
         while node < self._size:
             node *= 2
@@ -117,7 +117,7 @@ class TenantQueue(Generic[W]):
             self._low[node] = min(self._low[2 * node], self._low[2 * node + 1]) + self._add[node]
 
     def _regrow(self) -> None:
-        """Room for as many again as are left."""
+        """Rebuilds the tree with room for twice the remaining requests."""
         for node in range(1, self._size):
             for child in (2 * node, 2 * node + 1):
                 self._low[child] += self._add[node]
@@ -233,9 +233,9 @@ class FairQueue(Generic[W]):
         return group.lines[self._top(group)[3]].first()[1]
 
     def before(self, request: W) -> tuple[int, int]:
-        """How many come before one that waits, and of how many tokens, if each tenant gets in turn what it waits for
-        and nobody else comes. Close to that: of its own tenant who is not longer, of the others what their counters
-        say, of many tenants by a sample."""
+        """The number of requests before a waiting one, and their tokens, if no other request arrives. An estimate: of
+        its own tenant it counts the requests that are not longer, of the others those that their counters allow, and of
+        many tenants it takes a sample."""
         urgency, count, tokens = _urgency(request), 0, 0
         for other in self._urgencies[: bisect_left(self._urgencies, urgency)]:
             count += self._classes[other].count
@@ -285,7 +285,7 @@ class FairQueue(Generic[W]):
             heapify(group.heap)
 
     def _top(self, group: UrgencyClass[W]) -> Entry:
-        """The entry of the tenant whose turn it is."""
+        """The entry of the tenant that comes first."""
         while True:
             entry = group.heap[0]
             if group.entries.get(entry[3]) is not entry:

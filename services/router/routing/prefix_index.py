@@ -123,7 +123,7 @@ class BlockIndex:
         return next((tokens for tokens, mask in self._lengths(prompt) if mask >> known.bit & 1), 0)
 
     def holders(self, prompt: Prompt, role: str, most: int) -> list[Incarnation]:
-        """Lives that have cached most of the prompt, at most `most`: random ones among equals."""
+        """Incarnations that have cached most of the prompt, at most `most`; random ones among equals."""
         named: list[Incarnation] = []
         of_role = self._roles.get(role, 0)
         for _, mask in self._lengths(prompt):

@@ -8,9 +8,8 @@
     NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, and 0 is both what a
                                       request has that names none and the most urgent one of a key without this word
 
-One on a line, its words in any order behind the key; `#` begins a comment. Several keys of one NAME are one tenant.
-Only digests of the keys stay in memory, and every one is compared, so that how long an answer takes says nothing about
-them.
+One key per line, followed by its words in any order; `#` begins a comment. Several keys of one NAME are one tenant.
+Only digests of the keys stay in memory, and every one is compared, so that response times reveal nothing about them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MIN_KEY_CHARACTERS = 16  # characters
 RECHECK_S = 1.0
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NUMBER_PATTERN = re.compile(r"-?[0-9]{1,12}")
-MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words behind a key
+MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words after a key
 RIGHTS = ("admin", "metrics")
 ADMIN_SERVICE = "/tandem.v1.AdminService/"
 
@@ -61,7 +60,7 @@ ANONYMOUS = ApiKey("")  # where no key is asked for
 
 
 class ApiKeys:
-    """Raises SettingsError when the file cannot be read or means nothing."""
+    """Raises SettingsError when the file cannot be read or is invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,7 +109,7 @@ class ApiKeys:
         )
 
     def _look(self) -> None:
-        """Reads the file again if it is another one by now. A file that means nothing changes nothing."""
+        """Reads the file again if it has changed. An invalid file changes nothing."""
         if monotonic() - self._looked < RECHECK_S:
             return
         self._looked = monotonic()
@@ -186,7 +185,7 @@ def _bad(path: Path, problem: str) -> SettingsError:
 
 
 class KeyGuard(Guard):
-    """Asks every call for its key."""
+    """Checks the key of every call."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
