@@ -36,7 +36,7 @@ class Chat:
     receipt: Receipt | None = None
 
     def run(self, lines: Iterable[str]) -> None:
-        """Until the lines end, or one says /quit."""
+        """Runs until the lines end or one is /quit."""
         for line in lines:
             if line.strip() == "/quit":
                 return
@@ -113,7 +113,7 @@ def about(receipt: Receipt) -> str:
 
 
 def typed(prompt: str = "> ") -> Iterator[str]:
-    """Lines from a person, who may edit them and go back to earlier ones, or from a pipe."""
+    """Lines from a terminal, with editing and history, or from a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

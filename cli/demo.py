@@ -39,7 +39,7 @@ _STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"
 
 @dataclass
 class Row:
-    """One request of the demo and what is known of it so far."""
+    """One request of the demo and its state."""
 
     name: str
     question: str
@@ -100,7 +100,8 @@ def _row(line: str, name: str, where: str, max_tokens: int) -> Row:
 def run(
     model: str | None, prompts: Path | None, *, prefill: int, decode: int, max_tokens: int, as_json: bool = False
 ) -> int:
-    """The demo; returns its exit code: 0 when every request finished. Raises TandemError if no cluster comes up."""
+    """Runs the demo. Returns the exit code: 0 if every request finished. Raises TandemError if the cluster does not
+    start."""
     home = HOME / "model"
     if model is None and not home.is_dir():
         raise SettingsError("the demo's own model is not here; name a checkpoint with --model", field="model")
@@ -214,7 +215,7 @@ def _tail(text: str, room: int) -> str:
 
 
 def report(rows: Sequence[Row], elapsed: float, width: int = rendering.NARROW_COLUMNS) -> RenderableType:
-    """Every answer, the table of receipts (in so many columns), the slowest first token in detail, and a summary."""
+    """Every answer, the table of receipts, the slowest first token in detail, and a summary."""
     parts: list[RenderableType] = [Text()]
     for row in rows:
         answer = (row.error, "red") if row.error else (rendering.printable(row.text), "")

@@ -1,4 +1,4 @@
-"""Receipts on a terminal: phases, transfers, calibration, what was slow."""
+"""Receipts on a terminal: phases, transfers, calibration, slow requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.results import Receipt, Transfer
 
 
 def receipt(item: Receipt) -> RenderableType:
-    """Who did it and how long each part of the time to first token took, drawn to scale."""
+    """The workers, and the parts of the time to first token, drawn to scale."""
     parts: list[RenderableType] = [_facts(item), Text(""), phases(item)]
     parts += [Text(f"note: {printable(note)}", style="yellow") for note in item.notes]
     return Group(*parts)
@@ -81,13 +81,13 @@ def phases(item: Receipt) -> Table:
 
 
 def unaccounted(item: Receipt) -> list[tuple[str, float]]:
-    """What the phases leave out of the time to first token; empty when they add up to it."""
+    """The part of the time to first token that the phases do not cover; empty when they add up."""
     missing = item.ttft - sum(item.phases.values())
     return [("not accounted for", missing)] if abs(missing) > max(1e-4, 0.01 * item.ttft) else []
 
 
 def explained(item: Receipt) -> RenderableType:
-    """The receipt, and what the router expected when it placed the request."""
+    """The receipt, and the router's estimate when it placed the request."""
     parts: list[RenderableType] = [receipt(item), Text("")]
     guess = item.estimate
     if guess is None:

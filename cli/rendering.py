@@ -1,7 +1,7 @@
 """How answers look in a terminal: tables and bars. Values come in, rich renderables go out; nothing here prints.
 
-Text of a model or of a request is put in with `Text`, never as markup, and without control characters: it may hold
-anything, and a terminal obeys escape sequences.
+Text of a model or a request is inserted with `Text`, never as markup, and without control characters: it is untrusted,
+and a terminal executes escape sequences.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def runs(blocks: Sequence[int]) -> str:
 def bar(start: float, length: float, total: float, cells: int = BAR_CELLS) -> str:
     """A bar from `start` of `length` in a line that stands for `total`, to an eighth of a cell at its end.
 
-    What is too short for an eighth still shows one: a phase that happened is never invisible.
+    A shorter part still shows an eighth, so that every phase is visible.
     """
     if total <= 0 or length <= 0:
         return ""
@@ -169,7 +169,7 @@ def _ledger(ledger: Ledger) -> RenderableType:
 
 
 def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
-    """The matrix of pairs (rows prefill, columns decode), the registry, the versions, and what is wrong."""
+    """The matrix of pairs (rows prefill, columns decode), the registry, the versions, and the problems."""
     columns = list(dict.fromkeys(pair.decode_worker for pair in answer.pairs))
     rows = list(dict.fromkeys(pair.prefill_worker for pair in answer.pairs))
     cells = {(pair.prefill_worker, pair.decode_worker): pair for pair in answer.pairs}

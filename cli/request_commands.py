@@ -64,7 +64,7 @@ def generate(
         raise typer.BadParameter("--system needs --chat")
     if output is TEXT and not sampling["logprobs"] is sampling["prompt_logprobs"] is None:
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --output json")
-    # As bytes, so that the server is who judges what is not UTF-8.
+    # As bytes, so that the server checks for valid UTF-8.
     source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     ids = _parse_ids(source) if token_ids else None
     options = cast(
@@ -104,7 +104,7 @@ def _grammar(
 
 
 def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[Completion]:
-    """As text the first one as it comes, then the others. Token ids where there is no text."""
+    """As text, prints the first answer as it arrives, then the others; token ids where there is no text."""
     from tandem.results import completions
 
     def shown(part: Piece | Completion) -> str:

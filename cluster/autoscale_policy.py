@@ -151,7 +151,7 @@ class AutoscalePolicy:
         self._reassigned_at: dict[str, float] = {}  # role -> when its pool was last given a worker of the other pool
 
     def judge(self, look: Look, sizes: Mapping[str, int]) -> list[Verdict]:
-        """A verdict on each pool with a wanted size. Observations come in the order of their times."""
+        """A verdict on each pool with a wanted size. Observations arrive in the order of their times."""
         if self._looks and look.at - self._looks[-1].at > MAX_GAP_S:  # what was needed meanwhile is unknown
             self._looks.clear()
             for past in self._needs.values():

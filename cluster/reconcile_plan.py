@@ -1,10 +1,10 @@
 """Which workers to start, stop or switch to the other pool, given the wanted sizes, the live workers and the time.
 Pure: no Ray, no clock, no sockets.
 
-A place is a role and a number; its worker's id is `<role>-<number>`. The next worker in a place has the id of the last
-one. If one pool has a worker too many and the other one too few, the worker switches roles: it drains and returns under
-an id of the other pool, with its weights. Idempotent: the same input gives the same plan, and a plan that was carried
-out leaves nothing to do.
+A place is a role and a number; its worker's id is `<role>-<number>`, which the next worker in the place reuses. If one
+pool has a surplus worker and the other lacks one, the worker switches roles: it drains and returns under an id of the
+other pool, with its weights. Idempotent: the same input gives the same plan, and after a plan has been executed the
+next one is empty.
 """
 
 from __future__ import annotations

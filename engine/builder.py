@@ -173,7 +173,7 @@ def _device(settings: Settings) -> torch.device:
 
 
 def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """auto on CUDA: what config.json says, float16 as bfloat16 (as many bytes, and nothing overflows)."""
+    """auto on CUDA: the dtype of config.json, with float16 as bfloat16 (of the same size, and without overflows)."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     if device.type == "cpu":
@@ -194,9 +194,9 @@ def _threads(settings: Settings) -> int:
 def _measured_blocks(
     model: ModelRunner, draft: ModelRunner | None, settings: Settings, say: Callable[[str], None]
 ) -> int:
-    """Blocks that fit into a share of what is free after loading and after the largest step has run once.
+    """Blocks that fit into a share of the memory that is free after loading and after the largest step has run once.
 
-    Never more than all places filled to the longest length could use.
+    Never more than `max_num_seqs` sequences of the longest length could use.
     """
     working = _profile(model, settings)
     free = _free_bytes(model.device, kept=sum(runner.mapped_bytes for runner in (model, draft) if runner))
@@ -240,17 +240,18 @@ def _profile(model: ModelRunner, settings: Settings) -> int:
 
 
 def _peak_from_now() -> Callable[[], int]:
-    """A function that says the most bytes this process has had resident since; since ever, where Linux cannot tell."""
+    """Returns a function for the peak resident bytes of this process since now; since its start where Linux cannot
+    reset the peak."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading, and nothing else
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of loading
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _free_bytes(device: torch.device, kept: int) -> int:
-    """What is free now: of the device, or of the host and of this process's cgroup, whichever is less.
+    """The free bytes of the device, or of the host or this process's cgroup, whichever is less.
 
-    `kept` bytes of mapped files have to stay: the kernel counts them as free to be had. Workers that map the same file
-    each take them off, once, from the one number that holds them once.
+    `kept` bytes of mapped files must stay resident, though the kernel counts them as available. Each worker that maps
+    the same file subtracts them from the number that contains them once.
     """
     if device.type == "cuda":  # not yet run on a GPU
         return int(torch.cuda.mem_get_info(device)[0])

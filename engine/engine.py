@@ -9,7 +9,7 @@
                                                   draft that was right; masks were filled meanwhile
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
-decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
+decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `num_computed`
 already at the prompt's length. There is no other difference between the two.
 
 Not thread-safe: everything here runs on the engine's own thread (engine/engine_thread.py).
@@ -86,9 +86,9 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.products: speed_check.Report | None = None  # set by build_engine: the compiled ones beside torch's
+        self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()
-        self.alone_s = PROMPTS_S  # of a step without streams; whoever serves with this engine may want it shorter
+        self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it
         self.speculation = speculation
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.pages: KvCache = model.allocate(config.num_blocks + config.spare_block, config.block_size)
@@ -104,8 +104,8 @@ class Engine:
         self.masks = Masks(grammars.left_behind if grammars else None)
 
     def capture(self, how: Capture) -> str:
-        """Records steps of single tokens where that can be proven right; says what serves. Before the first sequence,
-        whose blocks it would overwrite."""
+        """Records steps of single tokens where that can be proven right; returns a line that says so. Call it before
+        the first sequence, whose blocks it would overwrite."""
         assert self.spare is not None, "the engine was made without a spare block"
         assert not self.sequences, "somebody has blocks already"
         most = self.scheduler.max_running
@@ -115,7 +115,7 @@ class Engine:
             return f"not captured: {error}"
         return f"captured for {', '.join(map(str, self.decode.sizes))} sequences"
 
-    # ---- life of a sequence
+    # ---- sequences
 
     def add(self, sequence: Sequence) -> None:
         """Compute this sequence from its first missing token. Raises TooLarge if it can never fit."""
@@ -154,7 +154,7 @@ class Engine:
         return finish
 
     def drop(self, sequence_id: str) -> None:
-        """End a sequence wherever it stands and free what it holds. Unknown ids are fine: it has ended already."""
+        """Ends a sequence in any state and frees what it holds. Ignores unknown ids: it has ended already."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -167,8 +167,8 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Progress]:
-        """One packed forward over whatever is most useful now. Empty when nothing could run, or when it failed and is
-        to be tried again (`retries`). Raises when the engine cannot be trusted any more."""
+        """Runs one packed forward over the sequences that the scheduler chooses. Empty when nothing could run, or when
+        the step failed and will be retried (`retries`). Raises when the engine cannot be trusted any more."""
         plan = self.plan = self._plan()
         if not plan:
             return []
@@ -211,13 +211,13 @@ class Engine:
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
 
-        What a failed forward may have written lies beyond `done` of its sequences: it is never read, the next step
-        writes it again. Raises `error` when anything else may be in doubt.
+        A failed forward may have written beyond `num_computed` of its sequences: that is never read, and the next step
+        overwrites it. Raises `error` when any other state may be wrong.
         """
         self.failures += 1
         no_memory = _out_of_memory(error)
         if self.model.device.type == "cuda":  # not yet run on a GPU
-            torch.cuda.synchronize(self.model.device)  # raises again what has ended the device's context
+            torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
         if faults := self.pool.check():
             log.error("after a failed step the books do not balance: %s", "; ".join(faults))
@@ -259,7 +259,7 @@ class Engine:
     # ---- inside
 
     def _beside(self, streams: int) -> int | None:
-        """Prompt tokens at most in a step with so many streams."""
+        """The most prompt tokens in a step with this many streams."""
         stretch = self.config.stretch
         return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
 
@@ -297,8 +297,8 @@ class Engine:
         )
 
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
-        """The chunks behind one another, each with its drafts. For each chunk, in this order, logits are wanted where
-        the prompt is to be scored, at its last token if it catches up with its sequence, and at every draft."""
+        """Concatenates the chunks, each with its drafts. For each chunk, in this order, logits are computed where the
+        prompt is scored, at its last token if it catches up with its sequence, and at every draft."""
         batch = Batch()
         for (sequence, count), draft in zip(plan, drafts, strict=True):
             start, end = sequence.num_computed, sequence.num_computed + count
@@ -313,7 +313,7 @@ class Engine:
     def _advance(
         self, plan: list[Chunk], drafts: list[list[int]], logits: torch.Tensor, filling: Filling | None
     ) -> list[Progress]:
-        """Takes what the forward has computed. `logits` is [rows wanted, vocab], in the order of `_pack`."""
+        """Applies the result of the forward. `logits` is [rows wanted, vocab], in the order of `_pack`."""
         progress: list[Progress] = []
         runs: list[_Run] = []
         before = [sequence.num_computed for sequence, _ in plan]
@@ -347,9 +347,9 @@ class Engine:
             self.drop(sequence.id)
 
     def _sample(self, runs: list[_Run], logits: torch.Tensor, filling: Filling | None) -> list[Progress]:
-        """The target's own token at each place, place after place, each chosen with all tokens before it known. A run
-        goes on while its draft was that token: only then are the next logits about the tokens that there are. The KV of
-        wrong drafts stays in slots beyond `done`, which are written again before anybody reads them."""
+        """Chooses the target's own token at each place, in order, with all earlier tokens known. A run continues while
+        its draft was that token: only then do the next logits belong to the sequence. The KV of wrong drafts stays in
+        slots beyond `num_computed`, which are overwritten before they are read."""
         progress: list[Progress] = []
         place, going = 0, runs
         while going:

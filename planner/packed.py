@@ -1,7 +1,7 @@
-"""What checkpoints of GPTQ, AWQ, block-wise FP8 and torchao take when served: from their headers and their config.
+"""The memory of GPTQ, AWQ, block-wise FP8 and torchao checkpoints when served, from their headers and config.
 
-The engine packs again what a format of ours has (`engine/loading/gptq_awq_fp8.py`); the rest is as large as the
-model's dtype. This says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the
+The engine packs a weight again if one of its formats can represent it (`engine/loading/gptq_awq_fp8.py`); other weights
+take the model's dtype. The result is for the compiled operators. Without them, and on CUDA, all weights take the
 model's dtype.
 """
 

@@ -1,13 +1,13 @@
-"""Connections to Redis or Valkey: which URLs there are, how many connections a client holds, and errors of the tree.
+"""Connections to Redis or Valkey: the forms of URLs, the number of connections of a client, and its errors.
 
     redis:// rediss:// unix://                     one server
     redis+sentinel://HOST:PORT,HOST:PORT/SERVICE   the master of SERVICE, as these sentinels know it
     redis+cluster://HOST:PORT,HOST:PORT            Redis Cluster, found through any of these nodes
     rediss+sentinel:// rediss+cluster://           the same over TLS
 
-Each takes USER:PASSWORD@ before the host and the options of redis-py after `?`, such as ssl_ca_certs; sentinels with
-credentials of their own take sentinel_username and sentinel_password. Messages never contain the URL: it may hold a
-password.
+Each accepts USER:PASSWORD@ before the host and the options of redis-py after `?`, such as ssl_ca_certs;
+sentinel_username and sentinel_password are separate credentials for sentinels. Messages never contain the URL: it may
+contain a password.
 
 All keys of one Tandem cluster contain `{<cluster>}`, so Redis Cluster keeps them in one slot. Scripts over several keys
 and one blocking read over many streams need that. One cluster's load therefore stays on one node; several clusters
@@ -68,7 +68,7 @@ class RedisStore:
             return await registered(keys=list(keys), args=list(args))
 
     async def xread(self, streams: Mapping[str, str], count: int, block_s: float = 0.0) -> list[Any]:
-        """New entries of each stream behind the given id: [(stream, [(id, fields)])]. All streams are in one slot."""
+        """New entries of each stream after the given id: [(stream, [(id, fields)])]. All streams are in one slot."""
         block = ("BLOCK", max(1, int(block_s * 1000))) if block_s else ()
         command = ("XREAD", "COUNT", count, *block, "STREAMS", *streams, *streams.values())
         async with self.connection(block_s) as client:

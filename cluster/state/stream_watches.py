@@ -29,7 +29,7 @@ Raw = tuple[bytes, dict[bytes, bytes]]  # an entry's id and its fields
 
 
 def later(entry_id: str, other: str) -> bool:
-    """Whether entry id `one` comes after `other`."""
+    """Whether `entry_id` is after `other`."""
     return _place(entry_id) > _place(other)
 
 
@@ -126,7 +126,7 @@ class StreamWatches:
         await self._blocking.close()
 
     async def _read_now(self) -> None:
-        """Makes the reader, which may be blocked on the other streams, include a new stream."""
+        """Makes the reader, which may be blocked on other streams, include a new stream."""
         if self._task is None or self._task.done():
             self._task = once(self._run(), name="watches", failed=self._failed)
         self._some.set()
@@ -163,7 +163,7 @@ class StreamWatches:
             key = name.decode()
             if key == self._wake:
                 self._woken = entries[-1][0].decode()
-            elif (stream := asked[key]) is self._streams.get(key):  # else its watchers have left
+            elif (stream := asked[key]) is self._streams.get(key):  # otherwise its watchers have left
                 stream.at = entries[-1][0].decode()
                 for tail in stream.tails:
                     tail.put(entries)

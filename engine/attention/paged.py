@@ -7,11 +7,11 @@ pages as they lie; prompt chunks and latent pages stay with the reference. On CU
 calls that it can.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
-Blocks are gathered whole, and what they hold outside of a sequence's context is overwritten with zeros before it is
-masked, so that neither a stranger's old KV nor a NaN in a recycled block can reach a result.
+Whole blocks are gathered, and slots outside of a sequence's context are overwritten with zeros before they are masked,
+so that neither another sequence's old KV nor a NaN in a recycled block can reach a result.
 
 Quantised pages hold elements and scales. Writing quantises. The operators multiply a logit by the scale of its key and
-a weight by that of its value; the reference multiplies what it has gathered.
+a weight by that of its value; the reference multiplies the gathered elements.
 """
 
 from __future__ import annotations

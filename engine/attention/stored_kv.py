@@ -1,9 +1,9 @@
-"""transformers' eager attention over the K and V that pages keep: what quantised pages are checked against.
+"""transformers' eager attention over the K and V in the pages: the reference for quantised pages.
 
-Rounding is a jump: two paths that differ in the last bit of a key may keep two different elements. So the self-check
-does not round a second time. The paged path runs first. Then an eager forward, with the library's own masks, softmax
-and windows, takes in each attention call the K and V that the pages hold, and measures how far they are from its own:
-what is beyond one rounding is an error. Its logits then differ from the paged ones by no more than sums do.
+Rounding is discontinuous: two paths that differ in the last bit of a key may keep two different elements. So the
+self-check does not round a second time. The paged path runs first. Then an eager forward, with the library's own masks,
+softmax and windows, uses in each attention call the K and V that the pages hold, and measures their distance from its
+own: more than one rounding is an error. Its logits then differ from the paged ones only by the order of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.kv.kv_quantization import dequantise, step_of
 from tandem.errors import CheckpointRefused
 
 NAME = "stored_kv"
-EAGER = "eager_attention_forward"  # what the files of transformers' models call theirs
+EAGER = "eager_attention_forward"  # the name of this function in transformers' model files
 
 
 class Stored:

@@ -1,6 +1,6 @@
-"""What the bytes of a KV block mean, as data that two workers can compare before any byte moves.
+"""The layout of a KV block, as data that two workers compare before any byte moves.
 
-Pure standard library: the router's doctor and the transfer code read this without loading torch.
+Standard library only: the router and the transfer code use it without loading torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class KvLayout:
         if len(self.calls) != len(other.calls):
             sentences.append(f"the number of attention calls differs: {len(self.calls)} here, {len(other.calls)} there")
         for field in fields(CallLayout):
-            # The same field usually differs in every call: name the first one and say how many more there are.
+            # The same field usually differs in every call: names the first one and the number of others.
             unequal = [
                 (index, getattr(ours, field.name), getattr(theirs, field.name))
                 for index, (ours, theirs) in enumerate(zip(self.calls, other.calls, strict=False))

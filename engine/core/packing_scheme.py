@@ -1,4 +1,4 @@
-"""How a quantised checkpoint says that its integers are packed: the schemes that are served."""
+"""How a quantised checkpoint declares the packing of its integers: the supported schemes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = 32  # bits
 PARTS = {GPTQ: ("qweight", "qzeros", "scales", "g_idx"), AWQ: ("qweight", "qzeros", "scales")}
 
 
-# Keys that change nothing in what the tensors mean: how the codes were found, and what a kernel may do with them.
+# Keys that do not change the tensors' meaning: how the codes were found, and hints for kernels.
 _OF_MAKING = {
     *("quant_method", "method", "meta", "dataset", "tokenizer", "batch_size", "pad_token_id", "model_seqlen"),
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "mse", "hyb_act"),
@@ -38,7 +38,7 @@ _READ = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a quantization_config says about all of its products."""
+    """The packing of all products, from a quantization_config."""
 
     method: str
     bits: int
@@ -61,7 +61,7 @@ def refused(method: str, why: str) -> CheckpointRefused:
 
 
 def scheme_of(asked: dict[str, Any]) -> Scheme:
-    """Raises CheckpointRefused for a quantization_config that says more than is understood here."""
+    """Raises CheckpointRefused for a quantization_config with unknown keys or values."""
     method = str(asked["quant_method"])
     unknown = {key for key, value in asked.items() if key not in _READ[method] | _OF_MAKING and value}
     if unknown:
@@ -125,7 +125,7 @@ def _fp8(asked: dict[str, Any]) -> Scheme:
 
 
 def _torchao(_asked: dict[str, Any]) -> Scheme:
-    """The files say the rest, weight for weight."""
+    """The files have the rest, for each weight."""
     return Scheme(TORCHAO, 8)
 
 

@@ -26,7 +26,7 @@ from engine.kv.kv_cache_spec import CallFacts
 
 
 class KvCache:
-    """Owns the buffer. `layout` says what its bytes mean; `num_blocks` blocks, with ids from 0."""
+    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -52,7 +52,7 @@ class KvCache:
         return self._v[call]
 
     def k_scales(self, call: int) -> torch.Tensor | None:
-        """What the keys' elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised."""
+        """The scales of the keys' elements, `[num_blocks, block_size, kv_heads]`; None if not quantised."""
         return self._k_scales[call]
 
     def v_scales(self, call: int) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. Raises ValueError for a name that is no dtype."""
+    """The inverse of `dtype_name`. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype")
