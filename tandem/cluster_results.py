@@ -1,4 +1,4 @@
-"""What a client learns about the cluster: its workers, sizes, ledgers and links."""
+"""Results about the cluster: its workers, sizes, ledgers and links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """ready or draining. A worker that still starts, or was not heard of for a while, is not in the list."""
+    """ready or draining. A worker that is starting, or whose heartbeat is missing, is not in the list."""
     pid: int
     incarnation: str
     address: str
@@ -56,7 +56,7 @@ class Pools(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(_Dict):
-    """What the autoscaler found of one pool."""
+    """The autoscaler's verdict on one pool."""
 
     role: str
     size: int
@@ -67,7 +67,7 @@ class Verdict(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling(_Dict):
-    """What the autoscaler found when it looked last."""
+    """The autoscaler's latest verdicts."""
 
     mode: str
     """on, or dry-run: then nothing is done."""
@@ -224,7 +224,7 @@ class Findings(_Dict):
 
 
 def examine(answer: Diagnosis, pools: Pools) -> Findings:
-    """Everything in the diagnosis that an operator should look at."""
+    """The findings of a diagnosis."""
     problems = list(answer.problems)
     if not answer.registry_reachable:
         problems.append("the registry does not answer")
@@ -245,7 +245,7 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
 
 
 def _unlike_orders(pools: Pools) -> list[str]:
-    """What is to be said of workers that do not give equal bits: at most one sentence."""
+    """Advice for workers that do not compute equal bits: at most one sentence."""
     orders: dict[str, list[str]] = {}
     for worker in pools:
         if worker.sum_order:

@@ -1,7 +1,7 @@
-"""Which modules of a model the compiled operators replace, found by what a module does and never by its name.
+"""The modules of a model that compiled operators replace, recognised by what a module computes and never by its name.
 
-A replaced module keeps its object, weights and hooks and changes its class, to a subclass with another `forward`; so it
-can be switched back at any time, and code that asks for its type is answered as before.
+A replaced module keeps its object, weights and hooks and changes its class to a subclass with another `forward`. So it
+can be switched back at any time, and isinstance checks give the same result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS 
 
 
 def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
-    """Packs the weights of products, tries the product of each shape, and looks for RMS norms; says where weights are.
+    """Packs the weights of products, tests the product of each shape, and finds RMS norms; returns where the weights
+    are.
 
     Raises CheckpointRefused when a product is wrong. (The self-check may run on a copy in float32, and would not see
     the operators for 16 bits.)
@@ -41,7 +42,7 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
 
 
 def switch(model: nn.Module, on: bool) -> None:
-    """Gives the modules below `model` their compiled forward, or their own back."""
+    """Switches the modules below `model` to their compiled forward, or back."""
     for module in model.modules():
         kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
         if not on and issubclass(kind, Compiled):
@@ -55,10 +56,10 @@ def switch(model: nn.Module, on: bool) -> None:
 def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
     """Gives every plain product its weight in panels, all in one stretch of memory, in the order of the modules.
 
-    With a cache that stretch is a mapped file, and the model's own weights move there too, unless they lie in a file
-    already; they keep their values. Without one they stay where they are, for whoever reads them otherwise: an
-    embedding that is tied to the head, an attention that looks into its projections, the self-check's comparison.
-    Returns a line that says where the panels are.
+    With a cache this memory is a mapped file, and the model's own weights move there too, unless they are in a file
+    already; they keep their values. Without one they stay in place for other readers: an embedding that is tied to the
+    head, an attention that reads its projections' weights, the self-check's comparison. Returns a line that says where
+    the panels are.
     """
     layers = [(layer, weight) for layer in model.modules() if (weight := weight_of(layer)) is not None]
     weights = {_key(weight): weight for _, weight in layers}  # tied weights are packed once
@@ -99,7 +100,7 @@ def _packed_bytes(weight: torch.Tensor) -> int:
 
 
 def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Panels in memory of this process: uint8, one behind another, so that large memory pages hold the small ones."""
+    """Panels in memory of this process: uint8, concatenated, so that small ones share large memory pages."""
     starts, total = placed(sizes)
     stretch = huge_pages(torch.empty(total, dtype=torch.uint8))
     parts = [stretch[at : at + size] for at, size in zip(starts, sizes, strict=True)]
@@ -124,9 +125,9 @@ def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
 
 
 def mapped_bytes(model: nn.Module) -> int:
-    """Bytes in mapped files that a step reads: of panels, and of weights that are no product's.
+    """Bytes in mapped files that a step reads: of panels, and of weights without a product.
 
-    A host counts them as free, for the files could be read again; they are not.
+    The kernel counts them as available, because the files could be read again; in effect they are not.
     """
     panels = {
         id(packed[0]): packed[0] for each in model.modules() if (packed := each.__dict__.get(_PACKED)) is not None
@@ -224,7 +225,7 @@ def _only_parameter(module: Any) -> torch.Tensor:
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
-    """The (eps, offset, round_first) with which `tandem::rms_norm` gives what the module gives; None if none does.
+    """The (eps, offset, round_first) with which `tandem::rms_norm` equals the module; None if there are none.
 
     A candidate has one vector of weights, nothing else, and its eps among its attributes. The numbers have a mean, so
     that a layer norm differs, and one scale at which eps matters.

@@ -1,4 +1,4 @@
-"""Learns a model's attention facts with one small forward, and refuses models whose KV pages would not be the truth.
+"""Learns a model's attention facts with one small forward, and refuses models that KV pages cannot represent.
 
 Two forwards of three tokens, under two names in transformers' registry:
 
@@ -42,7 +42,7 @@ ISOLATION_TOLERANCE = 0.05  # of the logits' standard deviation; other tokens' i
 
 @dataclass(frozen=True)
 class ProbeMask:
-    """What stands in for a mask tensor during the probe; `reach` is None when no reach of ours fits."""
+    """Replaces a mask tensor during the probe; `reach` is None if no supported reach fits."""
 
     reach: Reach | None
 
@@ -124,7 +124,7 @@ def _own_value(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 
 def _reach(mask: Any, sliding_window: int | None, where: str) -> Reach:
-    """The reach that the mask says, checked against the `sliding_window` keyword where there is one."""
+    """The reach of the mask, checked against the `sliding_window` keyword if there is one."""
     if mask is None:  # the model builds no mask here: then eager attention has none either, and only the keyword speaks
         return SlidingWindowSpec(sliding_window) if sliding_window is not None else FullAttentionSpec()
     if not isinstance(mask, ProbeMask):
@@ -144,8 +144,8 @@ AttentionInterface.register(ISOLATION, _isolation_attention)
 def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
     """One `CallFacts` for each attention call of a forward, in order.
 
-    Leaves the model under the probe's name; the caller switches it to what comes next. Raises CheckpointRefused with
-    the reason for a model that pages cannot serve.
+    Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
+    model that pages cannot serve.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size

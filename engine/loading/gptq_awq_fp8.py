@@ -1,4 +1,4 @@
-"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by what their formats are described as.
+"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by the descriptions of these formats.
 
     weight[n, k] = scale[n, group of k] * (integer[n, k] - zero[n, group of k])       in float32, rounded once
 
@@ -6,8 +6,8 @@ GPTQ        int32 words hold 32 / bits neighbours along the input, the lowest bi
             along the output. Version 1 stores each zero less one, `gptq_v2` stores it. `g_idx` has each input's group.
 AWQ         `gemm`: a word holds 8 neighbours along the output, in the order 0 2 4 6 1 3 5 7 from the lowest bits up.
 fp8         e4m3, and a scale for each block of `weight_block_size`; the last block of a row or column may be cut off.
-torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; in a file's metadata, for
-            each weight, its class and its block. What the config says was the recipe.
+torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; a file's metadata has each
+            weight's class and block. The config has only the recipe.
 
 The descriptions are the packers: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's utils/model.py
 (convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, transformers' integrations/
@@ -15,7 +15,7 @@ finegrained_fp8.py, which takes a cut-off block for a smaller one, and torchao's
 (dequantize_affine) with prototype/safetensors/safetensors_support.py. Their kernels for 16 bits round scale * integer
 to float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
 
-What the files say in two ways, or in a way that readers take differently, is refused.
+Contradictory files, and files that readers interpret differently, are refused.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
 FLOATS = ("F16", "BF16", "F32")
 TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
-# What torchao says of a weight: its block is read, the others say how it was made and which kernel may serve it.
+# torchao's description of a weight: its block is used, the other keys tell how it was made and name kernels.
 _KNOWN_DATA = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of them. transformers takes it for a slice of a file, and reads its weight when it comes to it."""
+    """A packed product. transformers uses it like a slice of a file, and reads its weight when it loads the layer."""
 
     name: str
     integers: Callable[[], torch.Tensor]  # float32 [n, k], also of fp8
@@ -66,7 +66,7 @@ class Product:
         return self.units() * self.scales[:, self.group_of]
 
     def codes(self) -> weight_quantization.Codes | None:
-        """In a format of ours; None if none has it, or if the codes are not the weight, bit for bit."""
+        """The weight's codes in one of Tandem's formats; None if no format represents it bit for bit."""
         units = self.units()
         k = units.shape[1]
         low, high = int(units.min().item()), int(units.max().item())
@@ -87,7 +87,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint's tensors as if it were a plain one: by name, what gives its values when it is indexed."""
+    """A checkpoint's tensors as in a plain one: by name, an object that returns the values when indexed."""
 
     method: str
     tensors: dict[str, Any]
@@ -95,11 +95,11 @@ class Weights:
     files: list[Any]  # open as long as the tensors are read
 
 
-# ---- what the files hold
+# ---- reading the files
 
 
 def read(files: list[Path], scheme: Scheme) -> Weights:
-    """Opens the files of a checkpoint. Raises CheckpointRefused where its tensors are not what the scheme says."""
+    """Opens the files of a checkpoint. Raises CheckpointRefused if its tensors contradict the scheme."""
     opened: list[Any] = [safe_open(file, framework="pt") for file in files]  # not typed
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
     if scheme.method == FP8:
@@ -270,7 +270,7 @@ def _shape(tensor: Any, dimensions: int, name: str) -> tuple[int, ...]:
 
 
 def _check(method: str, name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Whether a tensor of `name` is what the config says."""
+    """Checks that a tensor of `name` agrees with the config."""
     if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in dtypes:
         raise refused(
             method,

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-What an adapter does is known from its tensors, so an adapter is what they say; the config gives the scale, and every
-field of it that could mean more than y += scale * B A x on a linear layer is refused, known by name or not.
+An adapter is defined by its tensors; the config gives the scale, and every field of it that could mean more than
+y += scale * B A x on a linear layer is refused, known by name or not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Fields that say nothing about what the tensors do: which layers they are on is in their names.
+# Fields without effect on the tensors' meaning; the tensors' names tell their layers.
 HARMLESS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules"),
@@ -59,7 +59,7 @@ def read(name: str, folder: str | Path) -> Adapter:
 
 
 def read_again(known: Adapter) -> Adapter:
-    """From its folder. May run on any thread. Raises CheckpointRefused if it is not what it was."""
+    """Reads the adapter again from its folder. Safe on any thread. Raises CheckpointRefused if it has changed."""
     adapter = read(known.name, known.folder)
     if adapter.fingerprint != known.fingerprint:
         raise CheckpointRefused(

@@ -52,8 +52,8 @@ def load_model(
     (engine.runner.lora). `weights` is the format that products are rounded to (engine/core/weight_formats.py),
     `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py). `cache` keeps packed weights for other
     workers and the next start. `progress` receives a line for each stage that is over.
-    Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
-    the config's and for `weights` that cannot be here.
+    Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
+    and for `weights` that are not supported here.
     """
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
@@ -118,9 +118,9 @@ def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tu
 
 
 def quantise(model: ModelRunner, format: str) -> str:
-    """Rounds the products' weights to a format, and drops what they were; says what that saved.
+    """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory.
 
-    The fingerprint changes with it: KV of other weights is other KV.
+    The fingerprint changes with it, because other weights give other KV.
     """
     if format == "bf16" and model.dtype == torch.bfloat16:
         return "weights: bf16, as they are"
@@ -174,7 +174,7 @@ def _load_module(
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(problem) or ()))
-        if names:  # transformers would fill these with random numbers and go on
+        if names:  # transformers would fill these with random numbers
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )

@@ -1,4 +1,4 @@
-"""Builds a GenerateRequest from keyword options, and refuses what the wire cannot carry."""
+"""Builds a GenerateRequest from keyword options; refuses values that protobuf cannot represent."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[Answer]):
-    """One unary call: where it goes, what it says, how long it may take (seconds), and how its answer is read."""
+    """One unary call: method, request, timeout in seconds, and how to read the answer."""
 
     path: str
     request: Any
