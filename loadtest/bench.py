@@ -113,7 +113,7 @@ class _Stop:
             self.check()  # what fails after a request to end fails because of it
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if somebody asked to end."""
+        """Raises KeyboardInterrupt if a signal has requested the end."""
         if self._asked:
             raise KeyboardInterrupt
 

@@ -34,7 +34,7 @@ class Measurement:
     summary: str
 
     def load(self) -> tuple[Callable[..., Any], str]:
-        """The function, and its help: its docstring, else that of its module."""
+        """The function, and its help: its docstring, or that of its module."""
         path, _, name = self.where.partition(":")
         module = import_module(f"loadtest.{path}")
         function = getattr(module, name)

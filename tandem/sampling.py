@@ -53,7 +53,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: Annotated[bool, Cli(None, "Go on at the model's end tokens.")]
     stop_token_ids: Iterable[int] | None
     min_tokens: Annotated[int | None, Cli("N", "Do not end before so many.")]
-    """Nothing that would end the completion is chosen before it has so many tokens."""
+    """No token that would end the completion is chosen before it has this many tokens."""
     repetition_penalty: Annotated[
         float | None,
         Bounds(0, 10, least_excluded=True),

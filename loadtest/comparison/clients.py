@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a client says: requests by their end, output tokens, seconds."""
+    """A client's own figures: requests by their end, output tokens, seconds."""
 
     done: int
     failed: int

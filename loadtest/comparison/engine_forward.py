@@ -89,7 +89,7 @@ def transformers(folder: Path, threads: int) -> tuple[Prefill, Decode]:
 
 
 def llama(folder: Path, threads: int) -> tuple[Prefill, Decode]:
-    """llama.cpp by its C interface: llama_decode and an argmax. The GGUF is made beside the checkpoint once."""
+    """llama.cpp by its C interface: llama_decode and an argmax. The GGUF is written next to the checkpoint once."""
     import ctypes
 
     import llama_cpp as cpp
@@ -199,7 +199,8 @@ def _write_gguf(folder: Path, path: Path, config: dict[str, Any]) -> None:
 
 
 def openvino(folder: Path, threads: int) -> tuple[Prefill, Decode]:
-    """OpenVINO GenAI's pipeline, by the durations of its own inferences. The export is made beside the checkpoint."""
+    """OpenVINO GenAI's pipeline, by the durations of its own inferences. The export is written next to the
+    checkpoint."""
     import numpy as np
 
     exported = folder.with_name(f"{folder.name}-openvino")

@@ -47,7 +47,8 @@ class Plan:
 
 
 class Engine:
-    """One engine's process, which stands still while nobody asks it: threads of some spin. Ends with us."""
+    """One engine's process, stopped while it is not measured, because threads of some engines spin. Ends with this
+    one."""
 
     def __init__(self, name: str, peers: Peers, checkpoint: Path, threads: int, log: Path) -> None:
         """Returns when it has loaded. Raises SettingsError without its environment, Unavailable when it fails."""
@@ -167,8 +168,8 @@ def compare(what: str, sides: dict[str, list[float]]) -> list[Row]:
 
 
 def _same_model(tokens: dict[str, list[int]]) -> Iterator[str]:
-    """Whether an engine computes the same function: with random weights in bfloat16 close calls differ, but by chance
-    two engines would never agree."""
+    """Whether an engine computes the same function: with random weights in bfloat16 close decisions differ, but
+    unrelated functions would never agree."""
     ours = tokens.get("tandem", [])
     for name, theirs in tokens.items():
         if ours and name not in ("tandem", "floor"):

@@ -74,7 +74,7 @@ class Run:
     router: float
     worker: float
     client: float
-    idle: float  # cores that nobody used, strangers included
+    idle: float  # idle cores, not used by other processes either
     interval: float  # seconds between the tokens of a stream, the median; 0 for one token
     per_message: float  # tokens
 
@@ -260,7 +260,7 @@ def _shapes(shapes: Sequence[Shape], plan: Plan) -> list[str]:
 
 
 def _used(results: Found) -> list[str]:
-    """Who was busy: a client or a worker without a core left would be what was measured."""
+    """Which processes were busy: the result is invalid if a client or a worker had no core left."""
     notes = []
     for shape, sides in results.items():
         for side, runs in sides.items():
@@ -282,7 +282,7 @@ def _details(results: Found) -> dict[str, object]:
 
 
 class Texts:
-    """Random text of about so many tokens."""
+    """Random text of about `tokens` tokens."""
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

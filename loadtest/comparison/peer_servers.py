@@ -52,7 +52,7 @@ class Peers:
         return path
 
     def checkpoint(self, shape: str) -> Path:
-        """A random bfloat16 checkpoint with a tokenizer: the same files for everybody."""
+        """A random bfloat16 checkpoint with a tokenizer: the same files for all systems."""
         folder = self.home / "checkpoints" / shape
         if not (folder / "tokenizer.json").exists():
             partial = folder.with_name(f"{shape}.partial")
@@ -109,7 +109,7 @@ class Tandem(Server):
     """`tandem up`. pd: prefill on the first core and decode on the second; aggregated: one worker, two threads;
     replicas: two aggregated workers, a core each.
 
-    Idle, it uses little CPU and is never frozen: its heartbeats would stop, and its workers would be taken for dead.
+    When idle it uses little CPU. It is never frozen, because its heartbeats would stop and its workers count as dead.
     """
 
     def __init__(self, mode: str, model: Path, **settings: object) -> None:
@@ -149,7 +149,7 @@ class Tandem(Server):
 
 
 def pin(workers: dict[str, int]) -> None:
-    """Every worker to a core of its own, with all its threads: prefill workers first, counted round."""
+    """Pins every worker, with all its threads, to a separate core: prefill workers first, round robin."""
     cores = sorted(os.sched_getaffinity(0))
     ours = sorted((name for name in workers if not name.startswith("router")), reverse=True)  # prefill before decode
     for place, name in enumerate(ours):

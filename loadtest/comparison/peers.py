@@ -47,7 +47,7 @@ class Changes:
 
 
 def planned(changes: Changes) -> dict[str, Any]:
-    """The plan of each part by name: its own numbers, those of --quick, and what the command line says."""
+    """The plan of each part by name: its defaults or those of --quick, changed by the command line."""
     quick = changes.quick
     plans: dict[str, Any] = {
         "serve": serve.Plan(shapes=("SmolLM2-135M",), runs=1, waves=1) if quick else serve.Plan(),

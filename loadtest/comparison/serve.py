@@ -45,7 +45,7 @@ class Plan:
     runs: int = 5
     input: int = 512
     output: int = 64
-    waves: int = 3  # requests behind one another at each place; twice as many where there is one place
+    waves: int = 3  # consecutive requests of each client; twice as many with one client
 
     def prompts(self, concurrency: int) -> int:
         return self.waves * concurrency * (2 if concurrency == 1 else 1)

@@ -93,7 +93,7 @@ async def _soak(server: Tandem, plan: Plan, tick: Tick) -> Section:
 
 
 def _named(server: Tandem) -> dict[str, psutil.Process]:
-    """The workers and the router by their names, everything else by its program's and its pid."""
+    """The workers and the router by their names, other processes by program and pid."""
     names = {pid: name for name, pid in server.workers().items()}
     processes = {}
     for process in server.processes():

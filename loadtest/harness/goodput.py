@@ -74,11 +74,11 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds for each token after the first; None where there is no second one."""
+        """Mean seconds per token after the first; None without a second token."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     def kept(self, objective: Objective) -> bool:
-        """Only what came to its end, with all its tokens, can keep an objective."""
+        """Whether the objective was kept; only complete answers can keep one."""
         if self.state != "done" or self.waited is None:
             return False
         return self.waited <= objective.ttft and (self.tpot or 0.0) <= objective.tpot
@@ -155,14 +155,14 @@ class Load:
         ]
 
     def values(self, metric: Metric) -> list[float]:
-        """Seconds, of everyone who has some: "ttft", "tpot" and "e2e" of counted requests, "itl" of gaps."""
+        """The available values in seconds: "ttft", "tpot" and "e2e" of counted requests, "itl" of gaps."""
         if metric == "itl":
             return [gap for _, gap in self.gaps()]
         seconds = (METRICS[metric](outcome) for outcome in self.counted)
         return [value for value in seconds if value is not None]
 
     def latencies(self) -> dict[Metric, dict[str, float]]:
-        """Percentiles in seconds; a metric that nobody has is left out."""
+        """Percentiles in seconds; a metric without values is left out."""
         by_metric = {metric: self.values(metric) for metric in get_args(Metric)}
         return {
             metric: {share: percentile(values, at) for share, at in SHARES.items()} | {"max": max(values)}
@@ -205,8 +205,8 @@ def next_rate(tried: Sequence[tuple[float, bool]], start: float, precision: floa
     within a tenth), after `most` tries, or when 1/64 of `start` is not kept either. `tried` are rates and whether they
     were kept.
 
-    Doubles while it is kept, halves while it is not, then takes the (geometric) middle. What is kept above a rate that
-    was not is taken for luck.
+    Doubles while it is kept, halves while it is not, then takes the geometric middle. A kept rate above one that was
+    not kept is ignored as luck.
     """
     if len(tried) >= most:
         return None

@@ -40,7 +40,7 @@ INSTRUCTIONS = {  # as /proc/cpuinfo calls them
     "sve": "SVE",
     "bf16": "BF16",
 }
-FLOORS = ("SmolLM2-135M", "Qwen3-0.6B")  # shapes whose floors are told
+FLOORS = ("SmolLM2-135M", "Qwen3-0.6B")  # shapes whose floors are reported
 PROMPT, BATCHES, CONTEXT = 512, (1, 8, 16), 256
 
 
@@ -58,14 +58,14 @@ QUICK = Plan(shapes=((32, 64, 64),), stream=2**20, repeats=2)
 
 @dataclass(frozen=True)
 class Peaks:
-    """With so many threads. Rates of products by name ("bfloat16, ours") in FLOP/s, of reading in B/s."""
+    """Peak rates with `threads` threads: of products by name ("bfloat16, ours") in FLOP/s, of reading in B/s."""
 
     threads: int
     products: dict[str, float]
     read: float
 
     def of(self, dtype: str) -> float:
-        """The best rate of products of a type, whoever's."""
+        """The best rate of products of a type, Tandem's or torch's."""
         return max(rate for name, rate in self.products.items() if name.startswith(dtype))
 
 

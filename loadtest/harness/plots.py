@@ -354,7 +354,7 @@ def _legend(axes: Axes, outside: bool = False) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """Without a size of its own, so that the page decides, and with the page's colours."""
+    """Without a fixed size, so that the page decides, and with the page's colours."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = out.getvalue()

@@ -147,7 +147,7 @@ class Local:
         return self._processes[name].popen.pid
 
     def wait_seen(self, router: str, workers: int, timeout_s: float = 120.0) -> None:
-        """Until the router sees so many ready workers. Raises DeadlineExceeded."""
+        """Waits until the router sees `workers` ready workers. Raises DeadlineExceeded."""
         deadline = monotonic() + timeout_s
         with Client(self.address(router)) as client:
             while (
@@ -181,11 +181,11 @@ def _cores(core: int | None) -> list[int]:
 
 @contextmanager
 def precedence() -> Iterator[str]:
-    """This thread goes before the measured servers on cores that it shares with them, and no garbage is collected; a
-    client that waits for its turn would take its own delay for theirs. Yields a sentence for the report.
+    """Gives this thread priority over the measured servers on shared cores, and disables garbage collection, so that
+    the client does not measure its own delays. Yields a sentence for the report.
 
-    Sessions share a core as groups on Linux (sched(7), autogroup), so that the group goes first, too. Both need the
-    right to; where that is missing, the sentence says so.
+    On Linux sessions share a core as groups (sched(7), autogroup), so the group gets priority, too. Both require
+    permission; without it, the sentence says so.
     """
     group, thread = Path("/proc/self/autogroup"), threading.get_native_id()
     nice = os.getpriority(os.PRIO_PROCESS, thread)

@@ -95,7 +95,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """What `write` wrote. Raises SettingsError for anything else."""
+    """Reads a report that `write` has written. Raises SettingsError for any other file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields["format"] != FORMAT:
@@ -136,7 +136,7 @@ def beside(first: Report, other: Report, names: tuple[str, str]) -> Report:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`side` / the first side, of loads of the same name; `better` says whether Tandem's readers want more of it."""
+    """`side` / the first side, of loads of the same name; `better`: whether more or less of it is better."""
 
     what: str
     side: str
@@ -179,7 +179,7 @@ def _values(load: Load, objective: Objective) -> dict[str, float]:
 
 
 def failures(loads: Sequence[Load]) -> list[tuple[int, str]]:
-    """How often each sentence was said to a request that failed or was rejected, the most frequent ones."""
+    """The most frequent error messages of failed and rejected requests, with their counts."""
     reasons: dict[str, int] = {}
     for why in (outcome.why for load in loads for outcome in load.counted if outcome.why):
         reasons[why] = reasons.get(why, 0) + 1

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-Tick = Callable[[str], None]  # told before each piece of work what it is; there are as many as `ticks` promised
+Tick = Callable[[str], None]  # called with a description before each piece of work, `ticks` times in all
 
 CELLS = "▁▂▃▄▅▆▇█"
 
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `read` says what the ratios divide; `details` go into the JSON only, but for notes."""
+    """One part of the report. `read` explains the ratios; `details` are only in the JSON."""
 
     title: str
     read: str

@@ -84,7 +84,7 @@ class Plan:
 async def measure(
     target: Target, plan: Plan, rate: float | None, objective: Objective, say: Say, name: str = ""
 ) -> tuple[Load, list[str]]:
-    """One load, and what the report must say of it. Its prompts are new each time: nobody has them in a cache."""
+    """One load, and notes for the report. Its prompts are new each time, so no cache has them."""
     requests, rate, notes = plan.requests(rate, target.context)
     load = Load(name or f"at {rate:.3g}/s", rate, plan.warmup, plan.seconds)
     prompt = prompts(int.from_bytes(os.urandom(6)), plan.scale, plan.vocab)

@@ -25,7 +25,7 @@ EVENT, DONE = b"data:", b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came at once. `total`: how many tokens there were in all, where the server says so in the end."""
+    """One message of a stream. `total`: the number of all tokens, if the server reports it at the end."""
 
     tokens: int
     total: int | None = None
@@ -50,8 +50,8 @@ class Target(ABC):
 
     @abstractmethod
     def stream(self, prompt: Sequence[int], output: int) -> AsyncGenerator[Message, None]:
-        """Greedy, and never ended by an end-of-sequence token. The request is made at once, and sent when the first
-        message is asked for. Raises Busy when the server rejects it, and another TandemError when it fails."""
+        """Greedy sampling without an end at an end-of-sequence token. The request is built at once, and sent when the
+        first message is requested. Raises Busy when the server rejects it, another TandemError when it fails."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -98,7 +98,7 @@ class Http(Target):
         key = os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the load says when it is over
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the load determines the end
             headers={"authorization": f"Bearer {key}"} if key else {},
             read_bufsize=2**20,
         )
@@ -152,7 +152,7 @@ class Http(Target):
 
 
 def read_event(data: bytes) -> Message | None:
-    """One event of a stream; None where it says nothing about tokens. Raises Unavailable for one that is no answer."""
+    """Parses one event of a stream; None if it has no tokens. Raises Unavailable for an error."""
     event = json.loads(data)
     if "choices" not in event:
         raise Unavailable(f"the server broke off: {data.decode(errors='replace')[:2000]}")

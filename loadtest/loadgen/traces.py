@@ -17,7 +17,8 @@ SERVEGEN = ("arrival_s", "input_tokens", "output_tokens")
 
 
 def read(path: Path) -> list[Request]:
-    """In the order of their times, the first at 0. Raises SettingsError for what is no trace, with the line."""
+    """The requests in the order of their times, the first at 0. Raises SettingsError, with the line, for an invalid
+    trace."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             requests = sorted(_requests(path, lines), key=lambda request: request.at)
@@ -52,7 +53,7 @@ def _mooncake(line: str) -> Request:
 
 
 def _columns(names: list[str]) -> Callable[[str], Request]:
-    """Reads the lines of a table. Raises ValueError for columns that nobody has."""
+    """Reads the lines of a table. Raises ValueError for unknown columns."""
     for known, seconds in ((AZURE, _stamp), (SERVEGEN, float)):
         if set(known) <= set(names):
             at, prompt, new = map(names.index, known)

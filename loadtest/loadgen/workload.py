@@ -32,7 +32,7 @@ class Request:
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times of arrivals that know nothing of one another. At another rate the same seed is the same pattern, faster."""
+    """Independent arrival times (Poisson). At another rate the same seed gives the same pattern, faster or slower."""
     chance, at, times = random.Random(seed), 0.0, []
     while (at := at + chance.expovariate(1.0) / rate) < seconds:
         times.append(at)
@@ -91,7 +91,7 @@ def fitting(requests: Iterable[Request], context: int | None) -> tuple[list[Requ
 
 
 def tokens(request: Request, number: int, salt: int, factor: int = 1, vocab: int = 256) -> list[int]:
-    """The prompt of the `number`th request. Another salt is another prompt, so that nobody has it in a cache."""
+    """The prompt of the `number`th request. Another salt gives another prompt, so that no cache has it."""
     if not request.blocks:
         return _random(f"{salt}/{number}", request.input, vocab)
     size = BLOCK // factor

@@ -101,7 +101,7 @@ def run(plan: Plan, device: torch.device, say: Say) -> None:
 
 
 def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> ModelRunner:
-    """A ModelRunner like one that `Model.load` gives, self-check included, without a checkpoint."""
+    """A ModelRunner as `load_model` returns it, self-check included, without a checkpoint."""
     start = perf_counter()
     module = make_module(plan.shape, dtype, device)
     served = RunnerConfig(

@@ -46,7 +46,7 @@ class Before(Masks):
 
 
 class Watched(Masks):
-    """Knows how long the step had to wait for its masks: what the forward did not hide."""
+    """Measures how long steps wait for their masks: the time that the forward does not hide."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def products(shape: dict[str, Any]) -> tuple[Callable[[int], float], int]:
 
 
 def _packed(shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Panels of random weights, one behind another in large pages."""
+    """Panels of random weights, concatenated in large pages."""
     made = {(n, k): torch.ops.tandem.pack.default(torch.randn(n, k, dtype=torch.bfloat16)) for n, k in set(shapes)}
     sizes = [made[shape].nbytes for shape in shapes]
     starts, total = placed(sizes)

@@ -40,7 +40,7 @@ SHARE = 0.1  # of requests traced, that the result is for
 ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
 TRACED, UNTRACED, WITHOUT, CONTROL = "traced", "not traced", "without telemetry", "another one without"
 LOADS = 5  # measurements of what a request takes under load
-AT_ONCE = 50  # requests whose spans are sent together, in what is measured by itself
+AT_ONCE = 50  # requests whose spans are exported together, in the separate measurement of spans
 SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
 
 
@@ -163,10 +163,10 @@ def _section(
         Row(name, Spread.of([1 + second / total for second in seconds]), {"CPU": (Spread.of(seconds), "s")})
         for name, (seconds, total) in more.items()
     ]
-    traced, _, _, nobody, questions = (
+    traced, _, _, untraced, questions = (
         [share / total for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, total in more.values()
     )
-    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, nobody, questions, strict=True))
+    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, untraced, questions, strict=True))
     notes = [
         f"with {SHARE:.0%} of the requests traced: {middle:.2%} of the CPU of requests under load, {low:.2%} to"
         f" {high:.2%} (first, fourth and fifth row, 95 % intervals of their medians)",
@@ -246,7 +246,7 @@ def _ask(address: str) -> None:
 
 
 async def _spans(endpoint: str, plan: Plan) -> list[float]:
-    """CPU seconds of the spans of one request that nobody traces, in its three processes, made in this one."""
+    """CPU seconds of the spans of one untraced request in its three processes, created in this one."""
     settings = Settings(model="bench", otlp_endpoint=endpoint, trace_ratio=0.0)
     header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"),)
     costs = []

@@ -103,7 +103,7 @@ async def idle(target: Target, outcomes: Counter[str]) -> None:
 
 
 async def post(target: Target, path: str, content: bytes, outcomes: Counter[str]) -> None:
-    """One request on a connection of its own, answered to its end; counts its status."""
+    """One request on a separate connection, read to the end of its answer; counts its status."""
     reader, writer = await target.connect()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {GREEDY}\r\n"
     writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
@@ -121,7 +121,7 @@ async def post(target: Target, path: str, content: bytes, outcomes: Counter[str]
 Abuse = Callable[[Target, Counter[str]], Awaitable[None]]
 ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle}
 FAIR: dict[str, Abuse] = {"text": text}
-INSTEAD = {"undecodable": "text"}  # what greedy does while the abuse is not measured; else nothing
+INSTEAD = {"undecodable": "text"}  # greedy's load while the abuse is not measured; otherwise none
 
 
 async def be_greedy(name: str, target: Target) -> None:
@@ -141,7 +141,7 @@ async def be_greedy(name: str, target: Target) -> None:
 
 @asynccontextmanager
 async def greedy(name: str, target: Target, lines: list[str]) -> AsyncIterator[None]:
-    """A process that does it until the block ends; what it says in the end is appended to `said`."""
+    """A process that does it until the block ends; its last output is appended to `lines`."""
     command = [sys.executable, "-m", "loadtest", "abuse", "--greedy", name, target.grpc, target.http]
     async with beside(command, lines):
         yield
@@ -149,7 +149,7 @@ async def greedy(name: str, target: Target, lines: list[str]) -> AsyncIterator[N
 
 @asynccontextmanager
 async def beside(command: list[str], lines: list[str]) -> AsyncIterator[None]:
-    """A process that has printed BEGUN, until the block ends; its last words are appended to `said`."""
+    """A process that has printed BEGUN, until the block ends; its last output is appended to `lines`."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None

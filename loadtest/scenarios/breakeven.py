@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Case:
-    """One length beside so many streams, by router."""
+    """One length with a number of concurrent streams, by router."""
 
     tokens: int
     streams: int

@@ -53,7 +53,7 @@ AT_ONCE = 200  # connections that are being opened
 
 @dataclass
 class Polite:
-    """What became of the requests of one who keeps to the rules: seconds of each, and why some failed."""
+    """The requests of a well-behaved client: seconds of each, and the reasons of failures."""
 
     kept: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
@@ -209,7 +209,7 @@ def frame(kind: int, body: bytes = b"", flags: int = 0, stream: int = 0) -> byte
 
 
 def literal(name: int | bytes, value: bytes) -> bytes:
-    """A header that nobody has to remember (RFC 7541, section 6.2.2), its name by its number in the static table."""
+    """A header without indexing (RFC 7541, section 6.2.2), its name by its number in the static table."""
     named = bytes([name]) if isinstance(name, int) else b"\0" + bytes([len(name)]) + name
     return named + bytes([len(value)]) + value
 

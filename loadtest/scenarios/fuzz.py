@@ -301,7 +301,7 @@ class Fuzz:
 
 
 async def alive(client: AsyncClient) -> tuple[dict[str, str], list[int]]:
-    """Each worker's life, and the tokens of one request that is always the same."""
+    """Each worker's incarnation, and the tokens of one fixed request."""
     lives = {
         worker.worker_id: worker.incarnation for worker in (await client.workers()).workers if worker.role != "router"
     }

@@ -36,7 +36,7 @@ from tandem.client import Client
 PROMPT, NEW, VOCAB = 256, 32, 49152  # tokens
 BUSY = 16  # requests at a time that keep both workers busy
 RAMP = (0.5, 0.75, 1.0)
-FREED_S = 5.0  # after the last request, until nobody holds a block
+FREED_S = 5.0  # after the last request, until no block is held
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ class PoolBench:
         hopeless: bool = False,
         check: bool = False,
     ) -> Run:
-        """`hopeless`: end it when so many have missed that the objective cannot be kept any more. `check`: ask for some
-        of the answers once more."""
+        """`hopeless`: ends the run when the objective cannot be kept any more. `check`: requests some of the answers
+        again."""
         run = Run(name, Load(name, len(requests) / seconds, 0.0, seconds))
         say(f"{name}: starting")
         with self._environment(), LocalCluster(settings.load(**overrides), launcher=LAUNCHER) as cluster:
@@ -148,7 +148,7 @@ class PoolBench:
         thread.start()
         while thread.is_alive():
             now = monotonic() - began
-            # Among the processes are spares, and who turns lives under two names: neither is one worker more.
+            # Some processes are spares, and a worker that switches roles has two ids: neither is an additional worker.
             run.sizes.append((now, min(_workers(), len(alive))))
             run.cores.append(psutil.cpu_percent() / 100 * (os.cpu_count() or 1))
             for event in cluster.events(LOOK_S):
@@ -189,7 +189,7 @@ class PoolBench:
             self._answers = server.answers
 
     async def _differ(self, target: str) -> int:
-        """Of answers spread over the whole load, how many are not what is said now."""
+        """How many of a sample of answers differ from the answers now."""
         sample = self._answers[:: max(1, len(self._answers) // CHECKED)][:CHECKED]
         async with Keeping(target) as server:
             for prompt, tokens, _ in sample:

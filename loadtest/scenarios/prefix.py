@@ -44,7 +44,7 @@ LONGEST = 2048  # tokens of prompt and answer
 
 
 def read(path: Path, conversations: int, rate: float, seed: int) -> list[Request]:
-    """So many conversations that fit into the context, in the order of their requests."""
+    """`conversations` conversations that fit into the context, in the order of their requests."""
     turns: dict[int, list[Request]] = {}
     for request in workload.scaled(traces.read(path), FACTOR):
         if len(request.blocks) > 1:

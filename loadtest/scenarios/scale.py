@@ -175,9 +175,9 @@ async def prepared(workers: int) -> Bench:
     registry = MadeUp(workers)
     view: Any = WorkerLiveness(registry, LONG_S)  # type: ignore[arg-type]
     await view.refresh()
-    scheduler, nobody = RequestScheduler(view, LONG_S, RoutingConfig()), Any
+    scheduler, unused = RequestScheduler(view, LONG_S, RoutingConfig()), Any
     await scheduler.keep_up()  # as a router does from its start
-    prefixes, some = PrefixIndex(view, nobody), random.Random(2)  # type: ignore[arg-type]
+    prefixes, some = PrefixIndex(view, unused), random.Random(2)  # type: ignore[arg-type]
     prompts = [
         Prompt([*SYSTEM, *(some.randrange(32000) for _ in range(some.choice((64, 300, 3000))))], b"", "")
         for _ in range(CONVERSATIONS)
@@ -225,7 +225,7 @@ async def placing(bench: Bench, requests: int, at_once: int) -> list[Row]:
 
 
 def fill(prefixes: PrefixIndex, record: WorkerRecord, hashes: Sequence[bytes]) -> None:
-    """The worker has told of these blocks."""
+    """The worker has reported these blocks."""
     message = worker_pb2.WatchCacheResponse(sequence=0, incarnation=record.incarnation, added=b"".join(hashes))
     for _ in prefixes.index.take(record, message):
         pass
@@ -261,7 +261,7 @@ async def refreshing(bench: Bench, rounds: int) -> list[Row]:
 
 
 async def waiting(bench: Bench, count: int) -> list[Row]:
-    """All places are taken; so many come, and some leave again. Then places come free."""
+    """All places are taken; requests arrive, and some leave again. Then places come free."""
     full = [replace(record, running=PLACES) for record in bench.registry.records]
     bench.registry.records = [
         record if number % 100 else replace(record, running=0) for number, record in enumerate(full)

@@ -46,7 +46,7 @@ def measure(overrides: dict[str, object]) -> Start:
     measured = Start()
 
     def note(line: str) -> None:
-        """`  12.3 s  decode-0:   2.1 s  libraries imported`; what has no seconds of its own is no stage."""
+        """`  12.3 s  decode-0:   2.1 s  libraries imported`; a line without the second duration is not a stage."""
         _, _, rest = line.partition(" s  ")
         worker, _, stage = rest.partition(": ")
         seconds, _, what = stage.strip().partition(" s  ")

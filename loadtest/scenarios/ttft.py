@@ -152,7 +152,8 @@ async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
 async def streams(
     client: AsyncClient, vocab: int, count: int, tokens: int, settle_s: float = 1.0
 ) -> AsyncIterator[list[Gap]]:
-    """So many streams that run, all with a first token since `settle_s`, and the gaps between their tokens so far."""
+    """Running streams, all of which have had their first token for `settle_s`, and the gaps between their tokens so
+    far."""
     gaps: list[Gap] = []
     started = [asyncio.Event() for _ in range(count)]
 

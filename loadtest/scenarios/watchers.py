@@ -73,7 +73,7 @@ async def be_greedy(attack: str, target: str, count: int) -> None:
         if outcomes["jobs"] >= count or working.done():
             break
         await asyncio.sleep(LOOK_S)
-    await asyncio.sleep(SETTLE_S)  # what it costs to open so many calls at once is not what is measured
+    await asyncio.sleep(SETTLE_S)  # the cost of opening many calls at once is not measured
     print("begun", flush=True)
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)

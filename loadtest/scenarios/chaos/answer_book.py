@@ -14,7 +14,7 @@ PROMPTS = (3, 40, 150, 300)
 
 
 def book(chance: random.Random, count: int) -> list[dict[str, Any]]:
-    """So many requests: what `AsyncClient.stream` takes. Each has a seed, so each has one answer."""
+    """`count` requests as keywords of `AsyncClient.stream`. Each has a seed, so each has one answer."""
     texts = ["Return the", "Create a new", "Raised when", "class Queue:", "import os\n", "5 6 7"]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -70,7 +70,7 @@ class Choice:
 
 
 class Answer:
-    """What a client has been told, and how it went."""
+    """The answer that a client has received, and its workers."""
 
     def __init__(self) -> None:
         self.choices: dict[int, Choice] = {}
@@ -93,7 +93,7 @@ class Answer:
         return self.choices == other.choices
 
     def begins(self, reference: Answer) -> bool:
-        """Whether all of it stands at the beginning of another one."""
+        """Whether it is a beginning of another answer."""
         return all(
             (of := reference.choices.get(number)) is not None
             and of.token_ids[: len(choice.token_ids)] == choice.token_ids

@@ -29,7 +29,7 @@ async def ask(
     leave_after: int | None = None,
     gap: Noted = lambda start, end: None,
 ) -> None:
-    """One request, to its end or until so many pieces have come. Raises TandemError."""
+    """Reads one request to its end, or until `leave_after` pieces have arrived. Raises TandemError."""
     if job:
         submitted = await client.submit(**request)
         answer.job = True

@@ -19,7 +19,7 @@ LOOK_S = 0.05
 
 
 class FailureWatch:
-    """Of one cluster. It also keeps the tasks that go on after the fault that began them."""
+    """Watches one cluster. It also owns the tasks that outlast the fault that started them."""
 
     def __init__(self, process: Process, target: str, tally: Tally) -> None:
         self._process, self._target, self._tally = process, target, tally
@@ -39,7 +39,7 @@ class FailureWatch:
         task.add_done_callback(self._tasks.discard)
 
     async def follow(self) -> None:
-        """Notes what the supervisor says of its workers, until cancelled."""
+        """Records the supervisor's events of workers, until cancelled."""
         while True:
             try:
                 line = await asyncio.to_thread(self._process.line, "event ", 1.0)
@@ -52,14 +52,14 @@ class FailureWatch:
                         detection.known_at, detection.by = event["at"], "supervisor"
 
     async def sample(self) -> None:
-        """Looks at what a router sees, until cancelled, and notes when a pool has no worker in order: then no stream
-        can go on."""
+        """Samples a router's view, until cancelled, and records when a pool has no working worker: then no stream can
+        continue."""
         try:
             while True:
                 before = monotonic()
                 await asyncio.sleep(LOOK_S)
                 self._workers, now = await self._ask(), monotonic()
-                if self._workers is not None:  # else the router that was asked is out of order itself
+                if self._workers is not None:  # otherwise the router itself does not work
                     fit = {worker.role for worker in self._workers if self._in_order(worker, now)}
                     self._tally.look(before, now, in_order=fit >= {"prefill", "decode"})
         finally:
@@ -74,8 +74,8 @@ class FailureWatch:
         self.later(self._known(detection, recover))
 
     async def _known(self, detection: Detection, recover: Callable[[], None] | None) -> None:
-        """Asks a router for its workers until this one is not ready there, or the supervisor has said that it ended.
-        One that cannot recover by itself and is ready after KNOWN_S is a violation, and recovers from outside."""
+        """Asks a router for its workers until this one is not ready there, or the supervisor has reported its end. A
+        worker that cannot recover by itself and is still ready after KNOWN_S is a violation; `recover` ends it."""
         while True:
             ready, now = self._ready(detection), monotonic()
             if ready is False and detection.known_at is None:

@@ -67,7 +67,8 @@ class Faults:
         return [main, *main.children(recursive=True)]
 
     async def harm(self, names: Sequence[str]) -> str:
-        """One of these faults, at random. Says what it was; what the cluster cannot do at the moment is no fault."""
+        """Injects one of these faults, at random. Returns a description; a fault that is impossible now does not
+        count."""
         name = self._chance.choices(names, [FAULTS[name] for name in names])[0]
         self._tally.tried[name] += 1
         at = monotonic()
@@ -276,7 +277,7 @@ class Faults:
     async def _note_silence(
         self, worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fired: float, seconds: float
     ) -> None:
-        """How long its reads waited for a KV plane that was silent, which the worker tells when it is over."""
+        """Records how long reads waited for a silent KV plane, which the worker reports when it is over."""
         waited = 0.0
         with suppress(TimeoutError, OSError, ValueError):
             async with asyncio.timeout(seconds + STRIKES_S):
@@ -288,7 +289,7 @@ class Faults:
             self._tally.detections.append(known)
 
     async def _first(self, fault: str, orders: list[Coroutine[Any, Any, float]], seconds: float) -> None:
-        """Until one of them has struck; it goes on for so long."""
+        """Waits until one of the orders has struck; the fault lasts `seconds`."""
         began = monotonic()
         tasks = [asyncio.create_task(order) for order in orders]
         left = set(tasks)
@@ -344,7 +345,7 @@ def _gone(process: psutil.Process) -> None:
 
 
 def _is(process: psutil.Process, status: str) -> None:
-    """Until /proc says so, for a second. Raises NotStruck."""
+    """Waits until /proc shows it, for a second. Raises NotStruck."""
     until = monotonic() + 1.0
     while process.status() != status:
         if monotonic() > until:

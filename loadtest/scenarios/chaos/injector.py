@@ -186,7 +186,7 @@ class _Handle:
     """A descriptor list or a transfer of the real agent."""
 
     real: Any
-    agent_name: str  # that it belongs to, or that it reads from: `<worker id>@<life>`
+    agent_name: str  # that it belongs to, or that it reads from: `<worker id>@<incarnation>`
     held: Order | None = None  # why it was not posted
     held_at: float = 0.0
 
@@ -273,7 +273,7 @@ def harm_transport(injector: Injector) -> None:
 
 
 def listen(injector: Injector, path: Path) -> None:
-    """Takes orders at this socket, in threads of its own, as long as the process lives."""
+    """Accepts orders at this socket, on separate threads, as long as the process runs."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(path))
     server.listen()

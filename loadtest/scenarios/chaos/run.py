@@ -223,7 +223,7 @@ async def ready_again(target: str) -> set[str]:
 
 
 async def whole_again(target: str, say: Callable[[str], None]) -> None:
-    """Pools as at the start, everybody ready, nothing held. Raises InternalError."""
+    """Waits for pools as at the start, all workers ready, nothing held. Raises InternalError."""
     began = monotonic()
     problem: object = "nothing was asked"
     while monotonic() < began + BACK_S:
@@ -270,7 +270,7 @@ def main(
                 chance = random.Random(f"{plan.seed}/faults")
                 cluster = Faults(process, target, registry, Path(folder), chosen, chance, tally)
                 asyncio.run(Run(cluster, plan, faults, tally, say).run())
-    finally:  # a run that is ended early, or that ended its cluster, tells what it saw until then
+    finally:  # an aborted run, or one that ended its cluster, reports its results so far
         for line in tally.lines():
             say(line)
         if results:

@@ -32,7 +32,7 @@ class Happened:
 
 @dataclass
 class Detection:
-    """A worker that is out of order, until the supervisor or a router knows."""
+    """A failed worker, until the supervisor or a router detects it."""
 
     kind: str  # exit, hang or silence
     fault: str

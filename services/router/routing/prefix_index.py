@@ -138,7 +138,7 @@ class BlockIndex:
         return named
 
     def _lengths(self, prompt: Prompt) -> list[tuple[int, int]]:
-        """(leading tokens, mask of the incarnations that have exactly so many), the most first."""
+        """(leading tokens, mask of the incarnations that have exactly this many), the most first."""
         if prompt.lengths_at is not self._version:
             holders_by_length: dict[int, int] = {}
             for (block_size, fingerprint), having in self._kinds.get(prompt.adapter, {}).items():
