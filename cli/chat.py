@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation. Each turn is one request with all that was said; the prefix cache makes that cheap."""
+"""`tandem chat`: a conversation. Each turn sends all messages so far; the prefix cache makes that cheap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.errors import TandemError
 from tandem.results import Receipt
 
 HELP = """\
-/new            forget what was said
+/new            forget what was messages
 /system TEXT    how the model is to be from here on; without TEXT: no way in particular
 /again          another answer to the last question
 /receipt        where and how the last answer was made
@@ -24,19 +24,19 @@ HELP = """\
 
 @dataclass
 class Chat:
-    """What was said, and what to do with the next line. `write` gets what the model says, `tell` what is about it:
-    a text, or what rich can print."""
+    """The messages so far, and what to do with the next line. `write` prints what the model generates, `tell` the rest:
+    text, or what rich can print."""
 
     client: Client
     write: Callable[[str], None]
     tell: Callable[[Any], None]
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ""
-    said: list[dict[str, str | bytes]] = field(default_factory=list)
+    messages: list[dict[str, str | bytes]] = field(default_factory=list)
     receipt: Receipt | None = None
 
     def run(self, lines: Iterable[str]) -> None:
-        """Until the lines end, or one says /quit."""
+        """Runs until the lines end or one is /quit."""
         for line in lines:
             if line.strip() == "/quit":
                 return
@@ -48,7 +48,7 @@ class Chat:
             if line:
                 self._ask(line)
         elif command == "/new":
-            self.said.clear()
+            self.messages.clear()
             self.tell("forgotten")
         elif command == "/system":
             self.system = rest.strip()
@@ -61,12 +61,12 @@ class Chat:
             self.tell(HELP)
 
     def _again(self) -> None:
-        if not self.said:
+        if not self.messages:
             self.tell("nothing was asked yet")
             return
-        if self.said[-1]["role"] == "assistant":
-            self.said.pop()
-        question = self.said.pop()["content"]
+        if self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        question = self.messages.pop()["content"]
         assert isinstance(question, str)
         self._ask(question)
 
@@ -77,12 +77,12 @@ class Chat:
             self.tell(receipt_rendering.receipt(self.receipt))
 
     def _ask(self, question: str) -> None:
-        """Streams the answer. What was not answered was not said; of an answer that Ctrl-C ended, the beginning was."""
-        self.said.append({"role": "user", "content": question})
+        """Streams the answer. A question that fails is dropped; an answer that Ctrl-C ends is kept as far as it is."""
+        self.messages.append({"role": "user", "content": question})
         system: list[dict[str, str | bytes]] = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""
         try:
-            with closing(self.client.stream(messages=[*system, *self.said], **self.options)) as pieces:
+            with closing(self.client.stream(messages=[*system, *self.messages], **self.options)) as pieces:
                 for piece in pieces:
                     answer += piece.text
                     self.write(piece.text)
@@ -94,10 +94,10 @@ class Chat:
             self.write("\n")
             self.tell("ended")
         except TandemError as error:
-            self.said.pop()
+            self.messages.pop()
             self.tell(f"error: {sentence(error)}")
             return
-        self.said.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": answer})
 
 
 def about(receipt: Receipt) -> str:
@@ -113,7 +113,7 @@ def about(receipt: Receipt) -> str:
 
 
 def typed(prompt: str = "> ") -> Iterator[str]:
-    """Lines from a person, who may edit them and go back to earlier ones, or from a pipe."""
+    """Lines from a terminal, with editing and history, or from a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -69,22 +69,22 @@ def up(
     output: Output = TEXT,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""
-    given = dict(locals())
-    del given["output"]
-    given["adapters"] = _parse_adapters(given.pop("adapter"))
+    overrides = dict(locals())
+    del overrides["output"]
+    overrides["adapters"] = _parse_adapters(overrides.pop("adapter"))
     with reported():
         from tandem.settings import load
 
-        settings = load(**given)
+        settings = load(**overrides)
         from cluster.local_cluster import run_forever
 
         raise typer.Exit(run_forever(settings, as_json=output is JSON))
 
 
-def _parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+def _parse_adapters(options: list[str] | None) -> dict[str, str] | None:
     """None if there are none, so that the environment may have some."""
     adapters: dict[str, str] = {}
-    for text in given or ():
+    for text in options or ():
         name, _, folder = text.partition("=")
         if not name or not folder:
             raise typer.BadParameter(f"{text!r} is not NAME=FOLDER")
@@ -136,7 +136,7 @@ def plan(
         formats = (CHECKPOINT, *shape.quantised)
         if weights not in formats:
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
-        found = capacity(
+        plan = capacity(
             shape,
             memory=int(memory * 2**30),
             utilization=utilization,
@@ -150,6 +150,6 @@ def plan(
             concurrencies=(1, 8, 32, 128),
         )
         if output is JSON:
-            print_json(report.facts(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
+            print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
         else:
-            display(report.table(shape, found, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
+            display(report.table(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))

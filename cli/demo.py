@@ -39,7 +39,7 @@ _STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"
 
 @dataclass
 class Row:
-    """One request of the demo and what is known of it so far."""
+    """One request of the demo and its state."""
 
     name: str
     question: str
@@ -74,24 +74,24 @@ def read_prompts(path: Path, max_tokens: int) -> list[Row]:
 
 def _row(line: str, name: str, where: str, max_tokens: int) -> Row:
     try:
-        given = json.loads(line)
+        fields = json.loads(line)
     except ValueError as error:
         raise SettingsError(f"{where} is not JSON: {error}", field="prompts") from error
-    if not isinstance(given, dict) or ("prompt" in given) == ("messages" in given):
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise SettingsError(f"{where} needs either prompt or messages", field="prompts")
-    if unknown := sorted(set(given) - _KEYS):
+    if unknown := sorted(set(fields) - _KEYS):
         known = ", ".join(sorted(_KEYS))
         raise SettingsError(f"{where} has unknown {', '.join(unknown)}", field="prompts", bound=known)
-    prompt, messages = given.get("prompt"), given.get("messages")
+    prompt, messages = fields.get("prompt"), fields.get("messages")
     try:
         question = str(prompt) if messages is None else str(messages[-1]["content"])
     except (TypeError, LookupError) as error:
         raise SettingsError(f"{where}: messages are objects with role and content", field="prompts") from error
     options: Options = {
         "messages": messages,
-        "max_tokens": given.get("max_tokens", max_tokens),
-        "temperature": given.get("temperature"),
-        "seed": given.get("seed"),
+        "max_tokens": fields.get("max_tokens", max_tokens),
+        "temperature": fields.get("temperature"),
+        "seed": fields.get("seed"),
         "request_id": name,
     }
     return Row(name, question, prompt, options)
@@ -100,7 +100,8 @@ def _row(line: str, name: str, where: str, max_tokens: int) -> Row:
 def run(
     model: str | None, prompts: Path | None, *, prefill: int, decode: int, max_tokens: int, as_json: bool = False
 ) -> int:
-    """The demo; returns its exit code: 0 when every request finished. Raises TandemError if no cluster comes up."""
+    """Runs the demo. Returns the exit code: 0 if every request finished. Raises TandemError if the cluster does not
+    start."""
     home = HOME / "model"
     if model is None and not home.is_dir():
         raise SettingsError("the demo's own model is not here; name a checkpoint with --model", field="model")
@@ -165,7 +166,7 @@ class Board:
         self._rows = rows
         self._console = console
         self._live: Live | None = None
-        self._said: Mapping[str, str] = {}
+        self._printed: Mapping[str, str] = {}
 
     def __enter__(self) -> Board:
         if self._console.is_terminal:
@@ -178,8 +179,8 @@ class Board:
             self._live.stop()
 
     def changed(self, row: Row) -> None:
-        if self._live is None and self._said.get(row.name) != row.state:
-            self._said = {**self._said, row.name: row.state}
+        if self._live is None and self._printed.get(row.name) != row.state:
+            self._printed = {**self._printed, row.name: row.state}
             self._console.print(_line(row), soft_wrap=True)
 
     def _table(self) -> Table:
@@ -198,10 +199,10 @@ class Board:
 
 
 def _line(row: Row) -> Text:
-    said = row.error or (
+    text = row.error or (
         f"{row.tokens} tokens: {_tail(row.text, 100)}" if row.state == "done" else "first token is here"
     )
-    return Text.assemble(f"{row.name} ", (row.state, _STATES[row.state]), f" {said}")
+    return Text.assemble(f"{row.name} ", (row.state, _STATES[row.state]), f" {text}")
 
 
 def _tail(text: str, room: int) -> str:
@@ -214,7 +215,7 @@ def _tail(text: str, room: int) -> str:
 
 
 def report(rows: Sequence[Row], elapsed: float, width: int = rendering.NARROW_COLUMNS) -> RenderableType:
-    """Every answer, the table of receipts (in so many columns), the slowest first token in detail, and a summary."""
+    """Every answer, the table of receipts, the slowest first token in detail, and a summary."""
     parts: list[RenderableType] = [Text()]
     for row in rows:
         answer = (row.error, "red") if row.error else (rendering.printable(row.text), "")

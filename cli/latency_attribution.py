@@ -1,14 +1,14 @@
-"""Why a request was slow, from receipts alone: what it lost its time to, and what to do about that. Pure.
+"""Why a request was slow, from receipts alone: the cause of its lost time, and the remedy. Pure.
 
     queueing     waiting in the router and at the prefill worker, and decode workers that had no room after all
-    failures     attempts before the first token that came to nothing
+    failures     failed attempts before the first token
     prefill      computing its prompt
     transfer     moving KV, as far as computing did not hide it
-    decoding     tokens that came slower than is usual for these requests: its worker had more to do beside it
-    memory       the same, where its blocks were taken back on the way
-    processes    all the rest of the time to first token: handlers and hops of router and workers
+    decoding     tokens slower than usual for these requests, because the worker had other work
+    memory       the same, where its blocks were preempted
+    processes    the rest of the time to first token: handlers and hops of router and workers
 
-The length of an answer is nobody's fault: what is usual for a token is the median of the receipts at hand.
+A long answer is not slow: the usual time of a token is the median of the given receipts.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class LatencyAttribution:
 
 def slowest(receipts: Sequence[Receipt], most: int) -> list[LatencyAttribution]:
     """Those that lost most, the worst first."""
-    rates = [one.tpot for one in receipts if one.completion_tokens > 1]
+    rates = [receipt.tpot for receipt in receipts if receipt.completion_tokens > 1]
     usual = statistics.median(rates) if rates else 0.0
-    found = [of(one, usual) for one in receipts]
-    return sorted(found, key=lambda one: one.lost, reverse=True)[:most]
+    attributions = [of(receipt, usual) for receipt in receipts]
+    return sorted(attributions, key=lambda attribution: attribution.lost, reverse=True)[:most]
 
 
 def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
@@ -53,7 +53,7 @@ def of(receipt: Receipt, usual_tpot: float) -> LatencyAttribution:
     phases = receipt.phases
     transfer = receipt.transfer.exposed if receipt.transfer else 0.0
     retries = phases.get("retries", 0.0)
-    failed = retries if receipt.attempts > 1 else 0.0  # a refusal for want of room is no attempt
+    failed = retries if receipt.attempts > 1 else 0.0  # a refusal for lack of room is not an attempt
     late = (receipt.tpot - usual_tpot) * max(0, receipt.completion_tokens - 1)
     parts = {
         "queueing": sum(phases.get(name, 0.0) for name in QUEUE_PHASES) + retries - failed,

@@ -94,8 +94,8 @@ def doctor(target: Target = DEFAULT_TARGET, output: Output = TEXT) -> None:
         from cli import rendering
         from tandem.cluster_results import examine
 
-        answer, seen = client.diagnose(), client.workers()
-        findings = examine(answer, seen)
+        answer, workers = client.diagnose(), client.workers()
+        findings = examine(answer, workers)
         if output is JSON:
             print_json({**answer.to_dict(), **findings.to_dict()})
         else:
@@ -113,17 +113,17 @@ def explain(
     with connected(target) as client:
         from cli import receipt_rendering
 
-        found = client.receipts(request)
-        if not found:
+        receipts = client.receipts(request)
+        if not receipts:
             raise NotFound(
                 f"this router remembers no request {request}; it keeps the last thousand, and of several routers each"
                 " has its own: ask again, and another one may answer",
                 field="request",
             )
         if output is JSON:
-            print_json([item.to_dict() for item in found])
+            print_json([item.to_dict() for item in receipts])
             return
-        for item in sorted(found, key=lambda item: item.choice):
+        for item in sorted(receipts, key=lambda item: item.choice):
             display(receipt_rendering.explained(item))
 
 
@@ -139,13 +139,13 @@ def slow(
     with connected(target) as client:
         from cli import latency_attribution, receipt_rendering
 
-        found = latency_attribution.slowest(client.receipts(within=within), limit)
+        attributions = latency_attribution.slowest(client.receipts(within=within), limit)
         if output is JSON:
-            print_json([one.to_dict() for one in found])
+            print_json([attribution.to_dict() for attribution in attributions])
             return
-        if not found:
+        if not attributions:
             raise NotFound(f"no request has ended at this router in the last {last}", field="last")
-        display(receipt_rendering.slowest(found))
+        display(receipt_rendering.slowest(attributions))
 
 
 def _parse_time(text: str) -> float:
@@ -162,9 +162,9 @@ def calibration(target: Target = DEFAULT_TARGET, output: Output = TEXT) -> None:
         from cli import receipt_rendering
         from tandem import calibration
 
-        found = calibration.calibration(client.receipts())
-        if not found:
+        rows = calibration.calibration(client.receipts())
+        if not rows:
             raise NotFound("no request with an estimate has ended at this router yet", field="requests")
-        print_json([item.to_dict() for item in found]) if output is JSON else display(
-            receipt_rendering.calibration(found)
+        print_json([item.to_dict() for item in rows]) if output is JSON else display(
+            receipt_rendering.calibration(rows)
         )

@@ -115,7 +115,7 @@ def sentence(error: TandemError, target: str | None = None) -> str:
     return f"{what}; {advice}" if advice else what
 
 
-# What gRPC says when it reaches no server at all.
+# gRPC's message when it cannot reach a server.
 _CONNECT_FAILURE = re.compile("failed to connect|DNS resolution failed", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""Receipts on a terminal: phases, transfers, calibration, what was slow."""
+"""Receipts on a terminal: phases, transfers, calibration, slow requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.results import Receipt, Transfer
 
 
 def receipt(item: Receipt) -> RenderableType:
-    """Who did it and how long each part of the time to first token took, drawn to scale."""
+    """The workers, and the parts of the time to first token, drawn to scale."""
     parts: list[RenderableType] = [_facts(item), Text(""), phases(item)]
     parts += [Text(f"note: {printable(note)}", style="yellow") for note in item.notes]
     return Group(*parts)
@@ -81,13 +81,13 @@ def phases(item: Receipt) -> Table:
 
 
 def unaccounted(item: Receipt) -> list[tuple[str, float]]:
-    """What the phases leave out of the time to first token; empty when they add up to it."""
+    """The part of the time to first token that the phases do not cover; empty when they add up."""
     missing = item.ttft - sum(item.phases.values())
     return [("not accounted for", missing)] if abs(missing) > max(1e-4, 0.01 * item.ttft) else []
 
 
 def explained(item: Receipt) -> RenderableType:
-    """The receipt, and what the router expected when it placed the request."""
+    """The receipt, and the router's estimate when it placed the request."""
     parts: list[RenderableType] = [receipt(item), Text("")]
     guess = item.estimate
     if guess is None:
@@ -104,11 +104,11 @@ def explained(item: Receipt) -> RenderableType:
     parts.append(table)
     if guess.there:
         where, other = ("decode", "prefill") if item.path == "local" else ("prefill", "decode")
-        chosen, left = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
+        chosen, rejected = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
         parts.append(
             Text(
                 f"prefilled on the {where} worker, which was to cost everybody {seconds(chosen)}; on the {other} worker"
-                f" {seconds(left)}"
+                f" {seconds(rejected)}"
             )
         )
     return Group(*parts)
@@ -123,14 +123,14 @@ def slowest(items: Sequence[LatencyAttribution]) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("what to do")
     for item in items:
-        told = item.receipt
+        receipt = item.receipt
         table.add_row(
-            Text(printable(told.request_id)),
+            Text(printable(receipt.request_id)),
             item.cause,
             seconds(item.lost),
             share(item.parts[item.cause], item.lost),
-            seconds(told.ttft),
-            seconds(told.tpot),
+            seconds(receipt.ttft),
+            seconds(receipt.tpot),
             Text(printable(item.advice)),
         )
     return table

@@ -1,7 +1,7 @@
 """How answers look in a terminal: tables and bars. Values come in, rich renderables go out; nothing here prints.
 
-Text of a model or of a request is put in with `Text`, never as markup, and without control characters: it may hold
-anything, and a terminal obeys escape sequences.
+Text of a model or a request is inserted with `Text`, never as markup, and without control characters: it is untrusted,
+and a terminal executes escape sequences.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rich.text import Text
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Findings, Ledger, Pair, Pools
 
 
-def share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole > 0 else ""
+def share(part: float, total: float) -> str:
+    return f"{100 * part / total:.0f}%" if total > 0 else ""
 
 
 BAR_CELLS = 36
@@ -80,15 +80,15 @@ def runs(blocks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def bar(start: float, length: float, whole: float, cells: int = BAR_CELLS) -> str:
-    """A bar from `start` of `length` in a line that stands for `whole`, to an eighth of a cell at its end.
+def bar(start: float, length: float, total: float, cells: int = BAR_CELLS) -> str:
+    """A bar from `start` of `length` in a line that stands for `total`, to an eighth of a cell at its end.
 
-    What is too short for an eighth still shows one: a phase that happened is never invisible.
+    A shorter part still shows an eighth, so that every phase is visible.
     """
-    if whole <= 0 or length <= 0:
+    if total <= 0 or length <= 0:
         return ""
-    first = min(round(start / whole * cells), cells - 1)
-    eighths = max(1, round((start + length) / whole * cells * 8) - first * 8)
+    first = min(round(start / total * cells), cells - 1)
+    eighths = max(1, round((start + length) / total * cells * 8) - first * 8)
     full, rest = divmod(min(eighths, (cells - first) * 8), 8)
     return " " * first + "█" * full + _EIGHTHS[rest].strip()
 
@@ -128,8 +128,8 @@ def wanted(sizes: dict[str, int]) -> str:
 
 
 def autoscaling(answer: Autoscaling) -> RenderableType:
-    said = "autoscale is on" if answer.mode == "on" else "dry-run: nothing is done"
-    lines: list[RenderableType] = [Text(f"{said}, looked {seconds(answer.age)} ago")]
+    mode = "autoscale is on" if answer.mode == "on" else "dry-run: nothing is done"
+    lines: list[RenderableType] = [Text(f"{mode}, looked {seconds(answer.age)} ago")]
     for pool in answer.pools:
         step = (
             f"{pool.role} stays {pool.size}"
@@ -169,7 +169,7 @@ def _ledger(ledger: Ledger) -> RenderableType:
 
 
 def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
-    """The matrix of pairs (rows prefill, columns decode), the registry, the versions, and what is wrong."""
+    """The matrix of pairs (rows prefill, columns decode), the registry, the versions, and the problems."""
     columns = list(dict.fromkeys(pair.decode_worker for pair in answer.pairs))
     rows = list(dict.fromkeys(pair.prefill_worker for pair in answer.pairs))
     cells = {(pair.prefill_worker, pair.decode_worker): pair for pair in answer.pairs}

@@ -64,7 +64,7 @@ def generate(
         raise typer.BadParameter("--system needs --chat")
     if output is TEXT and not sampling["logprobs"] is sampling["prompt_logprobs"] is None:
         raise typer.BadParameter("--logprobs and --prompt-logprobs need --output json")
-    # As bytes, so that the server is who judges what is not UTF-8.
+    # As bytes, so that the server checks for valid UTF-8.
     source = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     ids = _parse_ids(source) if token_ids else None
     options = cast(
@@ -78,11 +78,11 @@ def generate(
             "request_id": request_id,
         },
     )
-    given: Prompt | None = source if ids is None else ids
+    prompt_input: Prompt | None = source if ids is None else ids
     if chat:
-        given, options["messages"] = None, _messages(system, source)
+        prompt_input, options["messages"] = None, _messages(system, source)
     with connected(target) as client:
-        with closing(client.stream(given, n=n, timeout=timeout, **options)) as stream:
+        with closing(client.stream(prompt_input, n=n, timeout=timeout, **options)) as stream:
             answers = _answers(stream, output, with_text=ids is None)
         _show(answers, output, several=n is not None, receipt=receipt)
 
@@ -104,11 +104,11 @@ def _grammar(
 
 
 def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[Completion]:
-    """As text the first one as it comes, then the others. Token ids where there is no text."""
+    """As text, prints the first answer as it arrives, then the others; token ids where there is no text."""
     from tandem.results import completions
 
-    def shown(said: Piece | Completion) -> str:
-        return said.text if with_text else "".join(f"{token} " for token in said.token_ids)
+    def shown(part: Piece | Completion) -> str:
+        return part.text if with_text else "".join(f"{token} " for token in part.token_ids)
 
     pieces = []
     for piece in stream:
@@ -162,10 +162,10 @@ def chat(
 
 
 def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:
-    said: list[dict[str, str | bytes]] = [{"role": "user", "content": user}]
+    messages: list[dict[str, str | bytes]] = [{"role": "user", "content": user}]
     if system is not None:
-        said.insert(0, {"role": "system", "content": system.encode(errors="surrogateescape")})
-    return said
+        messages.insert(0, {"role": "system", "content": system.encode(errors="surrogateescape")})
+    return messages
 
 
 def _parse_ids(source: bytes) -> list[int]:
@@ -175,13 +175,13 @@ def _parse_ids(source: bytes) -> list[int]:
         raise typer.BadParameter(f"with --token-ids the prompt is integers; {error}") from error
 
 
-def _text_or_file(given: str | None) -> str | bytes | None:
-    if given is None or not given.startswith("@"):
-        return given
+def _text_or_file(value: str | None) -> str | bytes | None:
+    if value is None or not value.startswith("@"):
+        return value
     try:
-        return Path(given[1:]).read_bytes()
+        return Path(value[1:]).read_bytes()
     except OSError as error:
-        raise typer.BadParameter(f"{given[1:]}: {error.strerror}") from error
+        raise typer.BadParameter(f"{value[1:]}: {error.strerror}") from error
 
 
 # ---- jobs
@@ -209,10 +209,10 @@ def submit(
     """Submit jobs: their tokens are kept until somebody fetches them. Prints their ids."""
     if request_id is not None and len(prompts) > 1:
         raise typer.BadParameter("--request-id names one job")
-    given: list[Any] = [sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt) for prompt in prompts]
+    inputs: list[Any] = [sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt) for prompt in prompts]
     with connected(target) as client:
         jobs = client.submit_many(
-            [_parse_ids(prompt) for prompt in given] if token_ids else given,
+            [_parse_ids(prompt) for prompt in inputs] if token_ids else inputs,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
@@ -255,9 +255,11 @@ def job(
 ) -> None:
     """Show how far a job is."""
     with connected(target) as client:
-        found = client.cancel(job) if cancel else client.job(job)
+        status = client.cancel(job) if cancel else client.job(job)
         if output is JSON:
-            print_json(found.to_dict())
+            print_json(status.to_dict())
             return
-        over = f", taken over {found.takeovers} times" if found.takeovers else ""
-        print(f"{found.job_id}: {found.state}, {found.tokens} tokens{over}{': ' if found.error else ''}{found.error}")
+        over = f", taken over {status.takeovers} times" if status.takeovers else ""
+        print(
+            f"{status.job_id}: {status.state}, {status.tokens} tokens{over}{': ' if status.error else ''}{status.error}"
+        )

@@ -148,10 +148,10 @@ class AutoscalePolicy:
         self._rules = rules
         self._looks: deque[Look] = deque()  # of the last RATE_WINDOW_S
         self._needs: dict[str, deque[tuple[float, Need | None]]] = {role: deque() for role in rules.limits}
-        self._given: dict[str, float] = {}  # role -> when its pool was last given a worker of the other pool
+        self._reassigned_at: dict[str, float] = {}  # role -> when its pool was last given a worker of the other pool
 
     def judge(self, look: Look, sizes: Mapping[str, int]) -> list[Verdict]:
-        """A verdict on each pool with a wanted size. Observations come in the order of their times."""
+        """A verdict on each pool with a wanted size. Observations arrive in the order of their times."""
         if self._looks and look.at - self._looks[-1].at > MAX_GAP_S:  # what was needed meanwhile is unknown
             self._looks.clear()
             for past in self._needs.values():
@@ -173,11 +173,11 @@ class AutoscalePolicy:
         self._looks.append(look)
         while len(self._looks) > 2 and self._looks[1].at <= look.at - RATE_WINDOW_S:
             self._looks.popleft()
-        arriving = sum(one.arrived for one in list(self._looks)[1:]) / max(RATE_WINDOW_S, look.at - self._looks[0].at)
+        arriving = sum(past.arrived for past in list(self._looks)[1:]) / max(RATE_WINDOW_S, look.at - self._looks[0].at)
         pressing = self._pressing()
         prefill = need_prefill(look, arriving, self._rules, pressing)
-        for one in self._looks:
-            before = need_prefill(one, arriving, self._rules, pressing) if one.at >= look.at - BURST_S else None
+        for past in self._looks:
+            before = need_prefill(past, arriving, self._rules, pressing) if past.at >= look.at - BURST_S else None
             if prefill and before and before.workers < prefill.workers:
                 prefill = before
         return {"prefill": prefill, "decode": need_decode(look, self._rules)}
@@ -203,7 +203,7 @@ class AutoscalePolicy:
         if need.workers > most:
             why += f"; {most} is the most"
         elif least < size == wanted and need.workers < size:
-            known = [(at, one.workers) for at, one in kept if one is not None]
+            known = [(at, past.workers) for at, past in kept if past is not None]
             peak = max(workers for _, workers in known)
             if peak >= size:
                 latest = max(at for at, workers in known if workers >= size)
@@ -220,7 +220,7 @@ class AutoscalePolicy:
     def _hand_over(self, verdicts: dict[str, Verdict], taker: str, giver: str, now: float) -> None:
         """Shrinks one pool now, so that the other grows by its surplus workers."""
         taking, giving = verdicts[taker], verdicts[giver]
-        if giving.wanted != giving.size or now - self._given.get(giver, -inf) < self._rules.hold_s:
+        if giving.wanted != giving.size or now - self._reassigned_at.get(giver, -inf) < self._rules.hold_s:
             return
         for_s = min(MIN_SURPLUS_S, self._rules.hold_s)
         kept = self._needs[giver]
@@ -231,7 +231,7 @@ class AutoscalePolicy:
         count = min(taking.wanted - taking.size, giving.size - max(*recent, self._rules.limits[giver][0]))
         if count <= 0:
             return
-        self._given[taker] = now
+        self._reassigned_at[taker] = now
         verdicts[giver] = replace(
             giving,
             wanted=giving.size - count,

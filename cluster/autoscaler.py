@@ -60,7 +60,7 @@ class Observer:
             running=sum(record.running for record in records),
             held=sum(record.blocks_held for record in records),
             backlog=sum(record.backlog for record in records),
-            places=sum(places(one.max_running, one.step_s, one.stream_s, self._tpot_s) for one in ready),
+            places=sum(places(record.max_running, record.step_s, record.stream_s, self._tpot_s) for record in ready),
             blocks=sum(record.blocks_total for record in ready),
             rate=len(ready) * sum(rates) / len(rates) if rates else 0.0,
         )

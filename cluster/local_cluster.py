@@ -1,10 +1,10 @@
-"""`tandem up`: one cluster on this machine, from nothing to `ready`, and back to nothing.
+"""`tandem up`: starts one cluster on this machine, and removes every trace of it at the end.
 
     folder there? port free? ─▶ run directory ─▶ Valkey ─▶ Ray ─▶ supervisor ─▶ workers ─▶ ready
-    each step leaves its undoing on a stack; stop() drains, then unwinds the stack, whatever failed before
+    each step pushes its cleanup on a stack; stop() drains, then unwinds the stack, whatever failed before
 
-If this process is killed outright, Linux ends its workers (cluster/exit_with_parent.py), and a guard the rest
-(cluster/orphan_reaper.py).
+If this process is killed with SIGKILL, Linux ends its workers (cluster/exit_with_parent.py), and a reaper process ends
+the rest (cluster/orphan_reaper.py).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 600.0
 DEFAULT_LAUNCHER = "services.launch"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Ports for 0: below those that systems give to outgoing connections, one of which could take a port while it is still
-# unused.
+# Range from which port 0 is chosen: below the ephemeral ports, so that no outgoing connection takes the port before it
+# is bound.
 FIRST_PORT, PORT_COUNT, MAX_PORT_TRIES = 20_000, 12_000, 50
 
 
 class _Notice(Enum):
-    """What may arrive besides the supervisor's answers."""
+    """Items of the inbox other than the supervisor's answers."""
 
     SIGNAL = "signal"
     STOPPED = "stopped"
@@ -58,9 +58,9 @@ class _Notice(Enum):
 
 
 class LocalCluster:
-    """A running cluster. Start it from a thread that lives as long as the cluster: its processes die with that thread.
+    """A running cluster. Start it from a thread that outlives the cluster: its processes die with that thread.
 
-    `launcher` is the module that starts a worker's service in its process; tests put a small one there.
+    `launcher` is the module that starts a worker's service in its process; tests use a small one.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """Returns when requests can be sent. Raises the error of the first worker that cannot start, and undoes all but
+        """Returns when requests can be sent. If a worker cannot start, raises its error and undoes everything except
         the logs."""
         try:
             self._start()
@@ -109,7 +109,7 @@ class LocalCluster:
             raise
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Drains, then ends every process and removes every file. Safe to repeat. A signal meanwhile ends the grace."""
+        """Drains, then ends every process and removes every file. Safe to repeat. A signal ends the grace early."""
         try:
             if self._supervisor:
                 self._drain(self._supervisor, self.settings.drain_grace_s if grace_s is None else grace_s)
@@ -121,18 +121,18 @@ class LocalCluster:
 
     @property
     def http(self) -> str:
-        """Where the OpenAI API is, once started; empty when it is off."""
+        """The URL of the OpenAI API, once started; empty when it is off."""
         host, port = self.settings.host, self.settings.http_port
         scheme = "https" if self.settings.tls_cert else "http"
         return "" if port is None else f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     @property
     def workers(self) -> dict[str, Event]:
-        """The last `ready` of every worker that serves, by id, as far as events() has told."""
+        """The latest READY event of each serving worker, by id, as of the last call of events()."""
         return dict(self._ready)
 
     def events(self, timeout_s: float | None = None) -> list[Event]:
-        """The next changes, as they happen; nothing when none came in time. Raises Cancelled when told to end."""
+        """Waits for the next changes; empty when none arrived in time. Raises Cancelled on a signal."""
         try:
             item = self._inbox.get(timeout=timeout_s)
         except Empty:
@@ -152,14 +152,14 @@ class LocalCluster:
         return events
 
     def interrupt(self) -> None:
-        """Ends start(), events() or the grace of stop(). May be called from a signal handler."""
+        """Ends start(), events() or the grace of stop(). Safe in a signal handler."""
         self._inbox.put(_Notice.SIGNAL)
 
     # ---- start
 
     def _start(self) -> None:
         self._began = monotonic()
-        if not self.settings.ray_address:  # elsewhere the folder may be only where the workers are
+        if not self.settings.ray_address:  # on an external Ray the folder may exist only where the workers run
             folder_of(self.settings.model)
             for name, folder in self.settings.adapters.items():
                 check_adapter(name, folder)
@@ -191,7 +191,8 @@ class LocalCluster:
         self._await_ready()
 
     async def _want(self, run_id: str) -> None:
-        """Before the supervisor starts, and only where no other one has this cluster: these sizes would be its, too."""
+        """Writes the wanted sizes before the supervisor starts. Takes the lease first: another supervisor of this
+        cluster would follow them as well."""
         registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
         try:
             await Lease(registry, run_id).take()
@@ -200,7 +201,7 @@ class LocalCluster:
             await registry.close()
 
     def _start_ray(self) -> Runtime:
-        from cluster.ray_runtime import Runtime  # half a second that a refused port need not wait for
+        from cluster.ray_runtime import Runtime  # takes half a second; a refused port is reported before it
 
         assert self.directory is not None
         runtime = Runtime(self.settings.ray_address, self.directory)
@@ -227,20 +228,20 @@ class LocalCluster:
                     raise event.error
 
     def _wanted(self) -> dict[str, int]:
-        given = self.settings
-        return {"router": given.routers, "prefill": given.prefill, "decode": given.decode}
+        settings = self.settings
+        return {"router": settings.routers, "prefill": settings.prefill, "decode": settings.decode}
 
     def _count(self, role: str) -> int:
         return sum(role_of(worker_id) == role for worker_id in self._ready)
 
-    # ---- what the supervisor tells
+    # ---- events of the supervisor
 
     def _listen(self) -> None:
         assert self._supervisor is not None
         self._supervisor.events(self._seq).add_done_callback(self._inbox.put)
 
     def _watch(self, run: Future[None]) -> None:
-        """The end of the supervisor's run arrives like an answer of it, so that its error is raised by events()."""
+        """Puts a failed run of the supervisor into the inbox, so that events() raises its error."""
 
         def lost(ended: Future[Any]) -> None:
             if ended.exception():
@@ -270,8 +271,8 @@ class LocalCluster:
         self._report(text)
 
     def _restart_valkey(self) -> None:
-        """The registry's content comes back by itself: workers beat, the supervisor writes what it last wanted. Serving
-        goes on without it meanwhile."""
+        """The registry's content is restored by the workers' heartbeats and by the supervisor, which writes the wanted
+        sizes again. Requests are served meanwhile."""
         assert self._valkey is not None
         self._valkey.restart()
         self._report("registry: the embedded Valkey died and was started again")
@@ -279,7 +280,7 @@ class LocalCluster:
     # ---- stop
 
     def _drain(self, supervisor: SupervisorHandle, grace_s: float) -> None:
-        """Waits for the supervisor's stop(), as long as the grace, or until a signal."""
+        """Waits for the supervisor's stop(), until the grace is over or a signal arrives."""
         self._report("stopping")
         stopped = supervisor.stop(grace_s)
         stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
@@ -287,14 +288,14 @@ class LocalCluster:
         while not stopped.done() and (left := deadline - monotonic()) > 0:
             try:
                 self.events(left)
-            except TandemError as error:  # told a second time, or the supervisor is lost
+            except TandemError as error:  # a second signal, or the supervisor is lost
                 self._report(f"stopping at once, what still runs is cut off: {error.message}")
                 return
         if stopped.done() and (failure := stopped.exception()):
             self._report(f"the drain failed, what still runs is cut off: {failure}")
 
     def _keep_logs(self, directory: Path, logs: Path | None) -> None:
-        """What failed is looked into afterwards, when nothing of it runs any more."""
+        """Keeps the logs of a failed run, or of every run if the setting `logs` names a folder."""
         if not logs and not self._failed:
             return
         try:
@@ -317,8 +318,9 @@ def run_forever(
     launcher: str = DEFAULT_LAUNCHER,
     as_json: bool = False,
 ) -> int:
-    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the grace. Prints `ready ...`, or the same as a JSON object,
-    when requests can be sent. Progress goes to `report` (default: stderr). Raises what ended the cluster otherwise."""
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP; a second signal ends the grace. Prints `ready ...`, or the same
+    as a JSON object, when requests can be sent. Progress goes to `report` (default: stderr). Raises any other error
+    that ends the cluster."""
     cluster = LocalCluster(
         settings, report or (lambda line: print(line, file=sys.stderr, flush=True)), launcher=launcher
     )
@@ -361,12 +363,12 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
 
 
 def _is_failure(error: BaseException | None) -> bool:
-    """Whether somebody will want the logs; not where a person ended it."""
+    """Whether the logs are worth keeping: not after a deliberate stop."""
     return error is not None and not isinstance(error, Cancelled | KeyboardInterrupt | SystemExit)
 
 
 def _writable(folder: Path | None) -> Path | None:
-    """The folder, absolute and there. Raises SettingsError."""
+    """The folder's absolute path; creates it. Raises SettingsError."""
     if folder is None:
         return None
     try:
@@ -379,7 +381,7 @@ def _writable(folder: Path | None) -> Path | None:
 
 
 def _free_port(host: str, port: int, field: str) -> int:
-    """`port`, or a free one for 0: a restarted router must come back where its clients look for it."""
+    """`port`, or a free one for 0, chosen once: a restarted router must reappear at the same port."""
     candidates = [port] if port else [FIRST_PORT + secrets.randbelow(PORT_COUNT) for _ in range(MAX_PORT_TRIES)]
     for candidate in candidates:
         family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]

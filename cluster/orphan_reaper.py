@@ -1,11 +1,11 @@
-"""Cleans up after a `tandem up` that could not: killed outright, it runs no code of its own any more.
+"""Cleans up after a `tandem up` that was killed with SIGKILL and could not do so itself.
 
-    up ── pipe ──▶ guard        lines "pid created" while all is well; end of file when up is gone, however it went
-                     └── ends the listed processes that still run, keeps the logs if told to,
+    up ── pipe ──▶ guard        lines "pid created" while up runs; end of file when up has ended, however it ended
+                     └── ends the listed processes that still run, keeps the logs if configured,
                          removes the run directory, ends
 
-Workers and Valkey end by themselves (cluster/exit_with_parent.py). What is left is Ray's: its agents, orphaned, would
-try for a minute to report the raylet's death to a GCS that died with it.
+Workers and Valkey end by themselves (cluster/exit_with_parent.py). Ray's agents do not: orphaned, they would try for a
+minute to report the raylet's death to a GCS that has ended as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OrphanReaper:
         self._process.stdin.flush()
 
     def stop(self) -> None:
-        """Lets the guard look once more and end. Safe to repeat."""
+        """Lets the guard clean up and end. Safe to repeat."""
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
         self._process.wait(2 * END_TIMEOUT_S)
@@ -63,7 +63,7 @@ def main() -> None:
     for pid, created in watched:
         try:
             process = psutil.Process(pid)
-            if process.create_time() == created:  # else the number belongs to somebody else by now
+            if process.create_time() == created:  # otherwise another process has the pid now
                 process.kill()
                 alive.append(process)
         except psutil.NoSuchProcess:
@@ -73,7 +73,7 @@ def main() -> None:
     for into in keep:
         try:
             run_directory.keep_logs(directory, into)
-        except OSError:  # a full disk; nobody listens any more
+        except OSError:  # a full disk; there is no process left to report it to
             continue
     run_directory.remove(directory)
 

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 SERVES_AS_TIMEOUT_S = 5.0  # until a worker has reported which worker it is
 LAST_STAGES_TIMEOUT_S = 1.0  # until a ready worker has reported all stages of its start
-SPARE = "spare"  # the id of a process that is no worker yet
+SPARE = "spare"  # the id of a process that is not a worker yet
 WORKERS_PER_ROLE = 100_000
 """Per role on this machine: the custom resources say where a role may run, not how many workers."""
 
@@ -77,7 +77,7 @@ class WorkerActor:
         self._all_stages_sent = False
 
     async def prepare(self) -> None:
-        """Imports what a worker of either pool needs, on a thread."""
+        """Imports the libraries of a worker of either pool, on a thread."""
         if self._preparing is None:
             prepare = importlib.import_module(self._launcher).prepare
             self._preparing = asyncio.create_task(asyncio.to_thread(prepare))
@@ -100,7 +100,7 @@ class WorkerActor:
         )
 
     async def switch_role(self, worker_id: str, grace_s: float) -> Started:
-        if worker_id != self._worker_id:  # else the call is a repetition
+        if worker_id != self._worker_id:  # otherwise the call is a repetition
             assert self._starting is not None
             self._worker_id, self._stages, self._all_stages_sent = worker_id, [], False
             self._starting = asyncio.create_task(self._launch_after(self._starting, grace_s))
@@ -254,9 +254,9 @@ class RayHost:
         survivors: dict[str, WorkerProcess] = {}
         worker_ids = await asyncio.gather(*(process.serves_as() for process in processes))
         for worker_id, process in zip(worker_ids, processes, strict=True):
-            if worker_id == SPARE:  # or it did not report what it has become: prepare() finds out
+            if worker_id == SPARE:  # or it has become a worker without reporting that: prepare() finds out
                 self._prepare(process)
-            elif worker_id in survivors:  # it did not report what it has become
+            elif worker_id in survivors:  # it has become a worker without reporting that
                 process.kill()
             else:
                 survivors[worker_id] = process

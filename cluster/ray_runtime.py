@@ -3,9 +3,9 @@
 One detached supervisor actor per cluster runs cluster.supervisor; one detached actor per worker *is* the worker's
 process. A worker's death ends its pending wait() call: the supervisor learns of it without polling.
 
-Ray on this machine is started with what Tandem uses and no more: GCS, raylet and the raylet's two agents, on loopback,
-with a token of its own. Its autoscaler monitor, log monitor and API server stay off: they would cost some 250 MB and
-half of the start.
+Ray on this machine is started with only the parts that Tandem uses: GCS, raylet and the raylet's two agents, on
+loopback, with its own token. Its autoscaler monitor, log monitor and API server stay off: they would cost some 250 MB
+and half of the start.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tandem.errors import PreconditionFailed, SettingsError, Unavailable
 from tandem.settings import Settings
 
 log = logging.getLogger(__name__)
-OBJECT_STORE_BYTES = 80 * 1024 * 1024  # the least that Ray takes; nothing of ours is stored in it
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; Tandem stores nothing in it
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 
@@ -108,7 +108,7 @@ class Runtime:
         if self._address:
             _check_address(self._address)
         self._connected = True  # a failed start leaves processes as well
-        vars(ray._private.worker)["print_to_stdstream"] = _log  # else a dead worker's message is on our stdout
+        vars(ray._private.worker)["print_to_stdstream"] = _log  # otherwise Ray prints a dead worker's message to stdout
         try:
             with _quiet_and_signals_kept():
                 if self._address:
@@ -122,7 +122,7 @@ class Runtime:
     def _start_local(self) -> None:
         os.environ.pop("RAY_ADDRESS", None)  # would quietly connect elsewhere
         os.environ.pop("RAY_AUTH_MODE", None)  # absent: Ray asks for a token, and reads its configuration again
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home directory
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # otherwise Ray writes one to the home directory
         before = set(psutil.Process().children())
         with _small_node():
             ray.init(
@@ -168,7 +168,7 @@ class Runtime:
         return name
 
     def end_actors(self, cluster: str) -> None:
-        """Kills what a cluster still has on Ray, supervisor first so that it starts nothing more."""
+        """Kills the actors of a cluster, the supervisor first, so that it does not start others."""
         for name in [_supervisor_name(cluster), *_our_actors(_worker_prefix(cluster))]:
             try:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE))
@@ -180,7 +180,7 @@ class Runtime:
         return [child for process in self._processes for child in _family(process)]
 
     def stop(self) -> None:
-        """Ends Ray's processes if they are ours; else only the connection. Safe to repeat."""
+        """Ends Ray's processes if this run started them, otherwise only the connection. Safe to repeat."""
         if not self._connected:  # this object has started nothing
             return
         family = self.processes()
@@ -223,8 +223,8 @@ def _quiet() -> dict[str, Any]:
 
 @contextmanager
 def _small_node() -> Iterator[None]:
-    """Within, ray.init() starts only what is needed, on loopback. It has no arguments for that; a Ray in which these
-    attributes have changed fails tests/cluster/test_local_cluster.py."""
+    """Inside the block, ray.init() starts only the necessary parts, on loopback. It has no arguments for that; a
+    version of Ray in which these attributes have changed fails tests/cluster/test_local_cluster.py."""
 
     class SmallNode(ray._private.node.Node):
         def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,10 +1,10 @@
 """Which workers to start, stop or switch to the other pool, given the wanted sizes, the live workers and the time.
 Pure: no Ray, no clock, no sockets.
 
-A place is a role and a number; its worker's id is `<role>-<number>`. The next worker in a place has the id of the last
-one. If one pool has a worker too many and the other one too few, the worker switches roles: it drains and returns under
-an id of the other pool, with its weights. Idempotent: the same input gives the same plan, and a plan that was carried
-out leaves nothing to do.
+A place is a role and a number; its worker's id is `<role>-<number>`, which the next worker in the place reuses. If one
+pool has a surplus worker and the other lacks one, the worker switches roles: it drains and returns under an id of the
+other pool, with its weights. Idempotent: the same input gives the same plan, and after a plan has been executed the
+next one is empty.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def plan(wanted: Mapping[str, int], live: Iterable[LiveWorker], backoffs: Mappin
     stop: list[str] = []
     held: list[float] = []
     for role in (role for role in ROLES if role in wanted):
-        mine = [worker for worker in workers if role_of(worker.worker_id) == role]
-        serving = [worker for worker in mine if worker.phase is not Phase.STOPPING]
+        pool = [worker for worker in workers if role_of(worker.worker_id) == role]
+        serving = [worker for worker in pool if worker.phase is not Phase.STOPPING]
         surplus = max(0, len(serving) - wanted[role])
         # Those that do not serve yet stop first, then the highest numbers: scaling down never takes the last ready one.
         serving.sort(key=lambda worker: (worker.phase is Phase.READY, -number_of(worker.worker_id)))
         stop += [worker.worker_id for worker in serving[:surplus]]
         missing = max(0, wanted[role] - len(serving))
-        for worker_id in _free(role, {worker.worker_id for worker in mine}, missing):
+        for worker_id in _free(role, {worker.worker_id for worker in pool}, missing):
             retry_at = backoffs.get(worker_id, Backoff()).retry_at
             if retry_at <= now:
                 start.append(worker_id)

@@ -1,5 +1,5 @@
-"""The private directory of one `tandem up`: sockets, Ray's session, logs. Its name says whose it is, so that the next
-start removes what a killed one could not."""
+"""The private directory of one `tandem up`: sockets, Ray's session, logs. Its name identifies the process, so that the
+next start removes the directory of a killed one."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def remove(path: Path) -> None:
 
 
 def logs(path: Path) -> Path:
-    """Where Ray writes the logs of all processes of this run; on somebody else's Ray they are there, and not here."""
+    """Where Ray writes the logs of all processes of this run; with an external Ray they are there instead."""
     return path / "session_latest" / "logs"
 
 
 def keep_logs(path: Path, into: Path) -> Path | None:
     """Moves the logs of a run out of its directory, once its processes have ended. Where they are now; None if there
     are none (left)."""
-    found = logs(path).resolve()
-    if not found.is_dir():
+    source = logs(path).resolve()
+    if not source.is_dir():
         return None
-    kept = into / path.name.replace("tandem-", "logs-")  # else it would be taken for a stale run directory
-    shutil.copytree(found, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-    shutil.rmtree(found, ignore_errors=True)
-    return kept
+    target = into / path.name.replace("tandem-", "logs-")  # a name that does not look like a stale run directory
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(source, ignore_errors=True)
+    return target
 
 
 def failed_runs() -> Path:
     """A directory of this user's for the logs of failed runs, with the oldest removed beyond some."""
     into = _parent() / f"tandem-logs-{os.getuid()}"
     into.mkdir(mode=0o700, exist_ok=True)
-    if into.is_symlink() or into.stat().st_uid != os.getuid():  # somebody else made it, in a directory for everybody
+    if into.is_symlink() or into.stat().st_uid != os.getuid():  # another user created it, in a world-writable directory
         raise PermissionError(f"{into} is not this user's")
     for old in sorted(into.iterdir(), key=lambda run: run.lstat().st_mtime)[: -MAX_FAILED_RUNS + 1]:
         remove(old)

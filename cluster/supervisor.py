@@ -1,5 +1,5 @@
-"""The supervisor's loop: starts and stops workers until the live ones are the wanted ones. It does not know Ray: a Host
-starts and ends processes.
+"""The supervisor's loop: starts and stops workers until the live ones match the wanted sizes. It does not know Ray: a
+Host starts and ends processes.
 
     registry "wanted" ──▶ plan(wanted, live, backoffs, now) ──▶ Host.create(id) ──▶ one task per worker:
                                       ▲                         or switch_role(id)  start → ready → wait → ended
@@ -36,7 +36,7 @@ STOP_MARGIN_S = 5.0
 START_PROGRESS_TIMEOUT_S = 900.0
 """A worker that reports no progress of its start for this long is killed, and started again."""
 ROLE_SWITCH_MARGIN_S = 60.0
-"""A worker that does not serve the other pool this long after its grace is killed."""
+"""A worker that switches roles and does not serve the other pool this long after its grace is killed."""
 MAX_EVENTS = 1000
 
 
@@ -51,14 +51,14 @@ class Started:
 
 
 class WorkerProcess(Protocol):
-    """One worker process, which may serve as one worker after another. Calls raise errors of the tree, WorkerLost once
+    """One worker process, which may serve as several workers in succession. Calls raise TandemErrors; WorkerLost once
     the process is dead."""
 
     async def start(self, report: Callable[[str], None]) -> Started:
         """Starts to serve; a repeated call returns the same. `report` receives the stages of the start."""
 
     async def wait(self) -> None:
-        """Returns when the service has ended by itself."""
+        """Returns when the service has ended."""
 
     async def stop(self, grace_s: float) -> None:
         """Drains."""
@@ -72,7 +72,7 @@ class WorkerProcess(Protocol):
 
 class Host(Protocol):
     def create(self, worker_id: str) -> WorkerProcess:
-        """A new process, or a spare."""
+        """Returns a new process, or a spare one."""
 
     def keep_spares(self, count: int) -> None:
         """Keeps `count` processes that can become a worker of either pool; they start in the background."""
@@ -85,8 +85,8 @@ class Kind(StrEnum):
     STARTING = "starting"
     LOADING = "loading"  # still starting; `text` names the stage
     READY = "ready"
-    STOPPED = "stopped"  # drained, as it was told to or by itself
-    FAILED = "failed"  # could not start, for a reason that starting again would not change
+    STOPPED = "stopped"  # drained, on request or by itself
+    FAILED = "failed"  # could not start, for a reason that a restart would not change
     DIED = "died"
 
 
@@ -110,8 +110,8 @@ class _Worker:
     phase: Phase = Phase.STARTING
     started: Started | None = None
     ready_at: float = 0.0
-    unserved: bool = False  # stopped before it served: how its process ended does not matter
-    before: _Worker | None = None  # the worker that this process is until it has drained
+    unserved: bool = False  # stopped before it served, so the way its process ended does not matter
+    before: _Worker | None = None  # the worker as which this process serves until it has drained
     switched: bool = False  # the process goes on as another worker
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -176,17 +176,17 @@ class Supervisor:
         self._host.keep_spares(0)
         deadline = self._clock() + grace_s
         for roles in (("router",), ("decode", "prefill")):
-            mine = [worker for worker in list(self._workers.values()) if role_of(worker.worker_id) in roles]
+            pool = [worker for worker in list(self._workers.values()) if role_of(worker.worker_id) in roles]
             left = max(0.0, deadline - self._clock())
-            await asyncio.gather(*(self._drain(worker, left) for worker in mine))
-            await asyncio.gather(*(worker.ended.wait() for worker in mine))
+            await asyncio.gather(*(self._drain(worker, left) for worker in pool))
+            await asyncio.gather(*(worker.ended.wait() for worker in pool))
         await end(self._keeping)
         if self._lease is not None:
             await self._lease.release()
 
     async def events(self, after: int) -> list[Event]:
-        """Events after number `after`; waits for the first. A caller with a number from the future talked to an earlier
-        incarnation of this supervisor, and gets all events."""
+        """Events after number `after`; waits for the first. A larger number than the latest is from an earlier
+        incarnation of this supervisor; its caller gets all events."""
         async with self._new_event:
             await self._new_event.wait_for(lambda: self._seq != after)
         known = after if after < self._seq else 0
@@ -213,8 +213,8 @@ class Supervisor:
         return steps.retry_at
 
     async def _follow_wanted(self) -> None:
-        """Keeps `wanted` current. A registry that lost the sizes, or does not answer, changes nothing: the last known
-        sizes stay, and are written back."""
+        """Keeps `wanted` current. When the registry has lost the sizes or does not answer, the last known sizes stay in
+        force and are written back."""
         async for _ in self._registry.changes(WANTED_REFRESH_S):
             try:
                 sizes = {role: size for role, size in (await self._registry.wanted()).items() if role in ROLES}
@@ -246,7 +246,7 @@ class Supervisor:
             raise WorkerLost(f"{worker.before.worker_id} did not become {worker.worker_id} in time") from error
 
     async def _start(self, worker: _Worker) -> Started:
-        """Each stage that the worker reports is progress, and restarts its time limit of `start_s`."""
+        """Each stage that the worker reports restarts the time limit of `start_s`."""
         try:
             async with asyncio.timeout(self._start_s) as time_limit:
 
@@ -278,14 +278,14 @@ class Supervisor:
             log.exception("supervisor.bug", worker_id=worker.worker_id)
             error = InternalError(f"the supervisor lost track of {worker.worker_id}: {caught}")
         finally:
-            if not worker.switched:  # else it belongs to the worker that it has become
+            if not worker.switched:  # otherwise the process serves as another worker now
                 worker.process.kill()
         await self._forget(worker, error)
 
     async def _forget(self, worker: _Worker, error: TandemError | None) -> None:
-        """After a worker has ended: its place may be filled again."""
+        """After a worker has ended: withdraws its record and frees its place."""
         try:
-            if worker.started:  # the record of this incarnation only; one that never reported its own expires
+            if worker.started:  # an incarnation that never reported leaves a record that expires
                 await self._registry.withdraw(worker.worker_id, worker.started.incarnation)
         except Unavailable as caught:
             log.warning("supervisor.withdraw_failed", worker_id=worker.worker_id, error=caught.message)
@@ -303,12 +303,12 @@ class Supervisor:
         worker.ended.set()
 
     async def _drain(self, worker: _Worker, grace_s: float) -> None:
-        """Ends one worker: with grace if it serves, at once if it does not yet. `_follow` does the rest.
+        """Ends one worker: with grace if it serves, otherwise at once. `_follow` does the rest.
 
-        A worker that has stopped is not killed here: its wait() has an answer on the way, and the kill could overtake
-        it, so that an orderly end would look like a death.
+        A worker that has stopped is not killed here: the kill could overtake the answer of its wait(), and an orderly
+        end would look like a death.
         """
-        if worker.switched:  # it drains, and the process ends as another worker
+        if worker.switched:  # it drains already, and the process ends as another worker
             return
         worker.unserved, worker.phase = worker.phase is Phase.STARTING, Phase.STOPPING
         if worker.unserved:

@@ -119,11 +119,11 @@ class Documented:
 
 def read_standard_library() -> list[Documented]:
     """Every docstring, in the order of the names. The same Python version gives the same list."""
-    found = {name: Documented(name, doc, known=True) for name, doc in _imported_docstrings()}
+    by_name = {name: Documented(name, doc, known=True) for name, doc in _imported_docstrings()}
     for name, doc in _parsed_docstrings():
         known = name in KNOWN_MODULES or name.startswith("pathlib.Path.")
-        found.setdefault(name, Documented(name, doc, known))
-    return [found[name] for name in sorted(found)]
+        by_name.setdefault(name, Documented(name, doc, known))
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def _parsed_docstrings() -> Iterator[tuple[str, str]]:

@@ -154,7 +154,7 @@ class Batch:
     kinds: torch.Tensor  # [rows, length]
 
     def mask(self) -> torch.Tensor:
-        """[rows, 1, length, length]: a token sees the tokens before it of its own example."""
+        """[rows, 1, length, length]: a token sees the earlier tokens of its own example."""
         length = self.tokens.shape[1]
         same = self.examples[:, None, :, None] == self.examples[:, None, None, :]
         return same & torch.ones(length, length, dtype=torch.bool).tril()

@@ -69,7 +69,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         f"measured: {pace.prompt_rate:.0f} prompt tokens/s, {pace.step_s * 1e3:.1f} ms a step of one stream,"
         f" which reads {model.step_bytes / 2**20:.0f} MiB of weights"
     )
-    modules = [one.module for one in (model, draft) if one]
+    modules = [runner.module for runner in (model, draft) if runner]
     products = speed_check.run(modules, model.dtype, _cache(settings))
     say(f"products: {products or 'none that is timed'}")
     if products is not None and products.warning:
@@ -113,9 +113,9 @@ def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
         return perf_counter() - start
 
     prompt = seconds(0, length)
-    one, many = seconds(length, 1), seconds(length, 1, several)
-    own = max(prompt - one, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
-    return StepTime(one, max(0.0, many - one) / max(1, several - 1), length / own)
+    single, batched = seconds(length, 1), seconds(length, 1, several)
+    own = max(prompt - single, prompt / 2)  # what its tokens add to a step; a short prompt hides in one
+    return StepTime(single, max(0.0, batched - single) / max(1, several - 1), length / own)
 
 
 def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], None]) -> ModelRunner:
@@ -173,13 +173,16 @@ def _device(settings: Settings) -> torch.device:
 
 
 def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """auto on CUDA: what config.json says, float16 as bfloat16 (as many bytes, and nothing overflows)."""
+    """auto on CUDA: the dtype of config.json, with float16 as bfloat16 (of the same size, and without overflows)."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     if device.type == "cpu":
         return torch.float32
     config = checkpoint.read_json(checkpoint.resolve(settings.model) / "config.json")
-    own = next((one[key] for one in (config, config.get("text_config") or {}) for key in KEYS if one.get(key)), None)
+    own = next(
+        (section[key] for section in (config, config.get("text_config") or {}) for key in KEYS if section.get(key)),
+        None,
+    )
     return torch.bfloat16 if own == "float16" else DTYPES.get(str(own), torch.float32)
 
 
@@ -191,14 +194,14 @@ def _threads(settings: Settings) -> int:
 def _measured_blocks(
     model: ModelRunner, draft: ModelRunner | None, settings: Settings, say: Callable[[str], None]
 ) -> int:
-    """Blocks that fit into a share of what is free after loading and after the largest step has run once.
+    """Blocks that fit into a share of the memory that is free after loading and after the largest step has run once.
 
-    Never more than all places filled to the longest length could use.
+    Never more than `max_num_seqs` sequences of the longest length could use.
     """
     working = _profile(model, settings)
-    free = _free_bytes(model.device, kept=sum(one.mapped_bytes for one in (model, draft) if one))
+    free = _free_bytes(model.device, kept=sum(runner.mapped_bytes for runner in (model, draft) if runner))
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
-    block = sum(one.block_bytes(settings.block_size) for one in (model, draft) if one)
+    block = sum(runner.block_bytes(settings.block_size) for runner in (model, draft) if runner)
     per_sequence = -(-model.max_model_len // settings.block_size)
     fits = int((free - working) * share) // block
     if fits < per_sequence:
@@ -237,17 +240,18 @@ def _profile(model: ModelRunner, settings: Settings) -> int:
 
 
 def _peak_from_now() -> Callable[[], int]:
-    """A function that says the most bytes this process has had resident since; since ever, where Linux cannot tell."""
+    """Returns a function for the peak resident bytes of this process since now; since its start where Linux cannot
+    reset the peak."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of loading, and nothing else
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of loading
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _free_bytes(device: torch.device, kept: int) -> int:
-    """What is free now: of the device, or of the host and of this process's cgroup, whichever is less.
+    """The free bytes of the device, or of the host or this process's cgroup, whichever is less.
 
-    `kept` bytes of mapped files have to stay: the kernel counts them as free to be had. Workers that map the same file
-    each take them off, once, from the one number that holds them once.
+    `kept` bytes of mapped files must stay resident, though the kernel counts them as available. Each worker that maps
+    the same file subtracts them from the number that contains them once.
     """
     if device.type == "cuda":  # not yet run on a GPU
         return int(torch.cuda.mem_get_info(device)[0])
@@ -260,11 +264,11 @@ def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int:
     cgroup v2.
     """
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
+        max_bytes = (folder / "memory.max").read_text().strip()
+        if max_bytes == "max":
             return 2**62
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         files = int(stat["active_file"]) + int(stat["inactive_file"])
-        return int(limit) - int((folder / "memory.current").read_text()) + files
+        return int(max_bytes) - int((folder / "memory.current").read_text()) + files
     except OSError:
         return 2**62  # no cgroup v2 here: the host's number decides

@@ -9,7 +9,7 @@
                                                   draft that was right; masks were filled meanwhile
 
 A prefill worker adds sequences with `handoff` and a limit of one new token: they keep their blocks until `drop`. A
-decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `done`
+decode worker reserves blocks (`reserve`), lets the KV arrive in them, and then `join`s the sequence with `num_computed`
 already at the prompt's length. There is no other difference between the two.
 
 Not thread-safe: everything here runs on the engine's own thread (engine/engine_thread.py).
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     """What one step did to one sequence; a step that accepts drafts makes one of these for each token, in order."""
 
     sequence: Sequence
-    done: int  # tokens whose KV is in blocks now; the position of `token`
+    num_computed: int  # tokens whose KV is in blocks now; the position of `token`
     token: int | None  # the new token, if the sequence caught up
     finish: Finish | None
     logprob: Logprob | None = None  # of the new token, if the sequence asks for it
@@ -86,9 +86,9 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        self.products: speed_check.Report | None = None  # set by build_engine: the compiled ones beside torch's
+        self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()
-        self.alone_s = PROMPTS_S  # of a step without streams; whoever serves with this engine may want it shorter
+        self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it
         self.speculation = speculation
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.pages: KvCache = model.allocate(config.num_blocks + config.spare_block, config.block_size)
@@ -104,8 +104,8 @@ class Engine:
         self.masks = Masks(grammars.left_behind if grammars else None)
 
     def capture(self, how: Capture) -> str:
-        """Records steps of single tokens where that can be proven right; says what serves. Before the first sequence,
-        whose blocks it would overwrite."""
+        """Records steps of single tokens where that can be proven right; returns a line that says so. Call it before
+        the first sequence, whose blocks it would overwrite."""
         assert self.spare is not None, "the engine was made without a spare block"
         assert not self.sequences, "somebody has blocks already"
         most = self.scheduler.max_running
@@ -115,7 +115,7 @@ class Engine:
             return f"not captured: {error}"
         return f"captured for {', '.join(map(str, self.decode.sizes))} sequences"
 
-    # ---- life of a sequence
+    # ---- sequences
 
     def add(self, sequence: Sequence) -> None:
         """Compute this sequence from its first missing token. Raises TooLarge if it can never fit."""
@@ -131,20 +131,20 @@ class Engine:
         if len(self.sequences) >= self.scheduler.max_running:
             raise Busy(f"all {self.scheduler.max_running} places are taken", reason="NO_ROOM")
         self._enter(sequence)
-        wanted = min(len(sequence.tokens) + ahead, sequence.limit)
+        wanted = min(len(sequence.tokens) + ahead, sequence.max_len)
         reused = self.pool.take(sequence.id, sequence.reusable(self.pool.block_size), self.pool.blocks_for(wanted))
         if reused is None:
             del self.sequences[sequence.id]
             raise Busy(
                 f"needs {self.pool.blocks_for(wanted)} blocks, {self.pool.available} can be had", reason="NO_ROOM"
             )
-        sequence.cached = sequence.done = reused * self.pool.block_size
+        sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
     def join(self, sequence: Sequence, first_token: int | None) -> Finish | None:
         """Let a reserved sequence run. With `first_token`, the KV of all its tokens is in its blocks by now."""
         finish = None
         if first_token is not None:
-            sequence.done = len(sequence.tokens)
+            sequence.num_computed = len(sequence.tokens)
             self._publish(sequence, 0)
             finish = sequence.append(first_token)
         if finish is None:
@@ -154,7 +154,7 @@ class Engine:
         return finish
 
     def drop(self, sequence_id: str) -> None:
-        """End a sequence wherever it stands and free what it holds. Unknown ids are fine: it has ended already."""
+        """Ends a sequence in any state and frees what it holds. Ignores unknown ids: it has ended already."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return
@@ -167,8 +167,8 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Progress]:
-        """One packed forward over whatever is most useful now. Empty when nothing could run, or when it failed and is
-        to be tried again (`retries`). Raises when the engine cannot be trusted any more."""
+        """Runs one packed forward over the sequences that the scheduler chooses. Empty when nothing could run, or when
+        the step failed and will be retried (`retries`). Raises when the engine cannot be trusted any more."""
         plan = self.plan = self._plan()
         if not plan:
             return []
@@ -179,7 +179,7 @@ class Engine:
         filling: Filling | None = None
         try:
             drafts = self._draft(plan)
-            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.todo]
+            ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
             filling = self.masks.begin(ready, self.model.vocab_size)
             logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
             progress = self._advance(plan, drafts, logits, filling)
@@ -211,13 +211,13 @@ class Engine:
     def _failed(self, plan: list[Chunk], before: list[BeforeStep], error: Exception) -> list[Progress]:
         """The sequences of a failed step are tried again in smaller steps; the one that fails alone ends.
 
-        What a failed forward may have written lies beyond `done` of its sequences: it is never read, the next step
-        writes it again. Raises `error` when anything else may be in doubt.
+        A failed forward may have written beyond `num_computed` of its sequences: that is never read, and the next step
+        overwrites it. Raises `error` when any other state may be wrong.
         """
         self.failures += 1
         no_memory = _out_of_memory(error)
         if self.model.device.type == "cuda":  # not yet run on a GPU
-            torch.cuda.synchronize(self.model.device)  # raises again what has ended the device's context
+            torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
         if faults := self.pool.check():
             log.error("after a failed step the books do not balance: %s", "; ".join(faults))
@@ -227,7 +227,7 @@ class Engine:
                 self.speculation.forget(sequence.id)
         if not all(each.restore() for each in before):  # some took tokens that were never reported
             ended = [self._give_up(sequence, error) for sequence, _ in plan]
-        elif self.retries.failed([one.sequence.id for one in plan], sum(one.tokens for one in plan), no_memory):
+        elif self.retries.failed([chunk.sequence.id for chunk in plan], sum(chunk.tokens for chunk in plan), no_memory):
             ended = [self._give_up(plan[0].sequence, error)]
         else:
             return []
@@ -241,7 +241,7 @@ class Engine:
             why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
         else:
             why = StepFailed(f"the engine's step with this request failed: {type(error).__name__}")
-        return Progress(sequence, sequence.done, None, None, error=why)
+        return Progress(sequence, sequence.num_computed, None, None, error=why)
 
     def _prove(self, error: Exception) -> None:
         """Whether the engine can still compute: one token in a free block. Raises `error` if not."""
@@ -259,7 +259,7 @@ class Engine:
     # ---- inside
 
     def _beside(self, streams: int) -> int | None:
-        """Prompt tokens at most in a step with so many streams."""
+        """The most prompt tokens in a step with this many streams."""
         stretch = self.config.stretch
         return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
 
@@ -272,9 +272,9 @@ class Engine:
             raise ValueError(f"{sequence.id} is already here")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        if self.pool.blocks_for(sequence.limit) > self.pool.total:
+        if self.pool.blocks_for(sequence.max_len) > self.pool.total:
             raise TooLarge(
-                f"{sequence.limit} tokens need {self.pool.blocks_for(sequence.limit)} blocks,"
+                f"{sequence.max_len} tokens need {self.pool.blocks_for(sequence.max_len)} blocks,"
                 f" this worker has {self.pool.total}; ask for fewer tokens",
                 field="max_tokens",
                 bound=f"prompt + max_tokens <= {self.pool.total * self.pool.block_size}",
@@ -297,15 +297,15 @@ class Engine:
         )
 
     def _pack(self, plan: list[Chunk], drafts: list[list[int]]) -> Batch:
-        """The chunks behind one another, each with its drafts. For each chunk, in this order, logits are wanted where
-        the prompt is to be scored, at its last token if it catches up with its sequence, and at every draft."""
+        """Concatenates the chunks, each with its drafts. For each chunk, in this order, logits are computed where the
+        prompt is scored, at its last token if it catches up with its sequence, and at every draft."""
         batch = Batch()
         for (sequence, count), draft in zip(plan, drafts, strict=True):
-            done, end = sequence.done, sequence.done + count
-            wanted = [position - done for position in sequence.to_score(count)]
+            start, end = sequence.num_computed, sequence.num_computed + count
+            wanted = [position - start for position in sequence.to_score(count)]
             if end == len(sequence.tokens):
                 wanted += range(count - 1, count + len(draft))
-            batch.add(sequence.tokens[done:end] + draft, done, self.pool.table(sequence.id), wanted)
+            batch.add(sequence.tokens[start:end] + draft, start, self.pool.table(sequence.id), wanted)
             if self.model.lora is not None:
                 batch.adapters.append(self.model.lora.slot_of(sequence.adapter))
         return batch
@@ -313,22 +313,22 @@ class Engine:
     def _advance(
         self, plan: list[Chunk], drafts: list[list[int]], logits: torch.Tensor, filling: Filling | None
     ) -> list[Progress]:
-        """Takes what the forward has computed. `logits` is [rows wanted, vocab], in the order of `_pack`."""
+        """Applies the result of the forward. `logits` is [rows wanted, vocab], in the order of `_pack`."""
         progress: list[Progress] = []
         runs: list[_Run] = []
-        before = [sequence.done for sequence, _ in plan]
+        before = [sequence.num_computed for sequence, _ in plan]
         row = 0
         for (sequence, count), draft in zip(plan, drafts, strict=True):
             if scored := sequence.to_score(count):
                 score_prompt(sequence, scored, logits[row : row + len(scored)])
                 row += len(scored)
-            caught_up = count == sequence.todo
-            sequence.done += count
+            caught_up = count == sequence.num_uncomputed
+            sequence.num_computed += count
             if caught_up:
                 runs.append(_Run(sequence, draft, row))
                 row += 1 + len(draft)
             else:
-                progress.append(Progress(sequence, sequence.done, None, None))
+                progress.append(Progress(sequence, sequence.num_computed, None, None))
         progress += self._sample(runs, logits, filling)
         for (sequence, _), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
@@ -347,9 +347,9 @@ class Engine:
             self.drop(sequence.id)
 
     def _sample(self, runs: list[_Run], logits: torch.Tensor, filling: Filling | None) -> list[Progress]:
-        """The target's own token at each place, place after place, each chosen with all tokens before it known. A run
-        goes on while its draft was that token: only then are the next logits about the tokens that there are. The KV of
-        wrong drafts stays in slots beyond `done`, which are written again before anybody reads them."""
+        """Chooses the target's own token at each place, in order, with all earlier tokens known. A run continues while
+        its draft was that token: only then do the next logits belong to the sequence. The KV of wrong drafts stays in
+        slots beyond `num_computed`, which are overwritten before they are read."""
         progress: list[Progress] = []
         place, going = 0, runs
         while going:
@@ -361,11 +361,11 @@ class Engine:
             for run, (token, logprob, error) in zip(going, chosen, strict=True):
                 sequence = run.sequence
                 finish = sequence.append(token) if token is not None else None
-                progress.append(Progress(sequence, sequence.done, token, finish, logprob, error))
+                progress.append(Progress(sequence, sequence.num_computed, token, finish, logprob, error))
                 if token is None or finish is not None:
                     continue
                 if place < len(run.draft) and agrees(run.draft[place], token):
-                    sequence.done += 1
+                    sequence.num_computed += 1
                     still.append(run)
             place, going = place + 1, still
         if self.speculation:
@@ -376,10 +376,10 @@ class Engine:
         return progress
 
     def _publish(self, sequence: Sequence, before: int) -> None:
-        """Blocks that became full between `before` and `sequence.done` are good for others now."""
+        """Blocks that became full between `before` and `sequence.num_computed` are good for others now."""
         size = self.pool.block_size
         hashes = sequence.hashes(size)
-        for index in range(before // size, sequence.done // size):
+        for index in range(before // size, sequence.num_computed // size):
             self.pool.publish(sequence.id, index, hashes[index])
 
 

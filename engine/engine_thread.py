@@ -4,9 +4,9 @@ Everything that touches an Engine happens on this thread: it is built here, then
 between steps the calls that others submitted. Progress of one step goes to each event loop in one wake-up, however
 many sequences it moved.
 
-Built here, because OpenMP gives each thread that computes helpers of its own. A second such thread would leave its
-helpers behind, and with more of them than cores they all sleep after each operator instead of looking out for the next
-one: steps on two cores then took twice as long.
+The engine is built here because OpenMP gives each computing thread its own helper threads. A second computing thread
+would leave its helpers running, and with more helpers than cores they all sleep after each operator instead of
+spinning: steps on two cores then took twice as long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tandem.sampling import Sampling
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-Take = Callable[[list["StepOutput"]], bool]  # what happened; True: nothing else is wanted
+Take = Callable[[list["StepOutput"]], bool]  # receives outputs; returns True when it wants no more
 
 
 class StepOutput(NamedTuple):
@@ -48,7 +48,7 @@ class SequenceStream:
         self._loop = asyncio.get_running_loop()
         self._ready: list[StepOutput] = []
         self._take: Take | None = None
-        self._wake = asyncio.Event()  # something is ready, it has failed, or nothing else is wanted
+        self._wake = asyncio.Event()  # an output is ready, it has failed, or no more is wanted
         self._error: Exception | None = None
 
     async def next(self) -> list[StepOutput]:
@@ -62,8 +62,8 @@ class SequenceStream:
         return items
 
     async def follow(self, take: Take) -> None:
-        """Has `take` called with what happens from here on, until it says that nothing else is wanted. It runs where
-        steps come in, so who follows is not woken for each. Raises what it raises, or if the engine broke."""
+        """Calls `take` with all further outputs until it returns True. `take` runs where steps arrive, so the caller is
+        not woken for each. Raises the errors of `take`, or of an engine that broke."""
         if self._ready and take(await self.next()):
             return
         if self._error is None:
@@ -84,19 +84,19 @@ class SequenceStream:
             try:
                 if self._take(items):
                     self._wake.set()
-            except Exception as error:  # belongs to who follows
+            except Exception as error:  # raised by `follow`
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        if self._take is None or not self._wake.is_set():  # not when nothing else was wanted
+        if self._take is None or not self._wake.is_set():  # not after the last wanted output
             self._error = error
             self._wake.set()
 
 
-LEAST_STEP_S = 2.0  # no step is taken for hung before
+LEAST_STEP_S = 2.0  # no step counts as hung before
 TIMES = 10.0  # as long as expected
 UNKNOWN_S = 60.0  # for a step while the engine has not measured any
-SHORT_CONTEXT = 4096  # tokens; attention to more makes a step longer than its tokens say
+SHORT_CONTEXT = 4096  # tokens; attention to longer contexts makes a step longer than its number of tokens suggests
 EXPANDING = 0.1  # of computing a prompt token: about the most that expanding the latent of one token takes
 GRAMMAR_S, GRAMMAR_TOKEN_S = 5.0, 0.05  # for each sequence with a mask, and for each token that it has to match first
 BY_A_STEP = ("ENGINE_BROKEN", "ENGINE_STUCK")  # reasons for which the sequences of the step may be at fault
@@ -104,7 +104,7 @@ CALL_S = 30.0  # for what others have done between two steps; loading an adapter
 
 
 class UnderWay(NamedTuple):
-    """What the engine's thread is doing."""
+    """What the engine's thread currently does."""
 
     # Each piece of work has its own: a step, each forward of its drafter, its wait for masks.
     number: tuple[int, int, int]
@@ -118,7 +118,7 @@ class EngineThread:
         """`await built()` before anything else."""
         self.broken: TandemError | None = None
         self.on_broken: Callable[[], object] | None = None  # called once, on the thread that finds it
-        self.after_turn: Callable[[], object] | None = None  # called after each turn, on the engine thread
+        self.after_iteration: Callable[[], object] | None = None  # called after each iteration, on the engine thread
         # Likewise after each step: prompt tokens, streams and seconds of it.
         self.after_step: Callable[[int, int, float], object] | None = None
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -130,7 +130,7 @@ class EngineThread:
         self._stopping = False
         self._stuck = False  # the last step could not run anything; only a call can change that
         self._built: Future[None] = Future()
-        self._built.set_running_or_notify_cancel()  # who waits for it can be cancelled, the thread cannot
+        self._built.set_running_or_notify_cancel()  # a waiter can be cancelled, the thread cannot
         self._thread = threading.Thread(target=self._run, args=(make,), name="engine", daemon=True)
         self._thread.start()
 
@@ -156,15 +156,15 @@ class EngineThread:
         return UnderWay((number, waits, drafting.number), most_s)
 
     def abandon(self, error: TandemError) -> None:
-        """On any thread: whoever waits for the engine's thread now or later gets `error`; what it does from here on
-        reaches nobody. Where the step that runs is the reason, its sequences get StepFailed instead."""
+        """On any thread: all current and later callers of the engine's thread get `error`; its further results are
+        dropped. If the running step is the reason, its sequences get StepFailed instead."""
         self._break(error)
 
     async def call(self, what: Callable[[], T]) -> T:
-        """Run `what` on the engine thread, between two steps, in the order of submission.
+        """Runs `what` on the engine thread, between two steps, in the order of submission.
 
-        It runs even if the caller is cancelled meanwhile: what was begun can only be undone by a later call, and a
-        clean-up that a second cancellation could skip would leak blocks.
+        It runs even if the caller is cancelled meanwhile: a clean-up that a second cancellation could skip would leak
+        blocks.
         """
         return await asyncio.wrap_future(self.submit(what))
 
@@ -180,9 +180,9 @@ class EngineThread:
         return future
 
     async def compiled(self, sampling: Sampling) -> Any:
-        """What a Sequence with this sampling needs as its `grammar`; None without one. Not on the engine's thread.
+        """The compiled `grammar` for a Sequence with this sampling; None without one. Not on the engine's thread.
 
-        Raises InvalidRequest for a grammar that is none or too complex, PreconditionFailed, Busy.
+        Raises InvalidRequest for an invalid or too complex grammar, PreconditionFailed, Busy.
         """
         if sampling.grammar is None:
             return None
@@ -213,7 +213,7 @@ class EngineThread:
                 self._watches[sequence.id] = watch
             else:
                 now = monotonic()
-                ended = [StepOutput(Progress(sequence, sequence.done, None, finish), now, now)]
+                ended = [StepOutput(Progress(sequence, sequence.num_computed, None, finish), now, now)]
                 watch._loop.call_soon_threadsafe(watch._push, ended)
 
         await self.call(start)
@@ -233,22 +233,22 @@ class EngineThread:
     def _run(self, make: Callable[[], Engine]) -> None:
         try:
             self.engine = make()
-        except Exception as error:  # belongs to who waits for it
+        except Exception as error:  # raised to its waiter
             self._built.set_exception(error)
             return
         self._built.set_result(None)
         try:
-            while self._turn():
+            while self._iterate():
                 pass
-        except Exception as error:  # the engine's state is unknown now: nobody may be served from it
+        except Exception as error:  # the engine's state is unknown: it must not serve any more
             incident = uuid.uuid4().hex[:12]
             log.exception("engine.broken", incident=incident)
             message = f"the engine broke (incident {incident}): {type(error).__name__}"
             self._break(Unavailable(message, reason="ENGINE_BROKEN"))
-        if self.broken:  # abandoned: nothing that came in since then may wait for ever
+        if self.broken:  # abandoned: fails calls that arrived since then
             self._fail_all(self.broken)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         with self._wake:
             while not (
                 self._calls or self._stopping or self.broken or (self.engine.scheduler.has_work and not self._stuck)
@@ -268,13 +268,13 @@ class EngineThread:
         for what, future in calls:
             try:
                 self._answer(future, what())
-            except Exception as error:  # belongs to the caller, who gets it
+            except Exception as error:  # raised to the caller
                 self._answer(future, error=error)
         if self.engine.scheduler.has_work:
             self._begin("step")
             self._step()
-        if self.after_turn:
-            self.after_turn()
+        if self.after_iteration:
+            self.after_iteration()
         self._doing = ""
         return True
 
@@ -305,13 +305,13 @@ class EngineThread:
             self._deliver(progress, started, ended)
 
     def _most_s(self, waiting: bool, drafting: Drafting) -> float:
-        """Seconds after which the step that runs is hung. `waiting`: for its masks. What has not been measured counts
-        as prompt tokens, which cost at least as much: what a drafter catches up with, drafts that are verified, and
+        """Seconds after which the running step counts as hung. `waiting`: for its masks. Unmeasured work counts as
+        prompt tokens, which cost at least as much: tokens with which a drafter catches up, drafts to be verified, and
         latents that each step expands."""
         engine, plan = self.engine, list(self.engine.plan)
         if not engine.pace.step_s:
             return UNKNOWN_S
-        contexts = [chunk.sequence.done + chunk.tokens for chunk in plan]
+        contexts = [chunk.sequence.num_computed + chunk.tokens for chunk in plan]
         tokens = engine.prompt_tokens + drafting.tokens
         if engine.speculation:
             tokens += len(plan) * engine.speculation.tokens
@@ -320,7 +320,9 @@ class EngineThread:
         if engine.model.latent:
             expected += engine.pace.prompt_s(int(EXPANDING * sum(contexts)))
         masked = [chunk.sequence for chunk in plan if waiting and chunk.sequence.grammar is not None]
-        matching = sum(len(one.tokens) - one.prompt_len for one in masked)  # at most: a matcher that exists goes on
+        matching = sum(
+            len(sequence.tokens) - sequence.prompt_len for sequence in masked
+        )  # at most: a matcher that exists goes on
         return max(LEAST_STEP_S, TIMES * expected) + GRAMMAR_S * len(masked) + GRAMMAR_TOKEN_S * matching
 
     def _deliver(self, progress: list[Progress], started: float, ended: float) -> None:
@@ -331,7 +333,7 @@ class EngineThread:
                 continue
             if item.error is not None:
                 del self._watches[item.sequence.id]
-                watch._loop.call_soon_threadsafe(watch._fail, item.error)  # after what was pushed in earlier steps
+                watch._loop.call_soon_threadsafe(watch._fail, item.error)  # after the outputs of earlier steps
                 continue
             by_loop.setdefault(watch._loop, []).append((watch, StepOutput(item, started, ended)))
             if item.finish is not None:
@@ -350,7 +352,7 @@ class EngineThread:
             self.on_broken()
 
     def _fail_all(self, error: TandemError) -> None:
-        """Whoever waits for an answer or for progress; on any thread, once nothing new is accepted."""
+        """Fails all callers that wait for an answer or for progress; on any thread, once no new calls are accepted."""
         with self._wake:
             waiting = [*self._answering, *(future for _, future in self._calls)]
             self._calls.clear()

@@ -1,4 +1,4 @@
-"""The decode side of one transfer: read what is announced, verify it, account for every block.
+"""The decode side of one transfer: reads announced blocks, verifies them, accounts for every block.
 
     add(ready) ─▶ read ─▶ digest ─▶ landed          while the source computes the next chunk
                    └─▶ failed: read again, at most READ_ATTEMPTS in all
@@ -45,10 +45,10 @@ class Receiver:
     local block reserved for it. `stall` is the time in seconds that a read may make no progress. Raises StaleTransfer
     for a foreign ticket, InvalidRequest if the two mappings disagree.
 
-    An error is known before the memory is safe: `add` and `finish` raise at once, while a read from a peer that hangs
-    may write into the local blocks until its transport has ended it (10 s and more). Only when `abort` has returned may
-    they be given back; after a successful `finish` it returns at once. So the caller reports the error first and leaves
-    `abort`, and then the freeing of the blocks, to a task of its own.
+    An error is known before the memory is safe: `add` and `finish` raise at once, while a read from a hung peer may
+    write into the local blocks until its transport has ended it (10 s and more). The blocks may be freed only when
+    `abort` has returned; after a successful `finish` it returns at once. So the caller reports the error first, and
+    runs `abort` and the freeing of the blocks in a separate task.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Receiver:
     async def add(self, ready: Sequence[ReadyBlock]) -> None:
         """Starts to read announced blocks and returns at once.
 
-        Raises DataLoss for a block that is not expected, came before or lies outside the peer's region, StaleTransfer
-        after finish or abort, and the error of an earlier read as soon as there is one.
+        Raises DataLoss for a block that is not expected, was announced before or lies outside the peer's region,
+        StaleTransfer after finish or abort, and the error of an earlier read as soon as there is one.
         """
         if self._ended:
             raise StaleTransfer(f"transfer {self.ticket.transfer_id} is over here")
@@ -114,8 +114,8 @@ class Receiver:
     async def finish(self) -> TransferStats:
         """Waits for all reads; returns only if every expected block landed exactly once with the right digest.
 
-        Raises what went wrong first (TransferFailed, WorkerLost, DataLoss, ...) as soon as it is known, perhaps with
-        reads in flight. Unless it returns, `abort` must still be called.
+        Raises the first error (TransferFailed, WorkerLost, DataLoss, ...) as soon as it is known, perhaps with reads in
+        flight. Unless it returns, `abort` must still be called.
         """
         if self._ended:
             raise StaleTransfer(f"transfer {self.ticket.transfer_id} is over here")

@@ -76,7 +76,7 @@ class Sender:
     def release(self, ticket: Ticket) -> tuple[int, ...]:
         """The fence: returns the block ids, now free, if they were held unchanged until this call.
 
-        Raises StaleTransfer for a ticket that was released, revoked, replaced, never issued, or of another life.
+        Raises StaleTransfer for a ticket that was released, revoked, replaced, never issued, or of another incarnation.
         """
         with self._lock:
             self._living(ticket)

@@ -1,4 +1,5 @@
-"""Reading blocks from a peer's region into this one: the interface, the link probe, and what the backends share."""
+"""Reading blocks from a peer's region into the local one: the interface, the link probe, and code that backends
+share."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tandem.errors import InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
 
-# (block in the peer's region, block in ours)
+# (block in the peer's region, block in the local one)
 Pair = tuple[int, int]
 
 # One posted transfer is at most this long (or one block), so that readers take turns, a cancelled one ends soon, and a
@@ -33,12 +34,12 @@ T = TypeVar("T")
 class Transport(Protocol):
     """Reads blocks of peers into the local region. All times are in seconds.
 
-    Every method may be called from the event loop; none but `close` blocks it. The promise on which everything else
-    rests: when `read` has returned or raised, by any path, no byte of it can reach the local blocks any more.
+    Every method may be called from the event loop; none but `close` blocks it. The essential guarantee: when `read` has
+    returned or raised, by any path, none of its bytes can reach the local blocks any more.
 
     TransferFailed means that bytes did not arrive: an error of the link, or no progress. The peer may be alive, and may
-    be connected and read again. WorkerLost means that this very incarnation is not to be read from any more: it was
-    forgotten or replaced, or this transport is closed.
+    be connected and read again. WorkerLost means that this incarnation must not be read from again: it was forgotten or
+    replaced, or this transport is closed.
     """
 
     kind: str  # its name in settings
@@ -51,8 +52,8 @@ class Transport(Protocol):
 
     @property
     def under_way(self) -> tuple[Hashable, float] | None:
-        """For a watchdog, on any thread: what the thread that drives progress does now, unlike what it did before, and
-        the seconds that this may take. None where there is no thread."""
+        """For a watchdog, on any thread: a value that identifies the current work of the thread that drives progress,
+        and the seconds that it may take. None without such a thread."""
 
     def peer(self) -> Peer:
         """The description for other workers. Ask again each time: a transport that had to restart has new metadata."""
@@ -72,14 +73,13 @@ class Transport(Protocol):
         stall: float,
         failing: Callable[[TandemError], None] | None = None,
     ) -> ReadStats:
-        """Copies remote blocks into local ones, in no particular order, however long that takes: `stall` bounds the
-        time that one batch of BATCH_BYTES may take once it is posted.
+        """Copies remote blocks into local ones, in any order. The total time is unbounded: `stall` bounds the time of
+        one posted batch of BATCH_BYTES.
 
         Raises InvalidRequest (a block id is out of range or a local block is named twice), IncompatibleLayout,
-        TransferFailed and WorkerLost. After an error the local blocks may hold anything; after TransferFailed the next
-        read makes the connection anew. A read from a peer that hangs
-        cannot be ended at once; `failing` is then called on the event loop with the error, and `read` raises it when
-        the local blocks are safe.
+        TransferFailed and WorkerLost. After an error the content of the local blocks is undefined; after TransferFailed
+        the next read reconnects. A read from a hung peer cannot be ended at once; `failing` is then called on the event
+        loop with the error, and `read` raises it when the local blocks are safe.
         """
 
     def serving(self) -> AbstractContextManager[None]:
@@ -89,13 +89,13 @@ class Transport(Protocol):
         """Whether reads from this peer are known to work without its taking part; if so, it need not be `serving`."""
 
     def link(self, peer: Peer) -> str:
-        """The path that reads from this peer take, such as "nixl:ucx:cma"; ends in "unknown" where it was not seen."""
+        """The path of reads from this peer, such as "nixl:ucx:cma"; ends in "unknown" if it was not observed."""
 
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
 
     def close(self) -> None:
-        """Ends every read with WorkerLost, then gives the memory registration and all threads back. Repeatable.
+        """Ends every read with WorkerLost, then releases the memory registration and all threads. Repeatable.
 
         Raises InternalError if that failed: peers may still read or write the region, so it must not be used again.
         """
@@ -116,7 +116,7 @@ async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], 
 
 
 def describe(transport: Transport, worker_id: str, incarnation: str, metadata: bytes) -> Peer:
-    """What `Transport.peer` tells other workers; `metadata` is for the transport's own kind."""
+    """A worker's description for other workers; `metadata` is specific to the kind of transport."""
     region = transport.region
     return Peer(
         worker_id=worker_id,

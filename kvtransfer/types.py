@@ -51,8 +51,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Peer:
-    """A worker's description of itself as a source. Trust it only when it came from the registry or from the
-    worker's own GetPeer, never from a request."""
+    """A worker's description of itself as a source. Trust it only from the registry or from the worker's own GetPeer,
+    never from a request."""
 
     worker_id: str
     incarnation: str
@@ -68,13 +68,13 @@ class Peer:
 
 
 def agent_name(worker_id: str, incarnation: str) -> str:
-    """A restarted worker gets another name, because NIXL refuses new metadata under a name that it knows."""
+    """Differs after a restart, because NIXL refuses new metadata under a known name."""
     return f"{worker_id}@{incarnation}"
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One transfer of one life of one source. A generation is issued once in an incarnation."""
+    """One transfer of one incarnation of a source. A generation is issued once per incarnation."""
 
     transfer_id: str
     generation: int

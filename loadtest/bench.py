@@ -86,10 +86,10 @@ def measure(size: Size, parts: list[str], progress: Progress, stop: _Stop) -> di
             "spec": lambda: speculation.run(DEMO, checkpoint, size.spec, THREADS, tick_of("spec")),
             "telemetry": lambda: telemetry.run(DEMO, DEMO_VOCAB, size.telemetry, tick_of("telemetry")),
         }
-        found = {part: run[part]() for part in parts}
+        results = {part: run[part]() for part in parts}
     stop.check()
     progress.update(task, description="done", advance=1)
-    return found
+    return results
 
 
 class _Stop:
@@ -113,7 +113,7 @@ class _Stop:
             self.check()  # what fails after a request to end fails because of it
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if somebody asked to end."""
+        """Raises KeyboardInterrupt if a signal has requested the end."""
         if self._asked:
             raise KeyboardInterrupt
 
@@ -143,9 +143,9 @@ def main(
     console.print(", ".join(f"{name} {value}" for name, value in before.items()), style="dim", highlight=False)
     console.print(f"measured in {seconds:.0f} s; ratios of one run, medians", style="dim", highlight=False)
     if results:
-        found = {part: section.to_dict() for part, section in sections.items()}
+        by_part = {part: section.to_dict() for part, section in sections.items()}
         report = {"conditions": before, "machine": about.to_dict(), "quick": quick, "seconds": seconds}
-        report["sections"] = found
+        report["sections"] = by_part
         results.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

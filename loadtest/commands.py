@@ -34,7 +34,7 @@ class Measurement:
     summary: str
 
     def load(self) -> tuple[Callable[..., Any], str]:
-        """The function, and its help: its docstring, else that of its module."""
+        """The function, and its help: its docstring, or that of its module."""
         path, _, name = self.where.partition(":")
         module = import_module(f"loadtest.{path}")
         function = getattr(module, name)
@@ -94,7 +94,7 @@ class Rooms(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for room, measurements in ROOMS.items():
             with formatter.section(room):
-                formatter.write_dl([(name, one.summary) for name, one in measurements.items()])
+                formatter.write_dl([(name, measurement.summary) for name, measurement in measurements.items()])
 
 
 def application(chosen: str | None) -> typer.Typer:
@@ -109,12 +109,12 @@ def application(chosen: str | None) -> typer.Typer:
         result_callback=_end,
     )
     for measurements in ROOMS.values():
-        for name, one in measurements.items():
+        for name, measurement in measurements.items():
             if name == chosen:
-                function, text = one.load()
+                function, text = measurement.load()
                 app.command(name, help=_preformatted(text))(_guarded(expanded(function)))
             else:
-                app.command(name, help=one.summary)(_not_chosen)
+                app.command(name, help=measurement.summary)(_not_chosen)
     return app
 
 

@@ -50,8 +50,8 @@ class Shape:
     why: str  # how the KV size was found, in words
     products: int  # parameters of the products, whose weights can be quantised
     quantised: dict[str, int]  # format -> bytes of these
-    ready: bool = False  # quantised by whoever made the checkpoint
-    coded: int | None = None  # bytes of the products then; None if they cannot be told from its files
+    ready: bool = False  # quantised in the checkpoint
+    coded: int | None = None  # bytes of the quantised products; None if its files do not tell
 
     def block_bytes(self, block_size: int, dtype: str, kv_dtype: str = "auto") -> int:
         """Bytes of one block across all layers, with the engine's own padding. `kv_dtype` auto: as `dtype`."""
@@ -170,7 +170,7 @@ def capacity(
 
 
 def _element(dtype: str, kv_dtype: str) -> tuple[int, bool]:
-    """Bytes of an element of K or V, and whether it has scales beside it."""
+    """Bytes of an element of K or V, and whether there are scales."""
     return (1, True) if kv_dtype in QUANTISED else (DTYPE_BYTES[dtype], False)
 
 
@@ -198,7 +198,7 @@ def _weights(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The plain matrices that a token is multiplied with, as far as names tell."""
+    """The plain matrices that a token is multiplied with, recognised by name."""
     others = (*_LOOKED_UP, *_ROUTERS)
     return {
         name: shape
@@ -208,18 +208,18 @@ def _products(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _quantised(shapes: dict[str, tuple[int, ...]], format: str) -> int:
-    """Bytes of the products in a format. A head that is tied to the embedding becomes one of its own."""
-    found = 0
+    """Bytes of the products in a format. A head that is tied to the embedding becomes a separate matrix."""
+    total = 0
     products = _products(shapes)
     for name, (n, k) in products.items():
         if any(part in name for part in _TURNED):
             n, k = k, n
-        found += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
+        total += weight_bytes(n, k, of_head(format) if name.startswith("lm_head.") else format)
     if not any(name.startswith("lm_head.") for name in products):
         tied = (shape for name, shape in shapes.items() if any(part in f".{name}" for part in _TOKENS))
         n, k = next(tied, (0, 0))
-        found += weight_bytes(n, k, of_head(format)) if n else 0
-    return found
+        total += weight_bytes(n, k, of_head(format)) if n else 0
+    return total
 
 
 def _first(config: dict[str, Any], *names: str) -> int:

@@ -1,7 +1,7 @@
-"""What checkpoints of GPTQ, AWQ, block-wise FP8 and torchao take when served: from their headers and their config.
+"""The memory of GPTQ, AWQ, block-wise FP8 and torchao checkpoints when served, from their headers and config.
 
-The engine packs again what a format of ours has (`engine/loading/gptq_awq_fp8.py`); the rest is as large as the
-model's dtype. This says what it takes with the compiled operators. Without them, and on CUDA, all of it is in the
+The engine packs a weight again if one of its formats can represent it (`engine/loading/gptq_awq_fp8.py`); other weights
+take the model's dtype. The result is for the compiled operators. Without them, and on CUDA, all weights take the
 model's dtype.
 """
 
@@ -46,8 +46,8 @@ def unpacked(shapes: Shapes, asked: dict[str, Any]) -> tuple[Shapes, dict[str, i
     return plain, coded
 
 
-def _of_recipe(said: str) -> str | None:
+def _of_recipe(recipe: str) -> str | None:
     """The format of torchao's codes. A header does not say whether their zeros are all 0; the recipe does."""
-    if "float8" in said.lower():
+    if "float8" in recipe.lower():
         return "fp8"
-    return of_integers(4 if re.search(r"\bint[1-4]\b", said) else 8, symmetric="ASYMMETRIC" not in said)
+    return of_integers(4 if re.search(r"\bint[1-4]\b", recipe) else 8, symmetric="ASYMMETRIC" not in recipe)

@@ -14,23 +14,23 @@ GIB = 2**30
 
 
 def facts(
-    shape: Shape, found: Capacity, *, dtype: str, weights: str = CHECKPOINT, kv_dtype: str, link: float
+    shape: Shape, capacity: Capacity, *, dtype: str, weights: str = CHECKPOINT, kv_dtype: str, link: float
 ) -> dict[str, Any]:
     """`link` in bytes per second."""
     per_token = shape.kv_bytes_per_token(dtype, kv_dtype)
     return {
         **asdict(shape),
-        **asdict(found),
+        **asdict(capacity),
         "dtype": dtype,
         "weights_as": weights,
         "kv_dtype": kv_dtype,
         "kv_bytes_per_token": per_token,
-        "transfer_seconds": {length: length * per_token / link for length in found.concurrency},
+        "transfer_seconds": {length: length * per_token / link for length in capacity.concurrency},
     }
 
 
 def table(
-    shape: Shape, found: Capacity, *, dtype: str, weights: str = CHECKPOINT, kv_dtype: str, link: float
+    shape: Shape, capacity: Capacity, *, dtype: str, weights: str = CHECKPOINT, kv_dtype: str, link: float
 ) -> RenderableType:
     per_token = shape.kv_bytes_per_token(dtype, kv_dtype)
     kept = dtype if kv_dtype == "auto" else f"{kv_dtype} and scales"
@@ -39,18 +39,18 @@ def table(
         ("model", shape.name, f"{shape.parameters / 1e9:.2f} B parameters, {shape.layers} layers"),
         (
             "weights",
-            f"{found.weights / GIB:.2f} GiB",
+            f"{capacity.weights / GIB:.2f} GiB",
             f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk",
         ),
         ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.layers} layers, {kept}"),
-        ("KV pool", f"{found.kv / GIB:.2f} GiB", f"{found.blocks:,} blocks, {found.tokens:,} tokens"),
+        ("KV pool", f"{capacity.kv / GIB:.2f} GiB", f"{capacity.blocks:,} blocks, {capacity.tokens:,} tokens"),
     ):
         head.add_row(f"[bold]{name}[/bold]", value, f"[dim]{why}[/dim]")
     many = Table("context", "sequences at once", f"moves at {link / 1e9:g} GB/s in", title="how many fit")
-    for length, count in found.concurrency.items():
+    for length, count in capacity.concurrency.items():
         many.add_row(f"{length:,}", f"{count:,}", f"{length * per_token / link * 1e3:.1f} ms")
     longest = Table("sequences at once", "longest context of each", title="how long they may be")
-    for count, length in found.longest.items():
-        limit = "  (the model's limit)" if length == shape.context else ""
-        longest.add_row(f"{count:,}", f"{length:,}{limit}")
+    for count, length in capacity.longest.items():
+        note = "  (the model's limit)" if length == shape.context else ""
+        longest.add_row(f"{count:,}", f"{length:,}{note}")
     return Group(head, many, longest)

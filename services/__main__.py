@@ -26,17 +26,17 @@ async def run(role: str, worker_id: str) -> None:
             bound="off where nobody supervises",
         )
     service = await launch.start(role, settings, worker_id)
-    asked = asyncio.Event()
+    stop_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
+        loop.add_signal_handler(number, stop_requested.set)
     print(f"ready {service.address}", flush=True)  # from here on a signal drains
-    ended, told = asyncio.ensure_future(service.wait()), asyncio.ensure_future(asked.wait())
-    await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+    ended, signalled = asyncio.ensure_future(service.wait()), asyncio.ensure_future(stop_requested.wait())
+    await asyncio.wait({ended, signalled}, return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         ended.result()  # raises what broke it
     await service.stop(settings.drain_grace_s)
-    for task in (ended, told):
+    for task in (ended, signalled):
         task.cancel()
 
 

@@ -50,12 +50,12 @@ class AdapterSlots:
         self._timeout_s = timeout_s
         self._lora = loop.engine.model.lora
         self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
-        self._turn = asyncio.Lock()  # asyncio locks are fair: first come, first served
+        self._lock = asyncio.Lock()  # asyncio locks are fair: first come, first served
         self._freed = asyncio.Event()
         self._uses = 0
 
     def fingerprints(self) -> dict[str, bytes]:
-        return {name: one.fingerprint for name, one in self._lora.known.items()} if self._lora else {}
+        return {name: adapter.fingerprint for name, adapter in self._lora.known.items()} if self._lora else {}
 
     def fingerprint(self, name: str) -> bytes:
         """Of the adapter as this worker found it when it started. Raises NotFound."""
@@ -70,7 +70,7 @@ class AdapterSlots:
     async def held(self, name: str) -> AsyncIterator[LoraSlot | None]:
         """The adapter in a slot of this worker's model until the block ends; None for the base, whose name is "".
 
-        Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder is not what it was.
+        Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder has changed.
         """
         if not name:
             yield None
@@ -95,7 +95,7 @@ class AdapterSlots:
 
     async def _take(self, name: str) -> _Slot:
         try:
-            async with asyncio.timeout(self._timeout_s), self._turn:
+            async with asyncio.timeout(self._timeout_s), self._lock:
                 while (slot := self._find(name)) is None:
                     self._freed.clear()
                     await self._freed.wait()
@@ -114,7 +114,7 @@ class AdapterSlots:
             idle = [slot for slot in self._slots if slot.idle]
             if not idle:
                 return None
-            slot = min(idle, key=lambda one: (one.name != "", one.last_used))
+            slot = min(idle, key=lambda candidate: (candidate.name != "", candidate.last_used))
             slot.name, slot.loading = name, None
         slot.users += 1
         return slot

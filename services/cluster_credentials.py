@@ -1,5 +1,5 @@
-"""Who may call: certificates, and the token by which the cluster's own processes know each
-other. With it a worker's port serves nobody else. Certificates do the same and encrypt the calls."""
+"""Access control: certificates, and the token by which the cluster's processes authenticate each other. With it a
+worker's port serves only its own cluster. Certificates do the same and encrypt the calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tandem.settings import Settings
 
 TOKEN_METADATA = "tandem-cluster"  # the metadata that holds the token
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CLUSTER_NAME = "tandem-cluster"  # whom a certificate of the cluster's own is for, whatever address it is called by
+CLUSTER_NAME = "tandem-cluster"  # the name in the cluster's own certificates, whatever address is called
 
 
 def front_door(settings: Settings) -> grpc.ServerCredentials | None:
-    """What the router shows clients, and asks of them; None: nothing is encrypted. Raises SettingsError."""
+    """The router's credentials for clients; None: nothing is encrypted. Raises SettingsError."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     pair = (_pem(settings.tls_key, "tls_key"), _pem(settings.tls_cert, "tls_cert"))
@@ -29,7 +29,7 @@ def front_door(settings: Settings) -> grpc.ServerCredentials | None:
 
 
 def of_worker(settings: Settings) -> grpc.ServerCredentials | None:
-    """What a worker shows its own cluster, and asks of it."""
+    """A worker's credentials for its own cluster."""
     if (pems := _of_cluster(settings)) is None:
         return None
     ca, key, cert = pems
@@ -37,13 +37,13 @@ def of_worker(settings: Settings) -> grpc.ServerCredentials | None:
 
 
 def to_workers(settings: Settings) -> grpc.ChannelCredentials | None:
-    """What the router and decode workers show the workers that they call."""
+    """The credentials of the router and decode workers for calls to workers."""
     pems = _of_cluster(settings)
     return grpc.ssl_channel_credentials(*pems) if pems else None
 
 
 def _of_cluster(settings: Settings) -> tuple[bytes, bytes, bytes] | None:
-    """The authority, and the key and certificate of every process of the cluster."""
+    """The certificate authority, and the key and certificate of every process of the cluster."""
     if settings.cluster_cert is None or settings.cluster_key is None or settings.cluster_ca is None:
         return None
     return (
@@ -61,15 +61,15 @@ def _pem(path: Path, field: str) -> bytes:
 
 
 class ClusterGuard:
-    """Lets only those call who show the cluster's token."""
+    """Admits only calls with the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
     def __call__(self, method: str, shown: Metadata) -> None:
         """Raises Unauthenticated."""
-        given = shown.get(TOKEN_METADATA, "")
-        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token):
+        token = shown.get(TOKEN_METADATA, "")
+        if not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
             raise Unauthenticated(
                 "a worker's port serves its own cluster only; clients ask the router",
                 field=TOKEN_METADATA,
@@ -78,7 +78,7 @@ class ClusterGuard:
 
 
 def guard(settings: Settings) -> Guard | None:
-    """Of a worker's server. Raises SettingsError where the network could reach it and nobody would be asked."""
+    """The guard of a worker's server. Raises SettingsError if the network could reach it without credentials."""
     if settings.cluster_token is not None:
         return ClusterGuard(settings.cluster_token.get_secret_value())
     if settings.host not in LOOPBACK and settings.cluster_cert is None:
@@ -91,7 +91,7 @@ def guard(settings: Settings) -> Guard | None:
 
 
 class Showing:
-    """A channel whose calls show the token; what a stub needs of one."""
+    """A channel whose calls carry the token, with the methods that a stub needs."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel

@@ -1,7 +1,7 @@
-"""One gRPC server, the same for every role: options, health, reflection, the error interceptor; and channels to peers.
+"""The gRPC server of every role: options, health, reflection, the error interceptor; and channels to peers.
 
-Keepalive finds a peer that vanished without closing its connection (a machine that lost power, a frozen process);
-a process that dies closes its sockets and is seen at once.
+Keepalive detects a peer that vanished without closing its connection (a machine that lost power, a frozen process); a
+process that dies closes its sockets, which is noticed at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tandem.grpc_errors import ErrorInterceptor, Guard
 from tandem.tasks import end, once
 
 KEEPALIVE_MS = 1_000  # between pings
-PING_TIMEOUT_MS = 2_000  # until a peer that does not answer one is taken for dead: found within 2 to 3 s
-MAX_PENDING_CALLS = 50_000  # that wait for a handler; above gRPC's default of 1000 it cancels random calls
+PING_TIMEOUT_MS = 2_000  # after which a peer that does not answer counts as dead: detected within 2 to 3 s
+MAX_PENDING_CALLS = 50_000  # calls that wait for a handler; beyond its default of 1000, gRPC cancels random calls
 MAX_PING_STRIKES = 100  # pings within 500 ms of the last one, without a message of ours between them; then GOAWAY
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
-CHANNEL_CLOSE_GRACE_S = 24 * 3600.0  # how long calls may go on over a channel that takes no new ones
+CHANNEL_CLOSE_GRACE_S = 24 * 3600.0  # for running calls of a channel that accepts no new ones
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -44,7 +44,7 @@ CHANNEL_OPTIONS = (
 
 
 class GrpcServer:
-    """A server that knows its port and tells its health."""
+    """A server that reports its health."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class GrpcServer:
         self._names: list[str] = []
 
     async def start(self, host: str, port: int, services: Iterable[str], *, field: str = "port") -> str:
-        """Listen; returns the host:port for others. Raises SettingsError for a taken port, by the name of its setting,
-        or one nobody could call."""
+        """Listens; returns the host:port for peers. Raises SettingsError, with the setting's name, for a port that is
+        taken or unreachable."""
         if host in WILDCARD_HOSTS and self._advertise is None:
             raise SettingsError(
                 f"{host} is every address of this machine, and others need one to call",
@@ -107,12 +107,12 @@ class GrpcServer:
         return f"{self._advertise or host}:{bound}"
 
     async def stop_accepting(self) -> None:
-        """Tell health checkers that nothing new should come; calls still work."""
+        """Reports to health checks that no new calls are wanted; calls still work."""
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def not_serving(self) -> None:
-        """Tell health checkers that this process is of no use any more."""
+        """Reports to health checks that this process no longer serves."""
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
@@ -122,7 +122,7 @@ class GrpcServer:
 
 
 class Channels:
-    """One channel for each address, made when first asked for. Its calls show the cluster's token, if there is one."""
+    """One channel per address, created on first use. Its calls carry the cluster's token, if there is one."""
 
     def __init__(self, token: SecretStr | None = None, credentials: grpc.ChannelCredentials | None = None) -> None:
         self._token = token
@@ -143,10 +143,10 @@ class Channels:
         return grpc.aio.secure_channel(address, self._credentials, options=(*CHANNEL_OPTIONS, name))
 
     def keep_only(self, addresses: set[str]) -> None:
-        """Let go of channels to addresses that nobody is known to live at any more.
+        """Closes channels to addresses without a known process.
 
-        Calls under way go on: who left the registry may still be finishing, or it is the registry that forgot. They
-        end with their deadline, or when keepalive finds nobody there.
+        Running calls continue: a process that left the registry may still be finishing, or the registry may have lost
+        its record. They end at their deadline, or when keepalive fails.
         """
         for address in list(self._channels):
             if address not in addresses:
@@ -155,7 +155,7 @@ class Channels:
                 task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """Ends what is left."""
+        """Ends all calls and channels."""
         for task in list(self._leaving):
             await end(task)
         for address in list(self._channels):

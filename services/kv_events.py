@@ -46,14 +46,14 @@ class KvEvents:
         event_loop = asyncio.get_running_loop()
         pool = self._loop.engine.pool
 
-        def publish() -> None:  # on the engine's thread, after each turn
+        def publish() -> None:  # on the engine's thread, after each iteration
             if changes := pool.news():
                 event_loop.call_soon_threadsafe(self._change, changes)
 
         def listen() -> None:
             present = [(digest, True) for digest in pool.listen()]
             event_loop.call_soon_threadsafe(self._change, present)  # before any change
-            self._loop.after_turn = publish
+            self._loop.after_iteration = publish
 
         await self._loop.call(listen)
         done = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Starts a worker or a router of any role in this process; supervisor and tests know nothing more of services."""
+"""Starts a worker or a router in this process: the only interface of `services` for the supervisor and tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL_GC_THRESHOLD = 5000  # collections of the middle generation before a full o
 
 
 class Stages:
-    """Tells each stage of a start when it is over, with its seconds."""
+    """Reports each stage of a start when it is over, with its duration."""
 
     def __init__(self, worker_id: str, say: Callable[[str], None]) -> None:
         self._worker_id, self._say = worker_id, say
@@ -48,14 +48,14 @@ class Service(Protocol):
     engine which this returns."""
 
     async def wait(self) -> None:
-        """Until it has ended by itself: returns after a drain, raises when it broke."""
+        """Returns after a drain, raises when the service has broken."""
 
     async def stop(self, grace_s: float) -> None:
-        """Finish what runs for at most `grace_s` seconds, then end. Safe to call twice."""
+        """Lets requests finish for at most `grace_s` seconds, then ends. Safe to call twice."""
 
 
 def prepare() -> None:
-    """Imports what a worker of either pool needs, so that its `start` finds it done."""
+    """Imports the libraries of a worker of either pool, so that its `start` is faster."""
     for role in ("decode", "prefill"):
         importlib.import_module(_MODULES[role])
 
@@ -67,10 +67,10 @@ async def start(
     say: Callable[[str], None] = lambda line: None,
     engine: Any = None,
 ) -> Service:
-    """A running service that has told the registry about itself. Raises what its role's `start` raises.
+    """A running, registered service. Raises the errors of its role's `start`.
 
-    `engine` is one that another life in this process has released: nothing is loaded. `say` receives a line for each
-    stage, with the seconds that it took, from any thread; the log has them too.
+    `engine` was released by an earlier incarnation in this process: nothing is loaded. `say` receives a line for each
+    stage, with its duration, from any thread; the log has them, too.
     """
     stages = Stages(worker_id, say)
     if role not in _MODULES:
@@ -83,13 +83,13 @@ async def start(
     else:
         service = await module.start(settings, worker_id, stages, engine)
         stages("serves with the engine that was loaded before")
-        gc.unfreeze()  # what the life before left behind goes now
+        gc.unfreeze()  # frees the objects of the previous incarnation
     short_collections()
     return service
 
 
 def keep_imports() -> None:
-    """What has been imported lives as long as the process: no collection looks at it while the model is loaded."""
+    """Excludes imported objects, which live as long as the process, from garbage collection during the load."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""Between wire messages and the product's own nouns. Nothing here decides anything."""
+"""Conversions between wire messages and internal types, without any decisions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
 
 
 def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: int) -> list[int]:
-    """The tokens of an internal request. The router has checked the client's; this keeps a caller's bug from reaching
-    the engine, where it would break every stream. Raises InvalidRequest."""
+    """The tokens of an internal request. The router has validated the client's tokens; this check keeps a caller's bug
+    from the engine, where it would break every stream. Raises InvalidRequest."""
     tokens = list(token_ids)
     if not 0 < prompt_tokens <= len(tokens):
         raise InvalidRequest(
@@ -37,14 +37,16 @@ def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
 
 def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
     kind = message.WhichOneof("kind")
-    if kind is None:  # a newer router's: without it the text would fit nothing
+    if kind is None:  # from a newer router: without the grammar the text would be unconstrained
         raise InvalidRequest("a grammar of no known kind", field="sampling.grammar", bound="what this worker knows")
     try:
         if kind == "choice":
             return GrammarSpec(kind, json.dumps([text.decode() for text in message.choice.texts]))
         if kind == "calls":
             separator = message.calls.separator.decode() if message.calls.HasField("separator") else None
-            calls = [[part.decode() for part in (one.before, one.arguments, one.after)] for one in message.calls.any]
+            calls = [
+                [part.decode() for part in (call.before, call.arguments, call.after)] for call in message.calls.any
+            ]
             return GrammarSpec(kind, json.dumps([separator, calls]))
         return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
     except UnicodeDecodeError as error:
@@ -57,7 +59,7 @@ def adapter_to(name: str, adapter: LoraSlot | None) -> common_pb2.Adapter | None
 
 def logprobs_to(tokens: Iterable[Logprob | None]) -> common_pb2.Logprobs | None:
     """Of the tokens of one message, in their order; None if the request did not ask for them."""
-    known = [one for one in tokens if one is not None]
+    known = [logprob for logprob in tokens if logprob is not None]
     return _logprobs(known) if known else None
 
 
@@ -67,10 +69,10 @@ def prompt_logprobs_to(sequence: Sequence) -> common_pb2.Logprobs | None:
 
 
 def _logprobs(known: list[Logprob]) -> common_pb2.Logprobs:
-    message = common_pb2.Logprobs(chosen=[one.chosen for one in known])
-    for one in known:
-        message.top_ids.extend(one.top_ids)
-        message.top.extend(one.top)
+    message = common_pb2.Logprobs(chosen=[logprob.chosen for logprob in known])
+    for logprob in known:
+        message.top_ids.extend(logprob.top_ids)
+        message.top.extend(logprob.top)
     return message
 
 

@@ -1,16 +1,16 @@
-"""Finds work that makes no progress, from a thread of its own: a blocked event loop could not find itself.
+"""Detects work that makes no progress, on a separate thread, because a blocked event loop cannot detect itself.
 
-    every 0.25 s, for each check: is the same piece of work still under way as before, for longer than it may take?
-         └─ no    go on
-         └─ yes   `stuck(check, why)` once; whoever is called fails what is open and lets the process end
+    every 0.25 s, for each check: is the same piece of work still under way, for longer than it may take?
+         └─ no    continue
+         └─ yes   `stuck(check, why)`, once; the callee fails open requests and lets the process end
 
-The watchdog's clock counts only time in which the watchdog itself ran. So a process that was stopped and goes on, or a
-machine that was suspended, finds nothing stuck, and a machine without time to spare finds it later.
+The watchdog's clock counts only time in which the watchdog itself ran. So a stopped and continued process, or a
+suspended machine, does not appear stuck, and on an overloaded machine detection takes longer.
 
-Two ways to end that do not depend on the event loop: `exit_within` ends the process even if the loop never runs again,
-and a process whose interpreter runs nothing at all for INTERPRETER_STALL_S (native code that holds the GIL) ends itself
-with its stacks and status 1. The latter is faulthandler's timer, which counts wall time: a process that was stopped for
-longer may end when it continues.
+Two exits do not depend on the event loop: `exit_within` ends the process even if the loop never runs again, and a
+process whose interpreter runs nothing for INTERPRETER_STALL_S (native code that holds the GIL) ends itself with its
+stacks and status 1. The latter is faulthandler's timer, which counts wall time: a process that was stopped for longer
+may end when it continues.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ import structlog
 
 log = structlog.get_logger(__name__)
 CHECK_INTERVAL_S = 0.25
-LOOP_BLOCKED_LOG_S = 1.0  # an event loop that runs nothing for so long is in the log, with what it does instead
+LOOP_BLOCKED_LOG_S = 1.0  # an event loop that is blocked for this long is logged, with its stack
 INTERPRETER_STALL_S = 60.0
 MAX_LOGGED_FRAMES = 8  # of each thread in the log
 EXIT_STATUS = 70  # EX_SOFTWARE
-end_process: Callable[[int], object] = os._exit  # tests with several workers in one process take another one
+end_process: Callable[[int], object] = os._exit  # replaced in tests that run several workers in one process
 
 
 class Check(NamedTuple):
-    """`under_way`: a piece of work, unlike the one before it, and the seconds that it may take; None: there is none. It
-    is called on the watchdog's thread."""
+    """`under_way` returns a value that identifies the current piece of work, and the seconds that it may take; None if
+    there is none. It is called on the watchdog's thread."""
 
     what: str
-    reason: str  # of the error with which others are told
+    reason: str  # of the error that callers receive
     under_way: Callable[[], tuple[Hashable, float] | None]
 
 
@@ -58,14 +58,14 @@ class Watchdog:
         loop_most_s: float,
         every_s: float = CHECK_INTERVAL_S,
     ) -> None:
-        """`loop_most_s`: for how long the event loop, the one that runs now, may be blocked."""
+        """`loop_most_s`: how long the running event loop may be blocked."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._turns, loop_most_s))]
+        self._checks = [*checks, Check("the event loop", "EVENT_LOOP_STUCK", lambda: (self._beats, loop_most_s))]
         self._stuck: Callable[[Check, str], object] | None = stuck
         self._every_s = every_s
-        self._turns = self._asked = 0  # of the event loop
-        self._told_turn = -1
+        self._beats = self._asked_beat = 0  # callbacks that the event loop has run, and was given
+        self._reported_beat = -1
         self._since: dict[str, tuple[Hashable, float]] = {}
         self._lived, self._last = 0.0, monotonic()
         self._exit_at: float | None = None
@@ -78,18 +78,18 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """The process goes on, or ends by itself."""
+        """Ends the watchdog; the process continues or ends by itself."""
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(5 * self._every_s)
 
     def exit_within(self, seconds: float) -> None:
-        """Ends this process then unless `stop` comes first. On any thread."""
+        """Ends this process after `seconds` unless `stop` is called first. Safe on any thread."""
         if self._exit_at is None:
             self._exit_at = self._lived + seconds
 
     def observe(self, now: float) -> None:
-        """One look."""
+        """Runs all checks once."""
         self._lived += min(now - self._last, 2 * self._every_s)
         self._last = now
         for check in self._checks:
@@ -110,29 +110,29 @@ class Watchdog:
             self._end_process(EXIT_STATUS)
 
     def _age(self, check: Check) -> tuple[float, float]:
-        """Seconds that what is under way has been seen, and that it may take."""
-        found = check.under_way()
-        if found is None:
+        """For how many seconds the current piece of work has been under way, and how many it may take."""
+        current = check.under_way()
+        if current is None:
             self._since.pop(check.what, None)
             return 0.0, 0.0
-        work, most_s = found
-        seen, since = self._since.get(check.what, (None, 0.0))
-        if seen != work:
+        work, most_s = current
+        previous, since = self._since.get(check.what, (None, 0.0))
+        if previous != work:
             self._since[check.what] = work, self._lived
             return 0.0, most_s
         return self._lived - since, most_s
 
     def _ask_the_loop(self, age: float) -> None:
-        if self._asked == self._turns:  # it has answered
-            self._asked += 1
+        if self._asked_beat == self._beats:  # it has answered
+            self._asked_beat += 1
             with suppress(RuntimeError):  # closed: the process is ending
                 self._loop.call_soon_threadsafe(self._answer)
-        elif age > LOOP_BLOCKED_LOG_S and self._told_turn != self._turns:
-            self._told_turn = self._turns
+        elif age > LOOP_BLOCKED_LOG_S and self._reported_beat != self._beats:
+            self._reported_beat = self._beats
             log.warning("watchdog.loop_blocked", seconds=round(age, 2), stack=_stacks(self._loop_thread))
 
     def _answer(self) -> None:
-        self._turns = self._asked
+        self._beats = self._asked_beat
 
     def _run(self) -> None:
         hard = self._end_process is os._exit

@@ -1,5 +1,5 @@
-"""What a prefill worker and a decode worker have in common: an engine, its pages on a transport, a gRPC server, a
-record in the registry, a ledger, and an orderly end."""
+"""The common base of prefill and decode workers: an engine, its pages on a transport, a gRPC server, a record in the
+registry, a ledger, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from tandem.telemetry.metrics_server import Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
-CUT_REQUESTS_WAIT_S = 5.0  # until requests that were cut off have freed their blocks
-BROKEN_WAIT_S = 1.0  # until the requests of a broken worker have received its error
-BROKEN_EXIT_S = 2.0  # until the process of a broken worker ends, whatever still runs
-MAX_HEARTBEAT_S = 15.0  # beyond its interval: calls of the registry have time limits of their own
+CUT_REQUESTS_WAIT_S = 5.0  # for cancelled requests to free their blocks
+BROKEN_WAIT_S = 1.0  # for the requests of a broken worker to receive its error
+BROKEN_EXIT_S = 2.0  # after which the process of a broken worker ends, whatever still runs
+MAX_HEARTBEAT_S = 15.0  # beyond its interval: registry calls have their own timeouts
 MAX_LOOP_BLOCKED_S = 5.0  # for which the event loop may be blocked
 
 
 class Worker:
-    """One life of one worker process. `start` it, then `wait` for its end or `stop` it, or `release` its engine to a
-    next life in the same process."""
+    """One incarnation of a worker. `start` it, then `wait` for its end, `stop` it, or `release` its engine to the next
+    incarnation in the same process."""
 
     def __init__(self, role: str, settings: Settings, worker_id: str, engine: EngineThread) -> None:
         self.role = role
@@ -85,10 +85,10 @@ class Worker:
         self._stopped = False
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
-    # ---- life
+    # ---- start and stop
 
     async def start(self, services: list[str]) -> None:
-        """Everything must be added to `self.grpc.server` before."""
+        """All servicers must be added to `self.grpc.server` before."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
         self.loop.on_broken = self._broke
@@ -102,11 +102,12 @@ class Worker:
         log.info("worker.ready", worker=self.worker_id, incarnation=self.incarnation, address=self.address)
 
     async def wait(self) -> None:
-        """Until this worker has ended by itself: drained (returns) or broken (raises)."""
+        """Returns when this worker has drained, raises when it has broken."""
         await asyncio.shield(self._ended)
 
     async def drain(self, grace_s: float) -> tuple[int, int]:
-        """Take nothing new, let requests end for `grace_s` seconds. Returns how many ended and how many were left."""
+        """Accepts no new request and lets running ones finish for `grace_s` seconds. Returns how many finished and how
+        many were left."""
         self.state = State.DRAINING
         self._heartbeat.changed()
         await self.grpc.stop_accepting()
@@ -116,13 +117,14 @@ class Worker:
         return before - len(self._open), len(self._open)
 
     async def stop(self, grace_s: float) -> None:
-        """Drain, then end everything. Safe to call twice."""
+        """Drains, then shuts down. Safe to call twice."""
         if not self._stopped:
             await self._end(grace_s, keep_engine=False)
 
     async def release(self, grace_s: float) -> EngineThread:
-        """As `stop`, but the engine stays, weights and prefix cache in it, for another life in this process. Raises
-        Unavailable when this one is ending already, and InternalError when something of it is left in the engine."""
+        """As `stop`, but keeps the engine, with its weights and prefix cache, for the next incarnation in this process.
+        Raises Unavailable when this one is already ending, InternalError when it leaves requests or blocks in the
+        engine."""
         if self._stopped:
             raise Unavailable(f"{self.worker_id} is ending", reason="DRAINING")
         await self._end(grace_s, keep_engine=True)
@@ -132,7 +134,7 @@ class Worker:
         self._stopped = True
         await self.drain(grace_s)
         await self.grpc.stop(0.1)
-        await self._heartbeat.stop()  # after the calls: while they run, this worker is to be seen, as draining
+        await self._heartbeat.stop()  # after the calls: until then the registry shows this worker as draining
         await self.close()
         await self.adapters.close()
         if self._metrics_served:
@@ -143,7 +145,7 @@ class Worker:
             await asyncio.to_thread(self.loop.stop)
         unclosed: TandemError | None = None
         try:
-            await asyncio.to_thread(self.transport.close)  # from here on nobody reads or writes the pages
+            await asyncio.to_thread(self.transport.close)  # from here on no peer reads or writes the pages
         except InternalError as error:
             unclosed = error
             log.exception("worker.transport_not_closed", worker=self.worker_id)
@@ -156,28 +158,28 @@ class Worker:
             self._ended.set_result(None)
 
     async def _leave_engine(self) -> None:
-        """Nothing of this life may be in it, or the next one would answer for what it never took."""
+        """Checks that no request and no block of this incarnation is left in the engine."""
         if not await within(self._idle, CUT_REQUESTS_WAIT_S):
             raise InternalError(f"{self.worker_id} still has {len(self._open)} requests; its engine ends")
         books = await self.loop.call(self._ledger)
         if books.held or books.faults:
             faults = "; ".join(books.faults) or f"{books.held} blocks are held"
             raise InternalError(f"{self.worker_id} cannot leave its engine to another life: {faults}")
-        self.loop.on_broken = self.loop.after_step = self.loop.after_turn = None
+        self.loop.on_broken = self.loop.after_step = self.loop.after_iteration = None
         await self.loop.call(self.engine.pool.unlisten)
 
     async def close(self) -> None:
-        """What a role has to end besides."""
+        """Hook: shuts down what belongs to one role only."""
 
     def end_soon(self) -> None:
-        """Stop after the current call has been answered (a drain asked for over gRPC)."""
+        """Stops after the current call (a drain over gRPC) has been answered."""
         once(self.stop(0.0), name="stop-after-drain", failed=self._end_with)
 
     # ---- requests in progress
 
     @asynccontextmanager
     async def in_progress(self, name: str) -> AsyncIterator[None]:
-        """Accounts for one request; refuses it when this worker is on its way out."""
+        """Accounts for one request; refuses it when this worker is draining or broken."""
         if self.state is not State.READY:
             raise Unavailable(f"{self.worker_id} is draining; place the request elsewhere", reason="DRAINING")
         if self.loop.broken:
@@ -192,7 +194,7 @@ class Worker:
             if not self._open:
                 self._idle.set()
 
-    # ---- what others see
+    # ---- state for the registry, metrics and audits
 
     def record(self) -> WorkerRecord:
         scheduler, pool, model = self.engine.scheduler, self.engine.pool, self.engine.model
@@ -229,7 +231,7 @@ class Worker:
         )
 
     def _load(self) -> Load:
-        """On the thread of whoever reads the metrics."""
+        """Called on the thread that serves the metrics."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
         free, cached = pool.free, pool.cached
         return Load(
@@ -246,7 +248,7 @@ class Worker:
         )
 
     async def ledger(self) -> common_pb2.Ledger:
-        """The books, read between two steps so that they stand still."""
+        """The ledger, read between two engine steps, so that it is consistent."""
         return await self.loop.call(self._ledger)
 
     def _ledger(self) -> common_pb2.Ledger:
@@ -268,7 +270,7 @@ class Worker:
             faults=faults,
         )
 
-    # ---- the end of a worker that is of no use any more
+    # ---- failure
 
     def _checks(self) -> list[Check]:
         """What must make progress."""
@@ -292,13 +294,13 @@ class Worker:
         self.loop.abandon(Unavailable(f"the KV transport of {self.worker_id} broke: {what}", reason="TRANSPORT_BROKEN"))
 
     def _broke(self) -> None:
-        """On the thread that found it. The event loop may be blocked: the process ends without it, too."""
+        """Called on the thread that noticed. The event loop may be blocked, so the watchdog also ends the process."""
         self._watchdog.exit_within(BROKEN_EXIT_S)
         with suppress(RuntimeError):  # the event loop is closed: the process is ending
             self._here.call_soon_threadsafe(lambda: once(self._leave(), name="leave", failed=self._end_with))
 
     async def _leave(self) -> None:
-        """Tells everybody, lets the requests hear why, and ends `wait`."""
+        """Reports the failure to registry and health checks, lets the requests receive the error, ends `wait`."""
         assert self.loop.broken is not None
         self.state = State.DRAINING
         self._heartbeat.changed()
@@ -308,7 +310,7 @@ class Worker:
         self._end_with(self.loop.broken)
 
     def _end_with(self, error: BaseException) -> None:
-        """What `wait` raises: this process cannot go on."""
+        """Makes `wait` raise the error."""
         fail(self._ended, error)
 
 
@@ -340,15 +342,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def load_engine(settings: Settings, say: Callable[[str], None], *, generates: bool = True) -> EngineThread:
-    """Load and check the model on the engine's thread, while the event loop stays alive."""
+    """Loads and checks the model on the engine's thread, without blocking the event loop."""
     loop = EngineThread(functools.partial(build_engine, settings, say, generates=generates))
     await loop.built()
     return loop
 
 
 def alone_s(role: str, settings: Settings) -> float:
-    """Seconds of an engine's step without streams. KV may reach a decode worker in the middle of it, and then its
-    stream waits for the rest, and for a step of its own: each may take half of the objective of the next token."""
+    """Seconds that a step without streams may take. On a decode worker, KV may arrive in the middle of such a step; its
+    stream then waits for the rest of it and for one more step. Each may take half of the TPOT objective."""
     if role == "decode" and settings.disaggregated and settings.slo_tpot_s is not None:
         return min(PROMPTS_S, PROMPT_STEP_SHARE * settings.slo_tpot_s)
     return PROMPTS_S

@@ -1,8 +1,8 @@
-"""Which workers are alive, as one process knows it: the registry's last answer, kept current in the background.
+"""One process's view of which workers are alive: the registry's last answer, kept current in the background.
 
-While the registry does not answer, the last answer stays valid: a lost registry must not stop anything that runs.
+While the registry does not answer, the last answer stays valid: a lost registry must not stop running work.
 
-A missing record is not a death either: a registry that restarted has forgotten every worker until the next heartbeat.
+A missing record does not mean a dead worker either: a restarted registry is empty until the next heartbeats.
 So there are two views. `workers` are the present records, to which new requests go. `incarnations` are the workers
 whose connections, streams and caches are kept: present, or absent for less than FORGET_S, unless another incarnation
 with the same id or address shows that the former one has ended.
@@ -24,12 +24,12 @@ from tandem.tasks import end, forever
 
 log = structlog.get_logger(__name__)
 
-FORGET_S = 60.0  # a worker absent for so long is forgotten
+FORGET_S = 60.0  # of absence, after which a worker is forgotten
 Incarnation = tuple[str, str]  # worker id, and the id of this incarnation
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Presence:
     """One incarnation of a worker. Times are monotonic seconds."""
 
     record: WorkerRecord
@@ -43,7 +43,7 @@ class WorkerLiveness:
         self.registry_ok = False
         self._registry = registry
         self._refresh_s = refresh_s
-        self._seen: dict[Incarnation, _Seen] = {}
+        self._presences: dict[Incarnation, _Presence] = {}
         self._read_at = -math.inf  # when the latest successful read began
         self._full_at = -math.inf  # likewise, of a read of all records
         self._full_asked_at = -math.inf  # when the latest read of all records began, successful or not
@@ -66,16 +66,16 @@ class WorkerLiveness:
     @property
     def incarnations(self) -> dict[Incarnation, WorkerRecord]:
         """The last record of each worker that may be alive, present or not."""
-        return {incarnation: seen.record for incarnation, seen in self._seen.items()}
+        return {incarnation: presence.record for incarnation, presence in self._presences.items()}
 
     def age(self, record: WorkerRecord) -> float:
         """Seconds since the worker was known to be alive: since its last heartbeat after a read of all records,
         otherwise at most since the last read in which it was present."""
-        now, seen = monotonic(), self._seen.get((record.worker_id, record.incarnation))
-        if seen is None:
+        now, presence = monotonic(), self._presences.get((record.worker_id, record.incarnation))
+        if presence is None:
             return record.age()
-        exact = self._full_at == self._read_at or seen.absent_since is not None
-        return max(0.0, now - (seen.alive_at if exact else max(seen.alive_at, self._read_at)))
+        exact = self._full_at == self._read_at or presence.absent_since is not None
+        return max(0.0, now - (presence.alive_at if exact else max(presence.alive_at, self._read_at)))
 
     def ended(self, worker_id: str, incarnation: str, at: float) -> bool | None:
         """Whether an incarnation of a worker that seemed lost at `at` (monotonic seconds) has ended. None: unknown yet.
@@ -83,13 +83,13 @@ class WorkerLiveness:
         True if another incarnation has its id or address, or if its record has been absent for two refreshes, which is
         longer than a live worker needs to return to a registry that restarted. False if the worker has sent a heartbeat
         since: seen in a full answer, by a change of its record, or because the record has not expired."""
-        seen = self._seen.get((worker_id, incarnation))
-        if seen is None:
+        presence = self._presences.get((worker_id, incarnation))
+        if presence is None:
             return True
-        if seen.alive_at >= at:
+        if presence.alive_at >= at:
             return False
-        if seen.absent_since is not None:
-            return True if self._read_at - seen.absent_since >= 2 * self._refresh_s else None
+        if presence.absent_since is not None:
+            return True if self._read_at - presence.absent_since >= 2 * self._refresh_s else None
         return False if self._read_at - at >= self._registry.ttl_s else None
 
     async def refresh(self, *, changes_only: bool = False) -> None:
@@ -115,7 +115,7 @@ class WorkerLiveness:
             await self.nudge()  # time has passed, which a waiter may depend on
             return
         self.registry_ok = True
-        if began >= self._read_at:  # else a later read was answered first
+        if began >= self._read_at:  # otherwise a later read was answered first
             self._mark = changes.mark
             self._apply(changes, began)
         await self.nudge()
@@ -127,24 +127,24 @@ class WorkerLiveness:
                 continue
             # A record among the changes was written after the last read; a full answer contains its age.
             after = began - (time() - record.beat) if changes.full else self._read_at
-            seen = self._seen.setdefault((record.worker_id, record.incarnation), _Seen(record, after))
-            if not changes.full or replace(record, beat=seen.record.beat) != seen.record:
-                seen.record = record
-            records[name] = seen.record  # the same object as before if only the heartbeat is new
-            seen.absent_since, seen.alive_at = None, max(seen.alive_at, after)
+            presence = self._presences.setdefault((record.worker_id, record.incarnation), _Presence(record, after))
+            if not changes.full or replace(record, beat=presence.record.beat) != presence.record:
+                presence.record = record
+            records[name] = presence.record  # the same object as before if only the heartbeat is new
+            presence.absent_since, presence.alive_at = None, max(presence.alive_at, after)
         present_records = records if changes.full else {**self.workers, **records}
         if changes.full or records:
             self.workers = {name: record for name, record in sorted(present_records.items()) if record is not None}
         self._full_at = began if changes.full else self._full_at
         addresses = {record.address for record in self.workers.values()}
-        for incarnation, seen in list(self._seen.items()):
+        for incarnation, presence in list(self._presences.items()):
             present = self.workers.get(incarnation[0])
             if present is not None and present.incarnation == incarnation[1]:
                 continue
-            if present or seen.record.address in addresses or began - (seen.absent_since or began) >= FORGET_S:
-                del self._seen[incarnation]
-            elif seen.absent_since is None:
-                seen.absent_since = began
+            if present or presence.record.address in addresses or began - (presence.absent_since or began) >= FORGET_S:
+                del self._presences[incarnation]
+            elif presence.absent_since is None:
+                presence.absent_since = began
         self._read_at = began
 
     async def nudge(self) -> None:

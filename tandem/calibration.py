@@ -11,7 +11,7 @@ from tandem.results import Path, Receipt, _Dict
 
 @dataclass(frozen=True, slots=True)
 class Calibrated(_Dict):
-    """How what came to be compares with what was expected, over the requests of one path."""
+    """How actual durations compare with the estimates, over the requests of one path."""
 
     path: Path
     requests: int

@@ -1,4 +1,4 @@
-"""Whether a setting can name a checkpoint or an adapter at all, from name and folder alone: no torch, no network."""
+"""Checks that a setting can name a checkpoint or an adapter, from name and folder alone: no torch, no network."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder that `model` names; None for what may be a hub id, which only the hub can judge.
+    """The folder that `model` names; None for a possible hub id, which only the hub can check.
 
-    Raises CheckpointRefused for a path that is no folder, and for a folder that holds no checkpoint.
+    Raises CheckpointRefused for a path that is not a folder, and for a folder without a checkpoint.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -29,6 +29,6 @@ def folder_of(model: str) -> Path | None:
 
 
 def check_adapter(name: str, folder: str) -> None:
-    """Raises CheckpointRefused for what is no folder of an adapter."""
+    """Raises CheckpointRefused unless this is the folder of an adapter."""
     if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
         raise CheckpointRefused(f"adapter {name}: {folder} has no {ADAPTER_CONFIG}; pass a folder that PEFT has saved")

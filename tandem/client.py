@@ -70,7 +70,8 @@ class Client(_Connection):
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Completion | list[Completion]:
-        """The whole completion of a prompt, which is text or token ids; see Options. With `n` so many, as a list.
+        """The whole completion of a prompt, which is text or token ids; see Options. With `n`, a list of `n`
+        completions.
 
         `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
         """
@@ -119,11 +120,11 @@ class Client(_Connection):
         return self._submitted([build_request(prompt, n=n, **options) for prompt in prompts])
 
     def watch(self, job_id: str, *, from_token: int = 0) -> Generator[Piece, None, None]:
-        """The tokens of a job, from its beginning or from `from_token`, piece by piece as they come; the last one has
-        the receipt. What came in one piece with `from_token` comes, too.
+        """The tokens of a job, from its beginning or from `from_token`, piece by piece as they arrive; the last piece
+        has the receipt. A piece that contains `from_token` may begin before it.
 
-        A router that is lost is no end: the next one goes on where this one stopped. Raises a TandemError: the job's
-        own, NotFound for one that is not kept, Unavailable when no router was there for half a minute.
+        If the router is lost, another one continues. Raises a TandemError: the job's own error, NotFound for an unknown
+        job, Unavailable when no router was reachable for half a minute.
         """
         watching = _Watching(job_id, from_token)
         while not watching.reader.complete:
@@ -156,7 +157,7 @@ class Client(_Connection):
         return self._ask(_scale(prefill, decode))
 
     def autoscaling(self) -> Autoscaling:
-        """What the autoscaler found when it looked last. Raises PreconditionFailed where it is off."""
+        """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""
         return self._ask(_AUTOSCALING)
 
     def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
@@ -168,8 +169,8 @@ class Client(_Connection):
         return self._ask(_AUDIT)
 
     def receipts(self, request_id: str = "", limit: int = 0, within: float = 0.0) -> list[Receipt]:
-        """Of the last thousand requests at this router, the newest first; of one only, or so many at most, or of those
-        that ended `within` so many seconds."""
+        """The receipts of the last thousand requests at this router, the newest first: of one request, at most `limit`
+        of them, or of those that ended `within` this many seconds."""
         return self._ask(_receipts(request_id, limit, within))
 
     def diagnose(self) -> Diagnosis:
@@ -177,7 +178,7 @@ class Client(_Connection):
         return self._ask(_DIAGNOSE)
 
     def model_info(self) -> ModelInfo:
-        """What the cluster serves."""
+        """The served model."""
         return self._ask(_MODEL_INFO)
 
     def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:

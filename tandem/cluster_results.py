@@ -1,4 +1,4 @@
-"""What a client learns about the cluster: its workers, sizes, ledgers and links."""
+"""Results about the cluster: its workers, sizes, ledgers and links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Worker(_Dict):
     worker_id: str
     role: str
     state: str
-    """ready or draining. A worker that still starts, or was not heard of for a while, is not in the list."""
+    """ready or draining. A worker that is starting, or whose heartbeat is missing, is not in the list."""
     pid: int
     incarnation: str
     address: str
@@ -56,7 +56,7 @@ class Pools(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(_Dict):
-    """What the autoscaler found of one pool."""
+    """The autoscaler's verdict on one pool."""
 
     role: str
     size: int
@@ -67,7 +67,7 @@ class Verdict(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling(_Dict):
-    """What the autoscaler found when it looked last."""
+    """The autoscaler's latest verdicts."""
 
     mode: str
     """on, or dry-run: then nothing is done."""
@@ -161,7 +161,7 @@ def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
 
 
 def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
-    pools = [Verdict(one.role, one.size, one.wanted, one.why) for one in answer.pools]
+    pools = [Verdict(verdict.role, verdict.size, verdict.wanted, verdict.why) for verdict in answer.pools]
     return Autoscaling(answer.mode, answer.age_seconds, pools)
 
 
@@ -223,8 +223,8 @@ class Findings(_Dict):
     """It works, and could be made more even."""
 
 
-def examine(answer: Diagnosis, seen: Pools) -> Findings:
-    """Everything in the diagnosis that an operator should look at."""
+def examine(answer: Diagnosis, pools: Pools) -> Findings:
+    """The findings of a diagnosis."""
     problems = list(answer.problems)
     if not answer.registry_reachable:
         problems.append("the registry does not answer")
@@ -234,20 +234,20 @@ def examine(answer: Diagnosis, seen: Pools) -> Findings:
             problems.append(f"{name}: the probe failed: {pair.error}")
         elif not pair.compatible:
             problems.append(f"{name} do not fit: {'; '.join(pair.differences) or 'no reason given'}")
-    hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in seen}
+    hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in pools}
     slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
     sentences = [
         f"{pair.prefill_worker} and {pair.decode_worker} are on one host and talk over TCP ({pair.transport})"
         for pair in slow
     ]
     pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
-    return Findings(list(dict.fromkeys(problems)), sentences, pairs, _unlike_orders(seen))
+    return Findings(list(dict.fromkeys(problems)), sentences, pairs, _unlike_orders(pools))
 
 
-def _unlike_orders(seen: Pools) -> list[str]:
-    """What is to be said of workers that do not give equal bits: at most one sentence."""
+def _unlike_orders(pools: Pools) -> list[str]:
+    """Advice for workers that do not compute equal bits: at most one sentence."""
     orders: dict[str, list[str]] = {}
-    for worker in seen:
+    for worker in pools:
         if worker.sum_order:
             orders.setdefault(worker.sum_order, []).append(worker.worker_id)
     if len(orders) < 2:

@@ -1,25 +1,25 @@
-"""Every error that Tandem raises on purpose, as one tree. A leaf says what a caller can do about it.
+"""Every error that Tandem raises deliberately, as one tree. The class tells a caller how to respond.
 
     TandemError
     ├── InvalidRequest        INVALID_ARGUMENT     400  a field is out of its bound; change the request
     ├── Unauthenticated       UNAUTHENTICATED      401  no key, or an unknown one
-    ├── PermissionDenied      PERMISSION_DENIED    403  a known key that may not do this
+    ├── PermissionDenied      PERMISSION_DENIED    403  a known key without the right to do this
     ├── NotFound              NOT_FOUND            404  no such model, worker or transfer
     ├── PreconditionFailed    FAILED_PRECONDITION  400  the system is not in the state that the call needs
-    │   ├── CheckpointRefused                           the model would be served wrongly, or cannot be read
-    │   ├── IncompatibleLayout                          two workers' KV blocks do not mean the same
+    │   ├── CheckpointRefused                           the model would be served incorrectly, or cannot be read
+    │   ├── IncompatibleLayout                          two workers' KV blocks have different meanings
     │   └── StaleTransfer                               an old, consumed or foreign transfer ticket
     ├── Busy                  RESOURCE_EXHAUSTED   429  no room now; try again after `retry_after`
     ├── TooLarge              RESOURCE_EXHAUSTED   429  never fits; the same request will not fit later either
-    ├── Unavailable           UNAVAILABLE          503  nobody is there to do it; safe to retry
+    ├── Unavailable           UNAVAILABLE          503  no process is available for it; safe to retry
     │   ├── NoWorker                                    the pool has no ready worker
-    │   ├── WorkerLost                                  the peer died or hung up before it was done
+    │   ├── WorkerLost                                  the peer died or closed the connection before it was done
     │   ├── TransferFailed                              KV did not arrive, though its source may well be alive
     │   └── StepFailed                                  the engine's step with this request in it failed
-    ├── DataLoss              DATA_LOSS            500  KV bytes are not what their digest says; they were discarded
+    ├── DataLoss              DATA_LOSS            500  KV bytes do not match their digest; they were discarded
     ├── ResumeFailed          ABORTED              409  a stream broke and could not be continued exactly
-    ├── DeadlineExceeded      DEADLINE_EXCEEDED    504  the time given by the caller has passed
-    ├── Cancelled             CANCELLED            499  the caller went away
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED    504  the caller's deadline has passed
+    ├── Cancelled             CANCELLED            499  the caller disconnected
     ├── SettingsError         INVALID_ARGUMENT     400  an unknown or impossible setting
     └── InternalError         INTERNAL             500  a bug in Tandem; carries an id to find it in the logs
 
@@ -35,8 +35,8 @@ from typing import ClassVar
 class TandemError(Exception):
     """Base of the tree.
 
-    `reason` is a stable UPPER_SNAKE word for programs (ErrorInfo.reason on the wire); `field` names the request
-    field or setting that is at fault and `bound` what it must satisfy; `retry_after` is in seconds.
+    `reason` is a stable UPPER_SNAKE word for programs (ErrorInfo.reason on the wire); `field` is the invalid request
+    field or setting, and `bound` its valid values; `retry_after` is in seconds.
     """
 
     status: ClassVar[str] = "INTERNAL"

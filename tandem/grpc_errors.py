@@ -34,10 +34,10 @@ log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
 Read = Callable[[bytes], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
-# By a call's method and what it shows; raises Unauthenticated and PermissionDenied.
+# Takes a call's method and metadata; raises Unauthenticated and PermissionDenied.
 Guard = Callable[[str, Metadata], None]
-OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes show nothing, and what reflection says is no secret
-MESSAGE_BYTES, NAME_BYTES = 1000, 300  # with all their details, errors fit into what gRPC takes as trailers
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")  # probes have no credentials, and reflection reveals no secret
+MESSAGE_BYTES, NAME_BYTES = 1000, 300  # so that errors with all details fit into gRPC's trailers
 
 
 def _leaves(cls: type[TandemError]) -> list[type[TandemError]]:
@@ -61,7 +61,7 @@ _BY_STATUS.update(
 
 
 def shown(text: str, most: int = MESSAGE_BYTES) -> str:
-    """What may be put on a wire: a message may quote what a client sent, of any length, with lone surrogates."""
+    """The text, bounded and in valid UTF-8: a message may quote client input of any length, with lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "..."
 
@@ -90,23 +90,23 @@ def to_status(error: TandemError) -> status_pb2.Status:
 def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up") -> TandemError:
     """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
 
-    `late` says what a deadline means that gRPC noticed here; a peer that noticed it has words of its own.
+    `late` is the message for a deadline that expired on this side; a peer that noticed it sends its own message.
     """
     code, message = error.code().name, error.details() or ""
-    if code == "UNAVAILABLE" and not _details(error):  # nobody there, or gone mid-call: no Tandem server said this
+    if code == "UNAVAILABLE" and not _details(error):  # from gRPC, not from a Tandem server: the peer is gone
         return WorkerLost(message or "the connection was lost")
     if code == "DEADLINE_EXCEEDED" and not _details(error):
         return DeadlineExceeded(late)
     if code == "RESOURCE_EXHAUSTED" and not _details(error):  # grpcio's own limit on a message
         return errors.TooLarge(message)
-    found: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     cls = _BY_STATUS.get(code, InternalError)
     for detail in _details(error):
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
-            found["reason"] = info.reason
-            found["bound"] = info.metadata.get("bound")
+            details["reason"] = info.reason
+            details["bound"] = info.metadata.get("bound")
             named = getattr(errors, info.metadata.get("class", ""), None) or _BY_REASON.get(info.reason)
             if isinstance(named, type) and issubclass(named, TandemError) and named.status == code:
                 cls = named
@@ -114,21 +114,21 @@ def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up"
             bad = error_details_pb2.BadRequest()
             detail.Unpack(bad)
             if bad.field_violations:
-                found["field"] = bad.field_violations[0].field
+                details["field"] = bad.field_violations[0].field
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
-            found["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
-    return cls(message, **found)
+            details["retry_after"] = retry.retry_delay.ToMilliseconds() / 1000
+    return cls(message, **details)
 
 
 @contextmanager
 def calling(peer: str) -> Iterator[None]:
-    """Around calls to `peer`: whatever ends them is raised as an error of ours, WorkerLost when the peer went away.
+    """Around calls to `peer`: raises any failure as a TandemError, WorkerLost when the peer is gone.
 
-    A call can also be cancelled without anybody's wish: by a server that ends, or by a channel that closes. On this
-    side asyncio then raises CancelledError in a task that nobody cancelled, and a task that lets it pass ends without
-    a word. It is taken for what it is, a lost peer; a cancellation that is meant passes.
+    A server that ends, or a channel that closes, also cancels a call. asyncio then raises CancelledError in a task that
+    was not cancelled, and a task that lets it pass ends silently. Such a cancellation becomes WorkerLost; a
+    cancellation of the task passes.
     """
     try:
         yield
@@ -146,7 +146,7 @@ def calling(peer: str) -> Iterator[None]:
 
 @contextmanager
 def known_errors(where: str) -> Iterator[None]:
-    """Around a whole request: what ends it is raised as an error of ours, a bug as InternalError, logged."""
+    """Around a whole request: raises any failure as a TandemError; a bug is logged and becomes InternalError."""
     try:
         yield
     except Exception as error:
@@ -154,13 +154,13 @@ def known_errors(where: str) -> Iterator[None]:
 
 
 def _meant() -> bool:
-    """Whether a CancelledError was asked for by whoever runs this task."""
+    """Whether a CancelledError comes from a cancellation of this task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
-    """End the call with this error."""
+    """Ends the call with this error."""
     status = rpc_status.to_status(to_status(error))
     if error.retry_after is not None:  # into the status itself: its trailers replace those set on the context
         pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)))
@@ -170,13 +170,13 @@ async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoRetu
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns whatever a handler raises into a documented status. A bug becomes INTERNAL with an id, and its trace goes
-    to the log: without this, grpcio would send UNKNOWN with the exception's text. So it would for bytes that are no
-    message, which is why they are read here, after the guard has let the call in."""
+    """Turns any exception of a handler into a documented status. A bug becomes INTERNAL with an id, and its trace is
+    logged; without this, grpcio would send UNKNOWN with the exception's text. The same holds for bytes that cannot be
+    parsed, so requests are parsed here, after the guard has admitted the call."""
 
     def __init__(self, bounded: bool = False, guard: Guard | None = None) -> None:
-        """`bounded`: requests come from clients, and may not consist of more than MOST_PARTS parts. `guard`: asked
-        about every call but those of OPEN_SERVICES."""
+        """`bounded`: requests come from clients and may have at most MOST_PARTS parts. `guard` checks every call except
+        those of OPEN_SERVICES."""
         self._bounded = bounded
         self._guard = guard
 
@@ -188,7 +188,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or (handler.request_streaming and method.startswith(OPEN_SERVICES)):
-            return handler  # of ours, no method takes a stream
+            return handler  # no method of Tandem takes a stream
         read = self._reader(handler.request_deserializer or bytes, handler_call_details)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
@@ -206,7 +206,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             if guard is not None:
                 guard(method, dict(details.invocation_metadata or ()))
             if self._bounded and len(data) > LARGE_BYTES:
-                await asyncio.to_thread(check_parts, data, method)  # streams go on meanwhile
+                await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
             try:
                 return parse(data)
             except DecodeError as error:
@@ -220,12 +220,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Stray(Exception):
-    """A cancellation that nobody asked for reached the end of a handler: without an answer its caller would wait."""
+    """An unrequested cancellation reached the end of a handler; without an answer the caller would wait."""
 
 
 @asynccontextmanager
 async def _answered(context: grpc.aio.ServicerContext, method: str) -> AsyncGenerator[None, None]:
-    """Whatever error a handler ends with is answered with its status."""
+    """Answers any error of a handler with its status."""
     try:
         yield
     except grpc.aio.AbortError:
@@ -267,7 +267,7 @@ def _guard_stream(
 
 
 def known(error: Exception, where: str) -> TandemError:
-    """The error itself if it is one of ours; a peer's error for a broken call; else a bug, logged with an id."""
+    """The error itself if it is a TandemError; the peer's error for a broken call; otherwise an InternalError."""
     if isinstance(error, TandemError):
         return error
     if isinstance(error, grpc.RpcError):

@@ -8,7 +8,7 @@ NEWEST_WEIGHT = 0.2  # of the newest point
 class LinearFit:
     """`base + each * x`, neither negative: least mean squares, normalised (Widrow and Hoff, 1960).
 
-    `scale` is an x at which both parts get the same share of what a point says.
+    `scale` is the x at which a point updates both parts equally.
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0, *, scale: float) -> None:
@@ -28,5 +28,5 @@ class LinearFit:
             self.each = self.base / self._scale
             return
         error = NEWEST_WEIGHT * (y - self.at(x)) / (1 + part**2)
-        self.base = max(self.base + error, self.base / 2)  # positive, whatever one strange point says
+        self.base = max(self.base + error, self.base / 2)  # positive, also after an outlier
         self.each = max(self.each + error * part / self._scale, 0.0)

@@ -1,4 +1,4 @@
-"""What the cluster answers, as plain values: completions, receipts, workers, ledgers, diagnoses.
+"""The results of calls as plain values: completions, receipts, jobs.
 
 Everything here is frozen, compares by value and turns into JSON with `to_dict()`. Durations are seconds.
 """
@@ -24,7 +24,7 @@ _PATHS: dict[int, Path] = {common_pb2.PATH_DISAGGREGATED: "disaggregated", commo
 
 
 class _Dict:
-    """Gives a dataclass `to_dict`."""
+    """Adds `to_dict` to a dataclass."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -67,14 +67,14 @@ class Transfer(_Dict):
 
 @dataclass(frozen=True, slots=True)
 class Estimate(_Dict):
-    """What the router expected when it placed a request, in seconds."""
+    """The router's estimate when it placed a request, in seconds."""
 
     wait: float
     """Until the worker begins with the prompt; the phase prefill_queue is what came of it."""
     compute: float
     """Of computing what is not cached: prefill_compute."""
     here: float
-    """What computing it on the decode worker costs everybody together; 0 where there was no choice."""
+    """The cost, to all requests, of computing the prompt on the decode worker; 0 where there was no choice."""
     there: float
     """The same on the prefill worker."""
 
@@ -92,7 +92,7 @@ class Receipt(_Dict):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that nobody had to compute for this request."""
+    """Prompt tokens that were found in a prefix cache."""
     seed: int
     ttft: float
     """From the request's arrival at the router until the first token is there for its client to read."""
@@ -110,7 +110,7 @@ class Receipt(_Dict):
     drafted: int
     """Tokens that were guessed and verified in the attempts that ended; 0 without speculative decoding."""
     accepted: int
-    """Of them, those that were right: so many tokens needed no step of their own."""
+    """Drafts that were accepted: this many tokens needed no separate step."""
     choice: int
     """Which of the `choices` answers to the same prompt this is."""
     choices: int
@@ -119,7 +119,7 @@ class Receipt(_Dict):
     client_ttft: float | None
     """From sending to the first token's arrival, measured by this client; None when no token came."""
     estimate: Estimate | None = None
-    """None where a worker had not said how fast it is."""
+    """None where a worker's rate was unknown."""
     ended_at: float = 0.0
     """Unix seconds on the router's clock."""
     trace_id: str = ""
@@ -205,12 +205,12 @@ class ModelInfo(_Dict):
 class StreamReader:
     """Turns the events of one Generate call into pieces, and refuses a stream with a gap or without an end.
 
-    A stream that lost or repeated a message must never look like a shorter or longer answer.
-    Make it when the request is sent: it measures the time to the first token from there.
+    A stream that lost or repeated a message must never look like a shorter or longer answer. Create it when the request
+    is sent: the time to the first token counts from then.
     """
 
     def __init__(self, from_token: int = 0) -> None:
-        """`from_token`: the first one that is wanted; what came in one piece with it may begin before it."""
+        """`from_token`: the first wanted token; a piece that contains it may begin before it."""
         self._sent = perf_counter()
         self._first_token: dict[int, float] = {}  # by choice: seconds after sending
         self._tokens: list[int] = [from_token]  # of each choice so far
@@ -219,21 +219,21 @@ class StreamReader:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers have said how they ended."""
+        """Whether all answers have ended."""
         return len(self._finished) == len(self._tokens)
 
     @property
     def tokens(self) -> int:
-        """How many have come so far."""
+        """The number of tokens so far."""
         return sum(self._tokens)
 
     @property
     def due(self) -> int:
-        """The first token of any answer that has not come yet."""
+        """The lowest position of a token that is missing in any answer."""
         return min(count for choice, count in enumerate(self._tokens) if choice not in self._finished)
 
     def has(self, event: generation_pb2.GenerateResponse) -> bool:
-        """Whether all in it has come before, in a stream that was begun again."""
+        """Whether a restarted stream has delivered all of the event before."""
         if event.HasField("finished"):
             return event.finished.choice in self._finished
         if not event.HasField("delta"):
@@ -279,7 +279,7 @@ class StreamReader:
         )
 
     def end(self) -> None:
-        """The stream is over. Raises InternalError if it never said how it ended."""
+        """The stream is over. Raises InternalError if an answer has no end."""
         if len(self._finished) < len(self._tokens):
             raise InternalError("the stream ended without a receipt, so the text may be cut")
 
@@ -300,24 +300,26 @@ def completion(pieces: list[Piece]) -> Completion:
         token_ids=[token for piece in pieces for token in piece.token_ids],
         finish_reason=reason,
         receipt=receipt,
-        logprobs=[one for piece in pieces for one in piece.logprobs or ()] if any(p.logprobs for p in pieces) else None,
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs or ()]
+        if any(p.logprobs for p in pieces)
+        else None,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )
 
 
-def _prompt_logprobs(said: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:
-    return _logprobs(said.logprobs, said.token_ids[1:])
+def _prompt_logprobs(message: generation_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    return _logprobs(message.logprobs, message.token_ids[1:])
 
 
-def _logprobs(said: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
+def _logprobs(message: common_pb2.Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
     count = len(token_ids)
-    width = len(said.top_ids) // max(1, count)
-    if len(said.chosen) != count or len(said.top) != len(said.top_ids) or len(said.top) != width * count:
-        raise InternalError(f"{len(said.chosen)} log probabilities do not fit {count} tokens")
+    width = len(message.top_ids) // max(1, count)
+    if len(message.chosen) != count or len(message.top) != len(message.top_ids) or len(message.top) != width * count:
+        raise InternalError(f"{len(message.chosen)} log probabilities do not fit {count} tokens")
     ranges = [slice(width * place, width * (place + 1)) for place in range(count)]
     return [
-        TokenLogprob(token, chosen, dict(zip(said.top_ids[at], said.top[at], strict=True)))
-        for token, chosen, at in zip(token_ids, said.chosen, ranges, strict=True)
+        TokenLogprob(token, chosen, dict(zip(message.top_ids[at], message.top[at], strict=True)))
+        for token, chosen, at in zip(token_ids, message.chosen, ranges, strict=True)
     ]
 
 
@@ -336,7 +338,7 @@ def _reason(reason: int) -> FinishReason:
 
 
 def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -> Receipt:
-    """`client_ttft` is the time to first token as the client saw it, if it knows."""
+    """`client_ttft` is the time to first token as measured by the client, if it did."""
     return from_message(
         Receipt,
         receipt,
@@ -352,12 +354,12 @@ def receipt(receipt: generation_pb2.Receipt, client_ttft: float | None = None) -
     )
 
 
-def _estimate(given: generation_pb2.Estimate) -> Estimate:
-    return Estimate(given.wait_seconds, given.compute_seconds, given.here_seconds, given.there_seconds)
+def _estimate(message: generation_pb2.Estimate) -> Estimate:
+    return Estimate(message.wait_seconds, message.compute_seconds, message.here_seconds, message.there_seconds)
 
 
 def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
-    return [receipt(one) for one in answer.receipts]
+    return [receipt(message) for message in answer.receipts]
 
 
 def _transfer(report: common_pb2.TransferReport) -> Transfer:

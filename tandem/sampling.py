@@ -1,4 +1,4 @@
-"""The sampling parameters: what a client may say, what each is where it does not say, and its bounds.
+"""The sampling parameters: names, defaults and bounds.
 
 Everything else follows from here: the client's keywords, the options of `tandem generate`, the fields of the HTTP API,
 the router's validation and the workers' form. A number needs a line in SamplingOptions and one in Sampling.
@@ -53,7 +53,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: Annotated[bool, Cli(None, "Go on at the model's end tokens.")]
     stop_token_ids: Iterable[int] | None
     min_tokens: Annotated[int | None, Cli("N", "Do not end before so many.")]
-    """Nothing that would end the completion is chosen before it has so many tokens."""
+    """No token that would end the completion is chosen before it has this many tokens."""
     repetition_penalty: Annotated[
         float | None,
         Bounds(0, 10, least_excluded=True),
@@ -88,7 +88,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GrammarSpec(NamedTuple):
-    """What a text must fit, as the client said it: `kind` is a field of tandem.v1.Grammar."""
+    """A grammar as the client specified it: `kind` is a field of tandem.v1.Grammar."""
 
     kind: str  # json_schema, json, regex, ebnf; choice and calls have a JSON list as their text
     text: str
@@ -110,9 +110,9 @@ class Sampling:
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     frequency_penalty: float = 0.0  # these two over generated tokens
     presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); ids differ
-    min_tokens: int = 0  # no stop token before so many generated ones
-    logprobs: int | None = None  # None: none; else how many alternatives for each token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, the bias added to its logit); ids are distinct
+    min_tokens: int = 0  # generated tokens before which no stop token is chosen
+    logprobs: int | None = None  # the number of alternatives for each token; None: no log probabilities
     prompt_logprobs: int | None = None  # likewise, for each token of the prompt but the first
     grammar: GrammarSpec | None = None
 
@@ -122,7 +122,7 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether anything but the model's logits decides what is likely."""
+        """Whether any parameter changes the logits."""
         return self.penalises or self.min_tokens > 0 or bool(self.logit_bias)
 
 

@@ -31,148 +31,157 @@ class Settings(BaseSettings):
     model: str
     """A checkpoint folder or a hub id."""
     prefill: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Wanted prefill workers. 0: decode workers prefill for themselves, and the receipt says so."""
+    """Wanted prefill workers. 0: decode workers compute the prompts themselves, and the receipt says so."""
     decode: Annotated[int, Field(ge=1, le=1024)] = 1
     """Wanted decode workers."""
     autoscale: Literal["off", "dry-run", "on"] = "off"
-    """on: the supervisor sizes the pools itself, by what arrives, what waits and the objectives, from `prefill` and
-    `decode` up to the two that follow, and nobody else does. dry-run: it only says what it would do, which
+    """on: the supervisor sizes the pools, from `prefill` and `decode` up to the two settings that follow, by arrivals,
+    waiting requests and the objectives; nothing else may size them. dry-run: it only reports what it would do, which
     `tandem autoscale` shows."""
     prefill_max: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Most prefill workers, with autoscale; `prefill` is the least. Absent: always as many as `prefill`."""
+    """Most prefill workers, with autoscale; `prefill` is the least. Absent: the same as `prefill`."""
     decode_max: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Most decode workers, with autoscale; `decode` is the least. Absent: always as many as `decode`."""
+    """Most decode workers, with autoscale; `decode` is the least. Absent: the same as `decode`."""
     autoscale_hold_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
-    """A pool shrinks when fewer workers were enough for so long."""
+    """A pool shrinks when fewer workers have been enough for this long."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
-    """Processes that have imported everything and wait to become a worker of either pool: one that dies, or that the
-    autoscaler wants, is there seconds sooner. Each takes the memory of its libraries; it has no model and no device."""
+    """Processes that have imported all libraries and wait to become a worker of either pool, so that a replacement, or
+    a worker that the autoscaler wants, is ready seconds sooner. Each takes the memory of its libraries; it has no model
+    and no device."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
-    """Address that the router and the workers listen on. Where that is not loopback, workers need a cluster_token or
-    a cluster_cert, and clients should need keys and TLS."""
+    """Address on which the router and the workers listen. If it is not loopback, workers need a cluster_token or a
+    cluster_cert, and clients should need keys and TLS."""
     tls_cert: Path | None = None
     """The router's certificate chain (PEM), for gRPC and HTTP. With tls_key; absent: clients are not encrypted."""
     tls_key: Path | None = None
     """The key of tls_cert (PEM)."""
     tls_client_ca: Path | None = None
-    """Clients must show a certificate of this authority (PEM)."""
+    """Clients must present a certificate of this authority (PEM)."""
     cluster_cert: Path | None = None
-    """By which the cluster's processes know each other (PEM), for the name tandem-cluster; with cluster_key and
-    cluster_ca. Their calls are encrypted then, and nobody without a certificate of cluster_ca is answered. Not KV."""
+    """The certificate (PEM) by which the cluster's processes authenticate each other, for the name tandem-cluster; with
+    cluster_key and cluster_ca. Their calls are then encrypted, and a caller without a certificate of cluster_ca is
+    rejected. KV is not encrypted."""
     cluster_key: Path | None = None
     """The key of cluster_cert (PEM)."""
     cluster_ca: Path | None = None
     """The authority of cluster_cert (PEM)."""
     advertise_host: str | None = None
-    """What other machines call this one. Absent: `host`."""
+    """The address by which other machines reach this one. Absent: `host`."""
     cluster_token: Annotated[SecretStr, Field(min_length=16)] | None = None
-    """What the cluster's own processes show each other, so that the workers' ports serve nobody else; the same for all
-    of them. Absent: `tandem up` makes one up; processes that are started one by one ask nobody, on loopback only."""
+    """The secret that the cluster's processes present to each other, so that the workers' ports serve only them; the
+    same for all of them. Absent: `tandem up` creates one; processes that are started one by one require none, on
+    loopback only."""
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
     worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """A worker's gRPC port; 0 picks a free one, as several workers on one address need it."""
+    """A worker's gRPC port; 0 picks a free one, which several workers on one address need."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Every process serves its metrics there, under /metrics on `host`, to whoever asks and unencrypted; 0 picks a free
-    one, which `tandem workers --output json` shows, and where several processes share a machine nothing else works.
-    Absent: no such port; the router's HTTP API has its own metrics in any case."""
+    """Every process serves its metrics there, under /metrics on `host`, without a key and unencrypted. 0 picks a free
+    one, which `tandem workers --output json` shows; several processes on one machine need 0. Absent: no such port; the
+    router's HTTP API serves its own metrics in any case."""
     metrics_compat: Literal["none", "vllm"] = "none"
-    """vllm: the metrics that vLLM has as well also appear under its names, for dashboards and autoscalers that know
+    """`vllm`: metrics that vLLM has as well also appear under its names, for dashboards and autoscalers that use
     them."""
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+/?$")] | None = None
-    """Where traces go, by OTLP over gRPC, such as http://localhost:4317; with https encrypted. Absent: nothing is
-    traced, and nothing is said of traces to anybody."""
+    """The collector of traces, by OTLP over gRPC, such as http://localhost:4317; with https encrypted. Absent: no
+    traces, and no trace context is sent."""
     trace_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Of the requests that come without a trace, the share that gets one. Who comes with one has decided already."""
+    """The share of requests without a trace context that is traced. A request with one follows its caller's
+    decision."""
     api_keys: Path | None = None
-    """A file with the keys that the router asks for, over gRPC and HTTP; see services/router/tenancy/api_keys.py. It is
-    read again when it changes. Absent: nobody is asked."""
+    """A file with the keys that the router requires, over gRPC and HTTP; see services/router/tenancy/api_keys.py. It is
+    read again when it changes. Absent: no key is required."""
     redis: Annotated[str | None, Field(repr=False)] = None
     """URL of the registry: redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../SERVICE or
-    redis+cluster://HOST:PORT,... Absent: an embedded Valkey that lives as long as `tandem up`."""
+    redis+cluster://HOST:PORT,... Absent: an embedded Valkey that runs as long as `tandem up`."""
     cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
     """Prefix of this cluster's keys, for several clusters on one registry."""
     ray_address: str | None = None
-    """An existing Ray cluster. Absent: one on this machine that lives as long as `tandem up`."""
+    """An existing Ray cluster. Absent: one on this machine that runs as long as `tandem up`."""
 
     logs: Path | None = None
-    """A folder that keeps the logs of every run, in a folder of its own. Absent: those of a failed run are kept in the
-    temporary directory."""
+    """A folder that keeps the logs of every run, each in a separate folder. Absent: those of a failed run are kept in
+    the temporary directory."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; one that is not named is float32).
-    On CPU float32: bfloat16 is faster there, but only float32 resumes a stream token for token."""
+    """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; float32 if it names none). On CPU float32:
+    bfloat16 is faster there, but without the compiled operators only float32 resumes a stream token for token."""
     weights: Literal["checkpoint", "bf16", "int8", "int4", "fp8"] = "checkpoint"
-    """What the weights of products are rounded to at load; checkpoint: nothing, they are as the checkpoint has them, in
-    `dtype`. Fewer bits are less memory and faster decoding, and other answers. On CPU only."""
+    """The format to which the weights of products are rounded at load; checkpoint: no rounding, they are as in the
+    checkpoint, in `dtype`. Fewer bits take less memory, decode faster and give other answers. On CPU only."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """What K and V are kept and moved in. auto: the model's dtype. int8 and fp8 take about half the bytes of bfloat16,
-    scales included, and round; both pools must say the same."""
+    """The type in which K and V are stored and moved. auto: the model's dtype. int8 and fp8 take about half the bytes
+    of bfloat16, scales included, and round; both pools must have the same."""
     sum_order: Literal["fastest", "tile32", "pairs", "chain16", "chain8"] = "fastest"
-    """In which order a CPU worker sums products, and so what bits it gives. fastest: what its processor does best.
-    Workers of different processors agree on the bits where all are given one order that all can serve; it may be a
-    slower one. tile32 and pairs need AVX512_BF16, chain16 AVX-512, chain8 AVX2, and the operators compiled for it."""
+    """The order in which a CPU worker sums products, which determines the bits of its results. `fastest`: the fastest
+    on its processor. Workers on different processors produce the same bits if all are given one order that all support;
+    it may be a slower one. `tile32` and `pairs` need AVX512_BF16, `chain16` AVX-512, `chain8` AVX2, and the operators
+    compiled for it (`python -m engine.kernels.build --level`; images have them all)."""
     weight_cache: Annotated[str, Field(min_length=1)] = "auto"
-    """Where weights are kept as the compiled operators read them, for the next start and for all workers of a host to
-    share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own, in memory)."""
+    """Where weights are kept in the form that the compiled operators read, for the next start and for all workers of a
+    host to share: a folder, auto (tandem/weights in the user's cache folder), or off (each worker has its own copy in
+    memory)."""
     weight_cache_gib: Annotated[float, Field(gt=0, le=65536)] = 32.0
-    """What is kept there at most; the files used longest ago go first."""
+    """Its maximum size; the files that were used longest ago are removed first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where torch finds it."""
+    """auto: cuda if torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
     """CPU threads of one worker's engine; 0: this machine's cores divided by its workers, at least one."""
 
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
-    """Token places in a block: the unit of allocation, caching and transfer."""
+    """Token places in a block: the unit of allocation, caching and transfer. On CUDA without the package
+    `flash-attn-3`, attention reads pages in place only with a multiple of 256 (not yet run on a GPU)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Longest sequence in tokens. Absent: the checkpoint's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Sequences that one worker has in progress at most."""
+    """Maximum number of sequences in progress on one worker."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 512
     """Token budget of one step; prompts longer than this are computed in chunks."""
     stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
-    """Where a worker computes prompts beside its streams: how many times as long as a step of one stream alone such a
-    step may take. Absent: with `slo_tpot_s` as long as keeps it, else 2 with prefill workers, and 8 without, where
-    prompts have no other place."""
+    """The longest step with both prompts and streams, as a multiple of a step of one stream alone. Absent: with
+    `slo_tpot_s`, 2 or half of that objective, whichever is longer; otherwise 2 with prefill workers, and 8 without,
+    where prompts have no other place."""
     local_prefill: Literal["measured", "never", "always"] = "measured"
-    """measured: the decode worker computes a prompt where that costs everybody together less time than waiting for a
-    prefill worker. never: only where there is no prefill worker. always: it computes every prompt."""
+    """measured: the decode worker computes a prompt if that costs all requests less time in total than waiting for a
+    prefill worker. never: only if there is no prefill worker. always: it computes every prompt."""
     place_by_prefix: bool = True
-    """The router places prompts where their beginning is cached, if that saves time. Off: by load alone."""
+    """The router sends a prompt to a worker that has cached its beginning, if that saves time. Off: by load alone."""
     slo_ttft_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     """Objective: seconds to the first token. A request that would wait and then miss it is refused at once, with the
-    time after which to try again. Absent: none is refused for that."""
+    time after which to try again. Absent: no request is refused for that."""
     slo_tpot_s: Annotated[float, Field(gt=0, le=3600)] | None = None
-    """Objective: seconds from token to token. No decode worker gets a stream with which its steps would take longer,
-    and its streams make way for prompts as far as it is kept. Absent: as many as have room."""
+    """Objective: seconds from token to token. No decode worker receives a stream that would make its steps longer than
+    this, and its streams give way to prompts as far as the objective is kept. Absent: as many streams as there is room
+    for."""
     memory_utilization: Annotated[float, Field(gt=0.0, le=0.95)] | None = None
-    """Share of the memory that is free after loading and a profiling step that one worker may use for KV.
-    Absent: 0.9 on CUDA, 0.15 on CPU, where workers share the host."""
+    """Share of the memory that is free after loading and a profiling step that one worker may use for KV. Absent: 0.9
+    on CUDA, 0.15 on CPU, where workers share the host."""
     kv_blocks: Annotated[int, Field(ge=2)] | None = None
     """Blocks of one worker, instead of measuring."""
 
     speculation: Literal["off", "ngram", "draft"] = "off"
-    """Guess the next tokens and verify several in one step: the same tokens, sooner where guesses are right. ngram:
-    from the text so far; draft: by `draft_model`. It stops by itself where it does not pay."""
+    """Draft the next tokens and verify several in one step: the same tokens, sooner where drafts are right. `ngram`:
+    from the text so far; `draft`: by `draft_model`. It stops by itself where it does not pay."""
     speculation_tokens: Annotated[int, Field(ge=1, le=32)] = 8
-    """Guesses of one request for one step, at most."""
+    """Maximum number of drafts of one request in one step."""
     draft_model: str | None = None
     """A smaller checkpoint with the same vocabulary, loaded on decode workers; for speculation = draft."""
 
     adapters: dict[Annotated[str, Field(pattern=ADAPTER_NAME)], str] = {}
-    """LoRA adapters: name to a folder that PEFT has saved; in the environment as JSON. Requests name one."""
+    """LoRA adapters: name to a folder that PEFT has saved; `--adapter NAME=FOLDER` adds one, in the environment it is
+    JSON. Requests name one."""
     adapter_slots: Annotated[int, Field(ge=1, le=256)] = 8
-    """Adapters that one worker has in its model at a time. Others are loaded when they are asked for, in the place of
-    the one that was used least recently and is not in use."""
+    """Adapters that one worker has in its model at a time. Others are loaded on demand, in place of the least recently
+    used one that is not in use."""
 
     transport: Literal["nixl", "inprocess"] = "nixl"
-    """What moves KV. inprocess is for tests that run both pools in one process."""
+    """The transport of KV. inprocess is for tests that run both pools in one process."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    """Deadline of a request that brings none, and the longest that one may bring."""
+    """Deadline of a request without one, and the longest permitted deadline."""
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 4.0
     """Longest time in which a transfer of KV may make no progress (4 MiB or one block), and longest wait for its
     release."""
@@ -181,26 +190,28 @@ class Settings(BaseSettings):
     job_timeout_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
     """Longest time from a job's submission to its end."""
     job_kept_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
-    """How long a job that has ended can still be fetched."""
+    """How long an ended job can be fetched."""
     max_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 10_000
-    """Jobs that have not ended, of the whole cluster; more are refused."""
+    """Jobs of the whole cluster that have not ended; more are refused."""
     max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
-    """Of them, those of one tenant, where `api_keys` names tenants."""
+    """Jobs of one tenant that have not ended, where `api_keys` names tenants."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Tokens of a stream that are made faster than this go to its client together; 0: each as it is made. The first and
-    the last one never wait. A message costs a router the same whatever is in it, so this bounds what a stream costs."""
+    """Tokens of a stream that are generated faster than this are sent to its client together; 0: each token separately.
+    The first and the last one never wait. A message costs a router the same whatever it contains, so this bounds the
+    cost of a stream."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
-    """Largest request message that the router reads."""
+    """Largest request message that the router reads, over gRPC and HTTP."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
-    """A worker tells the registry this often that it lives."""
+    """Interval of a worker's heartbeat to the registry."""
     heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 3.0
-    """A worker not heard of for so long is gone."""
+    """A worker without a heartbeat for this long is gone."""
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
-    """How long a stopping worker may take to finish what runs."""
+    """How long a stopping worker may take to finish its requests."""
     start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
-    """`tandem up` starts a worker again that ended no stage of its start for so long. Reading the weights is one."""
+    """`tandem up` restarts a worker that has completed no stage of its start for this long. Reading the weights is one
+    stage."""
 
     @property
     def stretch(self) -> float:
@@ -231,8 +242,8 @@ class Settings(BaseSettings):
         return {"prefill": (self.prefill, of_prefill), "decode": (self.decode, of_decode)}
 
 
-def load(**given: Any) -> Settings:
-    """Settings from `given` (None means "not given"), the environment and the defaults.
+def load(**overrides: Any) -> Settings:
+    """Settings from `overrides` (None means "not given"), the environment and the defaults.
 
     Raises SettingsError naming the setting and its bound.
     """
@@ -244,7 +255,7 @@ def load(**given: Any) -> Settings:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise SettingsError(f"unknown setting {name} in the environment", field=name)
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

@@ -1,10 +1,10 @@
-"""Background tasks: supervised from their creation, ended for certain. And several streams read as one.
+"""Background tasks: supervised from their creation, and reliably ended. And several streams merged into one.
 
-A task that ends by an exception is silent until it is garbage collected, and a loop that returned early leaves no trace
-at all. So every background task is created here, with a policy:
+A task that ends by an exception is silent until it is garbage collected, and a loop that returns early leaves no trace.
+So every background task is created here, with a policy:
 
-    forever   a loop: whatever ends it but its owner's `end` is logged, and it starts again after a growing delay
-    once      work with an end of its own: a failure is logged, and reported to `failed` if there is one
+    forever   a loop: any end other than its owner's `end` is logged, and the loop restarts after a growing delay
+    once      finite work: a failure is logged, and passed to `failed` if given
 
 A task whose outcome its creator awaits needs neither (tests/rules/test_tasks.py lists those).
 """
@@ -29,7 +29,7 @@ _once: set[asyncio.Task[None]] = set()  # the event loop itself keeps only weak 
 
 
 def forever(work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[None]:
-    """A task that runs `work` until it is cancelled. `work` is called again when it returned or raised."""
+    """A task that runs `work` until it is cancelled. `work` is called again after it has returned or raised."""
     return asyncio.create_task(_forever(work, name), name=name)
 
 
@@ -80,16 +80,16 @@ async def _logged(
 
 
 def _cancelled() -> bool:
-    """Whether somebody cancelled the current task."""
+    """Whether the current task was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def end(task: asyncio.Task[Any] | None) -> None:
-    """Cancel it and wait until it is over, whatever its outcome.
+    """Cancels the task and waits until it is over, whatever its outcome.
 
-    One `cancel` is not always enough: a library that waits with a timeout of its own may swallow it when both come at
-    once (redis-py's pub/sub reader does), so it is repeated until the task has ended.
+    One `cancel` is not always enough: a library with its own timeout may swallow it when both occur at the same time
+    (redis-py's pub/sub reader does), so it is repeated until the task has ended.
     """
     while task is not None and not task.done():
         task.cancel()
@@ -106,19 +106,19 @@ async def within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 def failed(task: asyncio.Task[Any]) -> bool:
-    """Whether it has ended, and not by returning."""
+    """Whether the task has ended by an error or a cancellation."""
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """Ends it with this error if it has not ended. Nobody may be waiting for it, which is no reason for a warning."""
+    """Ends the future with this error if it has not ended."""
     if not future.done():
         future.set_exception(error)
-        future.exception()
+        future.exception()  # retrieved: without a waiter, asyncio would log a warning
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """The items of all streams as they come, one ahead of the reader from each. The first error ends all of them."""
+    """The items of all streams as they arrive; of each, one is read ahead. The first error ends all of them."""
     waiting = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
         while waiting:
@@ -135,6 +135,6 @@ async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerato
         for task in waiting:
             await end(task)
             if not task.cancelled():
-                task.exception()  # seen: the first error is the one that is told
+                task.exception()  # retrieved: only the first error is raised
         for stream in streams:
             await stream.aclose()

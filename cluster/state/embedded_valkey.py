@@ -29,8 +29,8 @@ class EmbeddedValkey:
     """One server. Start it from a thread that stays: it is killed when that thread ends."""
 
     def __init__(self, directory: Path, on_death: Callable[[], None] | None = None) -> None:
-        """`directory` must be private (0700): whoever may open the socket may do everything. `on_death` is called,
-        in another thread, when the server ends without stop()."""
+        """`directory` must be private (0700): access to the socket permits everything. `on_death` is called, in another
+        thread, when the server ends without stop()."""
         self._on_death = on_death
         self._stopping = False
         self._lock = threading.Lock()  # of the next two
@@ -68,7 +68,7 @@ class EmbeddedValkey:
             "appendonly": "no",
             "daemonize": "no",
         }
-        self._socket.unlink(missing_ok=True)  # a killed server leaves its socket behind
+        self._socket.unlink(missing_ok=True)  # a killed server does not remove its socket
         self._directory.mkdir(mode=0o700, exist_ok=True)
         command = [str(binary), *(part for name, value in arguments.items() for part in (f"--{name}", value))]
         self._process = subprocess.Popen(
@@ -90,8 +90,8 @@ class EmbeddedValkey:
         return self.url
 
     def restart(self) -> None:
-        """After its death. A server that does not come up, perhaps killed as well, is tried again. Raises Unavailable
-        after RESTART_DELAYS_S of them."""
+        """Starts the server again after its death. Retries if it does not come up; raises Unavailable after all
+        RESTART_DELAYS_S."""
         for delay_s in RESTART_DELAYS_S:
             try:
                 self.start()
@@ -141,7 +141,7 @@ class EmbeddedValkey:
             return self._serving is process
 
     def _answers(self) -> bool:
-        """Whether PING is answered. Not through the registry's client: this file knows one server, not its content."""
+        """Whether PING is answered. Independent of the registry's client."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(PING_TIMEOUT_S)

@@ -1,17 +1,17 @@
-"""Jobs and their tokens, kept so that any router can go on with them. All keys of jobs are in this file:
+"""Jobs and their tokens, stored so that any router can continue them. All Redis keys of jobs are in this file:
 
-    tandem:{<cluster>}:job:<id>        hash: what was asked, the state, whose it is (generation), and how many tokens
-                                       each completion has (tokens, tokens:1, tokens:2, ...)
-    tandem:{<cluster>}:events:<id>     stream: what its watchers get, one entry for each event
+    tandem:{<cluster>}:job:<id>        hash: the request, the state, the owner's generation, and how many tokens each
+                                       completion has (tokens, tokens:1, tokens:2, ...)
+    tandem:{<cluster>}:events:<id>     stream: the events that watchers receive, one entry each
     tandem:{<cluster>}:jobs            sorted set: id of each open job -> when its owner's lease ends, in ms
-    tandem:{<cluster>}:open            sorted set: the same ids, all with score 0, so that a tenant's are one range
+    tandem:{<cluster>}:open            sorted set: the same ids, all with score 0, so that a tenant's jobs are one range
     tandem:{<cluster>}:wake:<router>   stream: ends the blocking read of a router that has another job to watch
 
-An id is TENANT/NAME, and no tenant has a `/` in its name. Each change is one script, which first asks whether the
-caller still owns the job: a router that was taken for dead and comes back can add nothing. The server's clock counts.
+An id is TENANT/NAME, and no tenant's name contains `/`. Each change is one script, which first checks that the caller
+still owns the job: a router that was presumed dead and returns can add nothing. Times are the server's.
 
-A router holds the same number of connections however many jobs it runs and clients watch: some for changes, some for
-pages that watchers read by themselves, one for the blocking read (cluster/state/stream_watches.py).
+A router's number of connections does not depend on how many jobs it runs or clients watch: some are for changes, some
+for pages that watchers read, one for the blocking read (cluster/state/stream_watches.py).
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class JobState(StrEnum):
 
 
 class Kept(StrEnum):
-    """What became of a change."""
+    """The outcome of a change."""
 
     KEPT = "kept"
-    CANCELLED = "cancelled"  # somebody wants the job to end
-    LOST = "lost"  # it is another router's by now, or has ended
-    GAP = "gap"  # the tokens do not stand where those before them end
+    CANCELLED = "cancelled"  # a client has cancelled the job
+    LOST = "lost"  # another router owns it now, or it has ended
+    GAP = "gap"  # the tokens do not begin where the stored ones end
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`at`: its place in the job's stream. Of the last one `ended` says how the job ended, and `event` is empty."""
+    """`at`: the entry's id in the job's stream. The last entry has `ended`, the final state, and no `event`."""
 
     at: str
     event: bytes
@@ -167,7 +167,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A job to be kept; equal digests ask for the same."""
+    """A job to be stored; requests with equal digests are the same job."""
 
     job_id: str
     request: bytes
@@ -180,8 +180,8 @@ class JobJournal:
     def __init__(
         self, url: str, cluster: str, *, lease_s: float, kept_s: float, most: int, most_each: int | None = None
     ) -> None:
-        """`lease_s`: how long a job is its router's without a word of it; `kept_s`: how long an ended one is kept;
-        `most`: open jobs, `most_each`: of them those of one tenant that has a name."""
+        """`lease_s`: after how long without a renewal a router loses a job; `kept_s`: how long an ended job is kept;
+        `most`: the limit on open jobs; `most_each`: likewise, of one named tenant."""
         self.lease_s = lease_s
         self._kept_ms, self._most, self._most_each = int(kept_s * 1000), most, most if most_each is None else most_each
         self._prefix = f"tandem:{{{cluster}}}"
@@ -194,32 +194,32 @@ class JobJournal:
         await self._reads.close()
 
     async def submit(self, jobs: Sequence[Asked], tenant: str = "") -> list[bool]:
-        """Keeps all of them or none. Whether each is new; the first owner of a new one has generation 1. Raises
-        PreconditionFailed for another request under the same id, Busy when too many are open."""
+        """Stores all of them or none. Returns whether each is new; the first owner of a new job has generation 1.
+        Raises PreconditionFailed for another request under the same id, Busy when too many are open."""
         args: list[Any] = [self._lease_ms, self._most, self._most_each, tenant]
         for job in jobs:
             args += [job.job_id, job.request, job.digest]
         keys = [*self._open, *(self._job(job.job_id) for job in jobs)]
-        found, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
-        if found == "other":
+        outcome, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
+        if outcome == "other":
             raise PreconditionFailed(
                 f"there is a job {about[0]!r:.140} already, and it asked for something else",
                 reason="JOB_DIFFERS",
                 field="request_id",
                 bound="a new one for a new request",
             )
-        if found == "full":
+        if outcome == "full":
             raise Busy(f"{self._most} jobs are open, and more are not kept", reason="JOBS_FULL", retry_after=5.0)
-        if found == "full for it":
+        if outcome == "full for it":
             raise Busy(
                 f"{tenant} may have {self._most_each} open jobs, and with these it would have more",
                 reason="TENANT_JOBS",
                 retry_after=5.0,
             )
-        return [one == "new" for one in about]
+        return [status == "new" for status in about]
 
     async def append(self, job_id: str, generation: int, first: int, end: int, event: bytes, choice: int = 0) -> Kept:
-        """Tokens [first, end) of a completion; none where it has ended and others go on."""
+        """Appends tokens [first, end) of a completion; an empty range when it has ended and others continue."""
         keys = [self._job(job_id), self._events(job_id)]
         place = f"tokens:{choice}" if choice else "tokens"
         return Kept(await self._run(APPEND, keys, [generation, first, end, event, place]))
@@ -233,11 +233,11 @@ class JobJournal:
         error: TandemError | None = None,
     ) -> Kept:
         keys = [self._job(job_id), self._events(job_id), *self._open]
-        said = _to_json(error) if error else ""
-        return Kept(await self._run(END, keys, [generation, state.value, event, said, job_id, self._kept_ms]))
+        error_json = _to_json(error) if error else ""
+        return Kept(await self._run(END, keys, [generation, state.value, event, error_json, job_id, self._kept_ms]))
 
     async def renew(self, owned: Sequence[tuple[str, int]]) -> list[Kept]:
-        """The owner of these jobs, given by id and generation, is there."""
+        """Renews the leases of these jobs, given by id and generation."""
         return await self._lease(owned, self._lease_ms)
 
     async def release(self, owned: Sequence[tuple[str, int]]) -> None:
@@ -245,60 +245,62 @@ class JobJournal:
         await self._lease(owned, 0)
 
     async def _lease(self, owned: Sequence[tuple[str, int]], lease_ms: int) -> list[Kept]:
-        found: list[Kept] = []
+        outcomes: list[Kept] = []
         for start in range(0, len(owned), LEASES_PER_SCRIPT):
             some = owned[start : start + LEASES_PER_SCRIPT]
             keys = [self._open[0], *(self._job(job_id) for job_id, _ in some)]
-            args = [lease_ms, *(part for one in some for part in one)]
-            found += [Kept(one.decode()) for one in await self._writes.run(RENEW, keys, args)]
-        return found
+            args = [lease_ms, *(part for lease in some for part in lease)]
+            outcomes += [Kept(outcome.decode()) for outcome in await self._writes.run(RENEW, keys, args)]
+        return outcomes
 
     async def claim(self) -> JobRecord | None:
-        """A job whose owner's lease has ended, now the caller's; None when there is none."""
+        """Takes over a job whose lease has expired; None when there is none."""
         while True:
-            found = await self._writes.run(CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
-            if not found:
+            claimed = await self._writes.run(CLAIM, self._open, [f"{self._prefix}:job:", self._lease_ms])
+            if not claimed:
                 return None
-            if (generation := int(found[1])) and (record := await self.get(found[0].decode())).generation == generation:
+            if (generation := int(claimed[1])) and (
+                record := await self.get(claimed[0].decode())
+            ).generation == generation:
                 return record
 
     async def cancel(self, job_id: str) -> None:
-        """Its owner hears of it with the next token, or when it renews its lease. Raises NotFound."""
+        """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
         if not int(await self._run(CANCEL, [self._job(job_id)], [])):
             raise _unknown(job_id)
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""
-        async with self._reads.turn() as client:
-            found: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
-        if b"state" not in found:
+        async with self._reads.connection() as client:
+            fields: dict[bytes, bytes] = await client.hgetall(self._job(job_id))
+        if b"state" not in fields:
             raise _unknown(job_id)
-        error = found.get(b"error", b"").decode()
+        error = fields.get(b"error", b"").decode()
         return JobRecord(
             job_id,
-            found[b"request"],
-            JobState(found[b"state"].decode()),
-            int(found[b"generation"]),
-            sum(int(count) for name, count in found.items() if name.startswith(b"tokens")),
+            fields[b"request"],
+            JobState(fields[b"state"].decode()),
+            int(fields[b"generation"]),
+            sum(int(count) for name, count in fields.items() if name.startswith(b"tokens")),
             _from_json(error) if error else None,
         )
 
     async def entries(self, job_id: str, after: str = "0") -> list[Entry]:
-        """What was kept after `after`, in order, a page of it at most."""
-        async with self._reads.turn() as client:
-            found = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE_ENTRIES)
-        return [_entry(one) for one in found]
+        """The entries after `after`, in order, at most one page."""
+        async with self._reads.connection() as client:
+            rows = await client.xrange(self._events(job_id), f"({after}", "+", count=PAGE_ENTRIES)
+        return [_entry(row) for row in rows]
 
     async def all(self, job_id: str) -> list[Entry]:
-        """Everything that was kept, however much."""
-        found: list[Entry] = []
-        while more := await self.entries(job_id, found[-1].at if found else "0"):
-            found += more
-        return found
+        """All entries of the job, however many pages."""
+        entries: list[Entry] = []
+        while more := await self.entries(job_id, entries[-1].at if entries else "0"):
+            entries += more
+        return entries
 
     async def watch(self, job_id: str, idle_s: float) -> AsyncGenerator[list[Entry], None]:
-        """Everything that was kept, and then what comes, as it comes; an empty list when nothing came for `idle_s`
-        seconds. A watcher that reads slowly delays itself only."""
+        """Yields all stored entries, then new ones as they arrive; an empty list after `idle_s` seconds without one.
+        A slow watcher delays only itself."""
         at = "0"
         while page := await self.entries(job_id, at):
             yield page
@@ -309,13 +311,13 @@ class JobJournal:
                     while page := await self.entries(job_id, at):
                         yield page
                         at = page[-1].at
-                found = [entry for entry in map(_entry, await tail.take(idle_s)) if later(entry.at, at)]
-                if found or not tail.behind:
-                    yield found
-                at = found[-1].at if found else at
+                entries = [entry for entry in map(_entry, await tail.take(idle_s)) if later(entry.at, at)]
+                if entries or not tail.behind:
+                    yield entries
+                at = entries[-1].at if entries else at
 
     def end_watches(self, error: TandemError) -> None:
-        """Those who watch get this error."""
+        """Ends all watches with this error."""
         self._watches.fail(error)
 
     # ---- inside
@@ -335,8 +337,8 @@ class JobJournal:
         return f"{self._prefix}:events:{job_id}"
 
     async def _run(self, script: str, keys: list[str], args: list[Any]) -> str:
-        found = await self._writes.run(script, keys, args)
-        return found.decode() if isinstance(found, bytes) else str(found)
+        outcome = await self._writes.run(script, keys, args)
+        return outcome.decode() if isinstance(outcome, bytes) else str(outcome)
 
 
 def _entry(raw: Raw) -> Entry:

@@ -1,13 +1,13 @@
-"""Connections to Redis or Valkey: which URLs there are, how many connections a client holds, and errors of the tree.
+"""Connections to Redis or Valkey: the forms of URLs, the number of connections of a client, and its errors.
 
     redis:// rediss:// unix://                     one server
     redis+sentinel://HOST:PORT,HOST:PORT/SERVICE   the master of SERVICE, as these sentinels know it
     redis+cluster://HOST:PORT,HOST:PORT            Redis Cluster, found through any of these nodes
     rediss+sentinel:// rediss+cluster://           the same over TLS
 
-Each takes USER:PASSWORD@ before the host and the options of redis-py after `?`, such as ssl_ca_certs; sentinels with
-credentials of their own take sentinel_username and sentinel_password. Messages never contain the URL: it may hold a
-password.
+Each accepts USER:PASSWORD@ before the host and the options of redis-py after `?`, such as ssl_ca_certs;
+sentinel_username and sentinel_password are separate credentials for sentinels. Messages never contain the URL: it may
+contain a password.
 
 All keys of one Tandem cluster contain `{<cluster>}`, so Redis Cluster keeps them in one slot. Scripts over several keys
 and one blocking read over many streams need that. One cluster's load therefore stays on one node; several clusters
@@ -43,35 +43,35 @@ class RedisStore:
     def __init__(self, url: str, *, most: int) -> None:
         """Raises SettingsError when the URL is not one of the forms above."""
         self.client: Any = _client(url, most)
-        self._turns = asyncio.Semaphore(most)
+        self._free_connections = asyncio.Semaphore(most)
         self._scripts: dict[str, Any] = {}
 
     async def close(self) -> None:
         await self.client.aclose()
 
     @asynccontextmanager
-    async def turn(self, more_s: float = 0.0) -> AsyncIterator[Any]:
+    async def connection(self, more_s: float = 0.0) -> AsyncIterator[Any]:
         """The client, for one call that may take CALL_TIMEOUT_S and `more_s` seconds. Raises Unavailable."""
         with answering():
             try:
-                async with asyncio.timeout(CALL_TIMEOUT_S + more_s), self._turns:
+                async with asyncio.timeout(CALL_TIMEOUT_S + more_s), self._free_connections:
                     yield self.client
             except TimeoutError as error:
                 raise RedisError("no answer in time") from error
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """The script's answer. Raises Unavailable."""
-        found = self._scripts.get(script)
-        if found is None:
-            found = self._scripts[script] = self.client.register_script(script)
-        async with self.turn():
-            return await found(keys=list(keys), args=list(args))
+        registered = self._scripts.get(script)
+        if registered is None:
+            registered = self._scripts[script] = self.client.register_script(script)
+        async with self.connection():
+            return await registered(keys=list(keys), args=list(args))
 
     async def xread(self, streams: Mapping[str, str], count: int, block_s: float = 0.0) -> list[Any]:
-        """New entries of each stream behind the given id: [(stream, [(id, fields)])]. All streams are in one slot."""
+        """New entries of each stream after the given id: [(stream, [(id, fields)])]. All streams are in one slot."""
         block = ("BLOCK", max(1, int(block_s * 1000))) if block_s else ()
         command = ("XREAD", "COUNT", count, *block, "STREAMS", *streams, *streams.values())
-        async with self.turn(block_s) as client:
+        async with self.connection(block_s) as client:
             more = {}
             if isinstance(client, redis.RedisCluster):  # otherwise it asks a server for the keys of each XREAD
                 await client.initialize()
@@ -104,25 +104,27 @@ def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
     """A client of Sentinel or of Redis Cluster."""
     parts = urlsplit(f"{plain}://{rest}")
     login, _, hosts = parts.netloc.rpartition("@")
-    addresses = [_address(one, 26379 if kind == "sentinel" else 6379) for one in hosts.split(",")]
-    path = [unquote(one) for one in parts.path.strip("/").split("/") if one]
+    addresses = [_address(host, 26379 if kind == "sentinel" else 6379) for host in hosts.split(",")]
+    path = [unquote(part) for part in parts.path.strip("/").split("/") if part]
     query = dict(parse_qsl(parts.query))
     logins = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     database = "/" + path[1] if kind == "sentinel" and len(path) > 1 else ""
-    found = parse_url(f"{plain}://{login}{'@' if login else ''}localhost{database}?{urlencode(query)}")
-    given = {name: value for name, value in found.items() if name not in ("host", "port", "connection_class")}
-    tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+    parsed = parse_url(f"{plain}://{login}{'@' if login else ''}localhost{database}?{urlencode(query)}")
+    connection = {name: value for name, value in parsed.items() if name not in ("host", "port", "connection_class")}
+    tls = {name: value for name, value in connection.items() if name.startswith("ssl_")}
     if plain == "rediss":
-        given["ssl"] = tls["ssl"] = True
+        connection["ssl"] = tls["ssl"] = True
     if kind == "cluster":
         if path:
             raise _bad_url("Redis Cluster has one database")
-        return redis.RedisCluster(startup_nodes=[ClusterNode(*one) for one in addresses], **{**options, **given})
+        return redis.RedisCluster(
+            startup_nodes=[ClusterNode(*address) for address in addresses], **{**options, **connection}
+        )
     if not path:
         raise _bad_url("the name of the Sentinel service is missing behind the hosts")
     bounded = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
     sentinel: Any = redis.Sentinel(addresses, sentinel_kwargs={**bounded, **tls, **logins})  # type: ignore[no-untyped-call]
-    return sentinel.master_for(path[0], **{**options, **given})
+    return sentinel.master_for(path[0], **{**options, **connection})
 
 
 def _address(text: str, port: int) -> tuple[str, int]:

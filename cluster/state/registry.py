@@ -10,9 +10,9 @@
     tandem:{<cluster>}:autoscale    JSON of the autoscaler's last verdicts (cluster/autoscaler.py), expires after 10 s
     tandem:{<cluster>}:changed      pub/sub channel: "workers" or "wanted": a change that others should read now
 
-A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since the version that
-it knows, so its cost grows with changes and not with workers. No request depends on the registry: losing all of it
-costs placement quality, never a running stream.
+A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version,
+so its cost grows with changes and not with workers. No request depends on the registry: losing all of it impairs
+placement, but never a running stream.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WorkerRecord:
     address: str  # host:port
     model: str = ""
     layout_hash: str = ""  # of its KV blocks; equal on both sides of a transfer
-    kv_dtype: str = ""  # of an element of K or V there, such as "int8"
+    kv_dtype: str = ""  # the type of an element of K or V, such as "int8"
     sum_order: str = ""  # equal in two workers: the same bits, such as "tile32"; "": not known
     kv_token_bytes: float = 0.0  # of one token's KV, scales and padding included
     max_model_len: int = 0  # longest sequence that this worker can hold
@@ -96,8 +96,8 @@ class WorkerRecord:
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerRecord:
-        """Fields of a newer version are skipped; a worker in a state that only a newer version knows takes no new
-        requests. Raises ValueError for anything that is not a record."""
+        """Ignores fields of a newer version; a worker in a state that only a newer version has gets no new requests.
+        Raises ValueError for anything that is not a record."""
         try:
             return _parse_record(text)
         except ValueError:
@@ -128,14 +128,14 @@ class _Load:
 
 
 _parse_load = TypeAdapter(_Load).validator.validate_json
-_numbers = attrgetter(*(one.name for one in fields(_Load)))
-_description = attrgetter(*(one.name for one in fields(WorkerRecord)[: -len(fields(_Load)) - 1]))
+_numbers = attrgetter(*(column.name for column in fields(_Load)))
+_description = attrgetter(*(column.name for column in fields(WorkerRecord)[: -len(fields(_Load)) - 1]))
 _LOAD_BEGINS = b', "running": '  # nowhere in a text: its quotes are escaped there
 
 
 class RecordReader:
-    """Reads the values of the registry. Of a worker that says nothing new but its load, it parses the load alone: a
-    router reads a record of each worker in each second, on the event loop that relays tokens."""
+    """Parses the records of the registry. If only a worker's load has changed, it parses only the load: a router reads
+    a record of each worker every second, on the event loop that relays tokens."""
 
     def __init__(self) -> None:
         # By worker: its value as far as the load, and the fields in that.
@@ -146,15 +146,15 @@ class RecordReader:
         if value is None:
             self._known.pop(name, None)
             return None
-        described, found, load = value.partition(_LOAD_BEGINS)
+        described, separator, load = value.partition(_LOAD_BEGINS)
         known = self._known.get(name)
         try:
-            if found and known is not None and known[0] == described:
+            if separator and known is not None and known[0] == described:
                 try:
                     numbers = _numbers(_parse_load(b'{"running": ' + load))
                     return WorkerRecord(*(*known[1], *numbers, beat))
                 except ValueError:
-                    pass  # it says more than the load there
+                    pass  # it has more fields than the load there
             record = WorkerRecord.parse(value.split(b" ", 2)[2])
         except (ValueError, IndexError) as error:
             log.error("registry.unreadable_record", worker=name.decode(errors="replace"), error=repr(error))
@@ -337,7 +337,7 @@ class Registry:
         await self._store.run(SET_WANTED, [f"{self._prefix}:wanted"], [f"{self._prefix}:changed", *flat])
 
     async def wanted(self) -> dict[str, int]:
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             values = await client.hgetall(f"{self._prefix}:wanted")
         return {role.decode(): int(size) for role, size in values.items() if size.isdigit()}
 
@@ -358,12 +358,12 @@ class Registry:
     # ---- the autoscaler's verdicts
 
     async def publish_scaling(self, text: str) -> None:
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             await client.set(f"{self._prefix}:autoscale", text, px=int(SCALING_TTL_S * 1000))
 
     async def scaling(self) -> str | None:
         """None: it has not published any lately."""
-        async with self._store.turn() as client:
+        async with self._store.connection() as client:
             text = await client.get(f"{self._prefix}:autoscale")
         return None if text is None else str(text.decode())
 

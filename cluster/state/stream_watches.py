@@ -28,9 +28,9 @@ WAKE_TTL_S = 3600
 Raw = tuple[bytes, dict[bytes, bytes]]  # an entry's id and its fields
 
 
-def later(one: str, other: str) -> bool:
-    """Whether entry id `one` comes after `other`."""
-    return _place(one) > _place(other)
+def later(entry_id: str, other: str) -> bool:
+    """Whether `entry_id` is after `other`."""
+    return _place(entry_id) > _place(other)
 
 
 def _place(at: str) -> tuple[int, ...]:
@@ -123,14 +123,14 @@ class StreamWatches:
         await self._blocking.close()
 
     async def _read_now(self) -> None:
-        """Makes the reader, which may be blocked on the other streams, include a new stream."""
+        """Makes the reader, which may be blocked on other streams, include a new stream."""
         if self._task is None or self._task.done():
             self._task = once(self._run(), name="watches", failed=self._failed)
         self._some.set()
         if self._reading and not self._waking:
             self._waking = True
             try:
-                async with self._other.turn() as client:
+                async with self._other.connection() as client:
                     await client.xadd(self._wake, {"w": 1}, maxlen=1, approximate=False)
                     await client.expire(self._wake, WAKE_TTL_S)
             except BaseException:
@@ -160,7 +160,7 @@ class StreamWatches:
             key = name.decode()
             if key == self._wake:
                 self._woken = entries[-1][0].decode()
-            elif (stream := asked[key]) is self._streams.get(key):  # else its watchers have left
+            elif (stream := asked[key]) is self._streams.get(key):  # otherwise its watchers have left
                 stream.at = entries[-1][0].decode()
                 for tail in stream.tails:
                     tail.put(entries)

@@ -29,7 +29,7 @@ def lock(image: str) -> str:
     if image == "router":
         return _part(ROUTER)
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return _part([Requirement(one).name for one in wanted])
+    return _part([Requirement(requirement).name for requirement in wanted])
 
 
 def _part(roots: Sequence[str]) -> str:
@@ -41,21 +41,21 @@ def _part(roots: Sequence[str]) -> str:
 
 def _closure(roots: Sequence[str]) -> set[str]:
     """These and what they need, as installed here. What is not installed here, no lock has either."""
-    found: set[str] = set()
-    left = [canonicalize_name(name) for name in roots]
-    while left:
-        name = left.pop()
-        if name in found:
+    closure: set[str] = set()
+    unvisited = [canonicalize_name(name) for name in roots]
+    while unvisited:
+        name = unvisited.pop()
+        if name in closure:
             continue
         try:
             requires = importlib.metadata.distribution(name).requires or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        found.add(name)
-        for one in map(Requirement, requires):
-            if one.marker is None or one.marker.evaluate({"extra": ""}):
-                left.append(canonicalize_name(one.name))
-    return found
+        closure.add(name)
+        for requirement in map(Requirement, requires):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                unvisited.append(canonicalize_name(requirement.name))
+    return closure
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The nouns of one forward: `Batch`, plain lists that the engine fills, and `Step`, the tensors made from them.
+"""The inputs of one forward: `Batch`, plain lists that the engine fills, and `Step`, the tensors made from them.
 
-A packed forward puts the new tokens of several sequences behind one another. With two sequences, one of which adds
-three tokens to two that are done, and one that adds its seventh:
+A packed forward concatenates the new tokens of several sequences. With two sequences, one of which adds three tokens to
+two computed ones, and one that adds its seventh:
 
     token_ids   a2 a3 a4 b6         query_lens    3  1        cu_seq_q    0 3 4
     positions    2  3  4  6         context_lens  5  7        seqused_k   5 7
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host numbers as a tensor, without waiting for the device: on CUDA a copy from pinned memory is put in the queue.
 
-    torch gives the pinned memory to nobody else before the copy has ended. (CUDA: not yet run on a GPU.)
+    torch does not reuse the pinned memory before the copy has ended. (CUDA: not yet run on a GPU.)
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
@@ -135,7 +135,7 @@ class Step:
         self.compiled = compiled  # the compiled operators are there and wanted
         self.varlen = varlen  # serves the attention calls that it can, on CUDA
         self.calls = 0  # attention calls begun in this forward
-        self.plans: dict[Any, Any] = {}  # what the attention function works out once and uses in every call
+        self.plans: dict[Any, Any] = {}  # computed once by the attention function, for all its calls
         self.lora: Rows | None = None  # set by the model, if it has adapters
 
         width = max(map(len, batch.block_tables))

@@ -1,4 +1,5 @@
-"""Latent pages for DeepSeek-style attention (MLA): what is stored and sent is the latent, not the expanded K and V.
+"""Latent pages for DeepSeek-style attention (MLA): pages store, and transfers move, the latent, not the expanded K and
+V.
 
 Such modules have a method `expand_kv(latent, k_rot)` that turns the latent `[1, 1, T, kv_lora_rank]` and the rotated
 key `[1, 1, T, rope_dim]` into K `[1, heads, T, k_dim]` and V `[1, heads, T, v_dim]`. On the instance it is replaced by
@@ -24,10 +25,10 @@ _ORIGINAL = "_tandem_expand_kv"
 
 def use_latent_pages(model: nn.Module) -> int:
     """Installs the pass-through on every module that has `expand_kv`; returns how many there are."""
-    found = [module for module in model.modules() if callable(getattr(module, "expand_kv", None))]
-    for module in found:
+    modules = [module for module in model.modules() if callable(getattr(module, "expand_kv", None))]
+    for module in modules:
         _install(module)
-    return len(found)
+    return len(modules)
 
 
 def expander(module: nn.Module) -> Expander | None:

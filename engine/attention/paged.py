@@ -7,11 +7,11 @@ pages as they lie; prompt chunks and latent pages stay with the reference. On CU
 calls that it can.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
-Blocks are gathered whole, and what they hold outside of a sequence's context is overwritten with zeros before it is
-masked, so that neither a stranger's old KV nor a NaN in a recycled block can reach a result.
+Whole blocks are gathered, and slots outside of a sequence's context are overwritten with zeros before they are masked,
+so that neither another sequence's old KV nor a NaN in a recycled block can reach a result.
 
 Quantised pages hold elements and scales. Writing quantises. The operators multiply a logit by the scale of its key and
-a weight by that of its value; the reference multiplies what it has gathered.
+a weight by that of its value; the reference multiplies the gathered elements.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def latent_context(
     """A sequence's whole context out of latent pages, `[1, 1, context, d]`."""
     blocks = torch.tensor(table[: -(-context // pages.shape[1])])
     if scales is not None:
-        found = dequantise(pages.view(torch.uint8)[blocks].view(pages.dtype), scales[blocks], dtype)
+        rows = dequantise(pages.view(torch.uint8)[blocks].view(pages.dtype), scales[blocks], dtype)
     else:
-        found = pages[blocks]
-    return found.flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+        rows = pages[blocks]
+    return rows.flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
 
 
 def unit(t: torch.Tensor) -> torch.Tensor:
@@ -213,8 +213,8 @@ def plans(step: Step, reach: Reach) -> list[Plan]:
     """The step's plans for one reach, worked out at the first call."""
     if reach not in step.plans:
         step.plans[reach] = [plan(step, reach, group) for group in grouped(step)]
-    found: list[Plan] = step.plans[reach]
-    return found
+    step_plans: list[Plan] = step.plans[reach]
+    return step_plans
 
 
 def grouped(step: Step) -> list[list[int]]:
@@ -298,8 +298,8 @@ def packed_order(step: Step) -> torch.Tensor | None:
         rows = [row for group in grouped(step) for index in group for row in range(ends[index], ends[index + 1])]
         in_order = rows == list(range(len(rows)))
         step.plans["order"] = None if in_order else step.tensor(sorted(range(len(rows)), key=rows.__getitem__))
-    found: torch.Tensor | None = step.plans["order"]
-    return found
+    order: torch.Tensor | None = step.plans["order"]
+    return order
 
 
 def attend_dense(

@@ -1,9 +1,9 @@
-"""transformers' eager attention over the K and V that pages keep: what quantised pages are checked against.
+"""transformers' eager attention over the K and V in the pages: the reference for quantised pages.
 
-Rounding is a jump: two paths that differ in the last bit of a key may keep two different elements. So the self-check
-does not round a second time. The paged path runs first. Then an eager forward, with the library's own masks, softmax
-and windows, takes in each attention call the K and V that the pages hold, and measures how far they are from its own:
-what is beyond one rounding is an error. Its logits then differ from the paged ones by no more than sums do.
+Rounding is discontinuous: two paths that differ in the last bit of a key may keep two different elements. So the
+self-check does not round a second time. The paged path runs first. Then an eager forward, with the library's own masks,
+softmax and windows, uses in each attention call the K and V that the pages hold, and measures their distance from its
+own: more than one rounding is an error. Its logits then differ from the paged ones only by the order of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.kv.kv_quantization import dequantise, step_of
 from tandem.errors import CheckpointRefused
 
 NAME = "stored_kv"
-EAGER = "eager_attention_forward"  # what the files of transformers' models call theirs
+EAGER = "eager_attention_forward"  # the name of this function in transformers' model files
 
 
 class Stored:
@@ -56,13 +56,13 @@ class Stored:
             pages.view(torch.uint8)[self._blocks].view(pages.dtype).flatten(0, 1)[: self._length]
         )  # [T, heads, d]
         factors = scales[self._blocks].flatten(0, 1)[: self._length]  # [T, heads]
-        kept = dequantise(elements, factors, torch.float32)
-        mine = own[0].transpose(0, 1).float()
-        excess = ((mine - kept).abs() - step_of(elements, factors)).clamp(min=0).amax(dim=-1)
-        largest = mine.abs().amax(dim=-1)
+        stored = dequantise(elements, factors, torch.float32)
+        exact = own[0].transpose(0, 1).float()
+        excess = ((exact - stored).abs() - step_of(elements, factors)).clamp(min=0).amax(dim=-1)
+        largest = exact.abs().amax(dim=-1)
         share = torch.where(largest + excess == 0, 0.0, excess / largest)  # [T, heads]; NaN and infinity stay
         self.beyond.append(share.amax(dim=-1))
-        return kept.to(own.dtype).transpose(0, 1).unsqueeze(0)
+        return stored.to(own.dtype).transpose(0, 1).unsqueeze(0)
 
 
 _running: list[Stored] = []  # of the forward that runs now; one thread of a process loads at a time

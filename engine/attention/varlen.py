@@ -1,13 +1,13 @@
-"""Attention on CUDA by `torch.nn.attention.varlen`, over the pages as they lie. Not yet run on a GPU.
+"""Attention on CUDA by `torch.nn.attention.varlen`, reading pages in place. Not yet run on a GPU.
 
     FA3   the package flash-attn-3, on compute capability 9.0: blocks of any size
-    FA2   what torch brings along: blocks of a multiple of 256 tokens
+    FA2   included in torch: blocks of a multiple of 256 tokens
 
-`refusal` says why an attention call cannot be served; such calls take the reference path. `choose` tries the kernel at
-load, on the device and the shapes that it will serve: what differs from the reference there serves nothing.
+`refusal` returns why an attention call cannot be served; such calls take the reference path. `choose` tries the kernel
+at load, on the device and the shapes that it will serve; a kernel that differs from the reference is not used.
 
-The keys of a sequence are never split among several sums (`num_splits=1`). So a result does not depend on what else is
-in the step, and FA2 is right for packed chunks of different lengths, which it is not with splits. The price is a long
+The keys of a sequence are never split among several sums (`num_splits=1`). So a result does not depend on the rest of
+the step, and FA2 is correct for packed chunks of different lengths, which it is not with splits. The price is a long
 context in a small batch: one thread block reads all keys of a KV head.
 """
 
@@ -30,7 +30,7 @@ DTYPES = frozenset({torch.bfloat16, torch.float16})
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02, a key too many or too few is above 0.1
 LONGEST = 700  # tokens of context that are tried without a window: several tiles of keys
-NEEDLE, AROUND = 32.0, 8  # values so many times as large, so far around a window's edge: one key there shows
+NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
 
 
 Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
@@ -93,11 +93,11 @@ def attend(
 
 
 def _cu_seq_k(step: Step) -> torch.Tensor:
-    """Where each context would begin if they lay behind one another, `[sequences + 1]`; once for a step."""
+    """The start of each context in their concatenation, `[sequences + 1]`; computed once for a step."""
     if "cu_seq_k" not in step.plans:
         step.plans["cu_seq_k"] = F.pad(step.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    found: torch.Tensor = step.plans["cu_seq_k"]
-    return found
+    starts: torch.Tensor = step.plans["cu_seq_k"]
+    return starts
 
 
 def available(device: torch.device) -> Kernel | None:
@@ -116,7 +116,7 @@ def available(device: torch.device) -> Kernel | None:
 def choose(
     facts: tuple[CallFacts, ...], dtype: torch.dtype, block_size: int, device: torch.device, reference: Reference
 ) -> tuple[Kernel | None, str]:
-    """What serves the attention of a model on this device, and a line that says so and why."""
+    """The implementation for a model's attention on this device, and a log line with the reason."""
     kernel = available(device)
     if kernel is None:
         return None, f"{REFERENCE}, because the device is {device.type}"
@@ -144,7 +144,7 @@ def differs(
     device: torch.device,
     reference: Reference,
 ) -> str | None:
-    """Tries the kernel on random pages against the reference in float32; says what is wrong with it, or None."""
+    """Compares the kernel with the reference in float32 on random pages. Returns what is wrong, or None."""
     generator = torch.Generator(device).manual_seed(0)
     for fact in facts:
         for batch, blocks in _batches(fact, block_size):
@@ -161,13 +161,13 @@ def differs(
             query = torch.randn(shape, generator=generator, device=device).to(dtype)
             step = Step(batch, pages, (fact,), device)
             try:
-                found = attend(kernel, query, pages.k[0], pages.v[0], step, fact).float()
+                attended = attend(kernel, query, pages.k[0], pages.v[0], step, fact).float()
             except (RuntimeError, TypeError, ValueError) as error:
                 return f"fails: {str(error).strip().partition(chr(10))[0]}"
-            again = Step(batch, exact, (fact,), device)
-            expected = reference(query.float(), exact.k[0], exact.v[0], (None, None), again, fact)
+            exact_step = Step(batch, exact, (fact,), device)
+            expected = reference(query.float(), exact.k[0], exact.v[0], (None, None), exact_step, fact)
             size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
-            gap = ((found - expected).abs() / size).max().item()
+            gap = ((attended - expected).abs() / size).max().item()
             if not gap <= GAP:  # also for NaN
                 return f"differs from it by {gap:.2g} for {fact.reach} attention of {batch.query_lens} new tokens"
     return None

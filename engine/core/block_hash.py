@@ -2,7 +2,7 @@
 
 A block's KV depends on every token up to its end, so its hash is chained: H(i) = blake2b(H(i-1) + tokens of block i),
 and H(-1) is keyed by the tenant's salt and by the adapter that computes it. Two sequences share a hash exactly when
-they share salt, adapter and every token up to there. blake2b is cryptographic (RFC 7693), so that nobody can aim a
+they share salt, adapter and every token up to there. blake2b is cryptographic (RFC 7693), so that no client can aim a
 collision at another tenant's cache.
 """
 

@@ -1,15 +1,15 @@
-"""Who owns which KV block. Pure Python: no tensors, no clock, no sockets; the simulator runs this very file.
+"""The owners of all KV blocks. Pure Python: no tensors, no clock, no sockets.
 
 Every block is in exactly one of three states:
 
     free    on the heap, contents meaningless
-    cached  nobody holds it, but its contents are a known prefix; evicted least recently used first
+    cached  without an owner, but its contents are a known prefix; evicted least recently used first
     held    in the table of at least one owner; a shared prefix block is in several tables
 
     free + cached + held = total, always; `check` recounts it from the tables.
 
-An owner is a name (a sequence, a transfer, a probe of a link) with one table of blocks. The table here is the only one:
-nobody else stores block lists that could disagree with it.
+An owner is a name (a sequence, a transfer, a probe of a link) with one table of blocks. This is the only record: no
+other code stores block lists that could disagree with it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BlockPool:
         self._holders = [0] * total  # in how many tables a block is
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # held by nobody; oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # without an owner; oldest first
         self._tables: dict[str, list[int]] = {}
-        self._news: list[tuple[bytes, bool]] | None = None  # None: nobody wants to know
+        self._news: list[tuple[bytes, bool]] | None = None  # None: there is no listener
 
     # ---- questions
 
@@ -74,7 +74,7 @@ class BlockPool:
                 return count
         return len(hashes)
 
-    # ---- changes; each either happens whole or not at all
+    # ---- changes; each is atomic
 
     def take(self, owner: str, hashes: Sequence[bytes], count: int) -> int | None:
         """Give `owner` a table of `count` blocks whose leading ones are reused where `hashes` match.
@@ -115,7 +115,7 @@ class BlockPool:
             self._tell(digest, True)
 
     def distrust(self, owner: str) -> None:
-        """What the owner's blocks hold is in doubt: nobody finds them by their hashes any more."""
+        """The content of the owner's blocks is in doubt: removes their hashes from the cache."""
         for block in self._tables[owner]:
             if block in self._hash_of:
                 self._forget(block)
@@ -131,7 +131,7 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
-    # ---- what is known here, for others
+    # ---- queries
 
     def listen(self) -> list[bytes]:
         """The hashes of all blocks that can be reused. From now on `news` has what changes."""
@@ -139,22 +139,22 @@ class BlockPool:
         return list(self._block_of)
 
     def news(self) -> list[tuple[bytes, bool]]:
-        """What has come (True) or gone since the last call, in order."""
+        """The hashes added (True) or removed since the last call, in order."""
         if not self._news:
             return []
         news, self._news = self._news, []
         return news
 
     def unlisten(self) -> None:
-        """Nobody asks for news any more."""
+        """Stops recording changes."""
         self._news = None
 
     # ---- the books
 
     def check(self, live: Iterable[str] | None = None) -> list[str]:
-        """Sentences about what does not add up; empty when the books balance.
+        """One sentence for each inconsistency; empty when the ledger balances.
 
-        `live`: the owners that ought to exist; anybody else's blocks are leaked.
+        `live`: the owners that should exist; blocks of any other owner are leaked.
         """
         faults: list[str] = []
         held = Counter(block for table in self._tables.values() for block in table)

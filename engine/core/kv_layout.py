@@ -1,6 +1,6 @@
-"""What the bytes of a KV block mean, as data that two workers can compare before any byte moves.
+"""The layout of a KV block, as data that two workers compare before any byte moves.
 
-Pure standard library: the router's doctor and the transfer code read this without loading torch.
+Standard library only: the router and the transfer code use it without loading torch.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ class KvLayout:
 
     def differences(self, other: KvLayout) -> list[str]:
         """One sentence for each field that differs, with both values; empty when the layouts are equal."""
-        found = [
+        sentences = [
             f"{field.name} differs: {getattr(self, field.name)} here, {getattr(other, field.name)} there"
             for field in fields(self)
             if field.name != "calls" and getattr(self, field.name) != getattr(other, field.name)
         ]
         if len(self.calls) != len(other.calls):
-            found.append(f"the number of attention calls differs: {len(self.calls)} here, {len(other.calls)} there")
+            sentences.append(f"the number of attention calls differs: {len(self.calls)} here, {len(other.calls)} there")
         for field in fields(CallLayout):
-            # The same field usually differs in every call: name the first one and say how many more there are.
+            # The same field usually differs in every call: names the first one and the number of others.
             unequal = [
-                (index, getattr(mine, field.name), getattr(theirs, field.name))
-                for index, (mine, theirs) in enumerate(zip(self.calls, other.calls, strict=False))
-                if getattr(mine, field.name) != getattr(theirs, field.name)
+                (index, getattr(ours, field.name), getattr(theirs, field.name))
+                for index, (ours, theirs) in enumerate(zip(self.calls, other.calls, strict=False))
+                if getattr(ours, field.name) != getattr(theirs, field.name)
             ]
             if unequal:
-                index, mine, theirs = unequal[0]
+                index, ours, theirs = unequal[0]
                 more = f" (and in {len(unequal) - 1} more calls)" if len(unequal) > 1 else ""
-                found.append(f"{field.name} of attention call {index} differs: {mine} here, {theirs} there{more}")
-        return found
+                sentences.append(f"{field.name} of attention call {index} differs: {ours} here, {theirs} there{more}")
+        return sentences
 
 
 def plan_calls(

@@ -1,4 +1,4 @@
-"""How a quantised checkpoint says that its integers are packed: the schemes that are served."""
+"""How a quantised checkpoint declares the packing of its integers: the supported schemes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = 32  # bits
 PARTS = {GPTQ: ("qweight", "qzeros", "scales", "g_idx"), AWQ: ("qweight", "qzeros", "scales")}
 
 
-# Keys that change nothing in what the tensors mean: how the codes were found, and what a kernel may do with them.
+# Keys that do not change the tensors' meaning: how the codes were found, and hints for kernels.
 _OF_MAKING = {
     *("quant_method", "method", "meta", "dataset", "tokenizer", "batch_size", "pad_token_id", "model_seqlen"),
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "act_group_aware", "mse", "hyb_act"),
@@ -38,7 +38,7 @@ _READ = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a quantization_config says about all of its products."""
+    """The packing of all products, from a quantization_config."""
 
     method: str
     bits: int
@@ -61,7 +61,7 @@ def refused(method: str, why: str) -> CheckpointRefused:
 
 
 def scheme_of(asked: dict[str, Any]) -> Scheme:
-    """Raises CheckpointRefused for a quantization_config that says more than is understood here."""
+    """Raises CheckpointRefused for a quantization_config with unknown keys or values."""
     method = str(asked["quant_method"])
     unknown = {key for key, value in asked.items() if key not in _READ[method] | _OF_MAKING and value}
     if unknown:
@@ -115,13 +115,17 @@ def _fp8(asked: dict[str, Any]) -> Scheme:
         if asked.get(key) is not None and asked[key] not in known:
             raise refused(FP8, f"has {key} {asked[key]}; served is {' or '.join(known)}")
     block = asked.get("weight_block_size", (128, 128))
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
         raise refused(FP8, f"has weight_block_size {block}; served are blocks of two positive numbers")
     return Scheme(FP8, 8, block=(block[0], block[1]))
 
 
 def _torchao(_asked: dict[str, Any]) -> Scheme:
-    """The files say the rest, weight for weight."""
+    """The files have the rest, for each weight."""
     return Scheme(TORCHAO, 8)
 
 
@@ -130,19 +134,19 @@ def _check_words(method: str, asked: dict[str, Any]) -> None:
         raise refused(method, f"is packed in {asked['pack_dtype']}; served is int32")
 
 
-def _group(method: str, found: Any) -> int:
-    if type(found) is not int or not (found == -1 or found > 0):
-        raise refused(method, f"has group_size {found}; served are -1 and positive numbers")
-    return found
+def _group(method: str, group_size: Any) -> int:
+    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
+        raise refused(method, f"has group_size {group_size}; served are -1 and positive numbers")
+    return group_size
 
 
 def _truth(method: str, asked: dict[str, Any], key: str) -> bool:
-    found = asked.get(key)
-    if type(found) is not bool:
+    value = asked.get(key)
+    if type(value) is not bool:
         raise refused(method, f"does not say {key} true or false in its quantization_config")
-    return found
+    return value
 
 
 def _either(asked: dict[str, Any], *keys: str) -> Any:
-    found = {asked[key] for key in keys if key in asked}
-    return found.pop() if len(found) == 1 else None
+    values = {asked[key] for key in keys if key in asked}
+    return values.pop() if len(values) == 1 else None

@@ -5,12 +5,12 @@
                └────────── preempted (blocks dropped, tokens kept) ◀──┘
 
 One budget of tokens for each step. Sequences that need one token (decode) come first; the rest of the budget goes to
-prompts, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them. What is left
-after that may be lent to drafted tokens, which must never cost anybody a place, a block or a turn.
+prompts, in chunks. While streams run, a smaller budget for prompts bounds how long a prompt stalls them. The rest may
+be lent to drafted tokens, which must never cost another sequence its place, a block or its turn.
 
-Of the prompts the one with the fewest tokens left comes first, and every token that a later one computes before it
-counts as one less for a prompt that waits. So a short prompt does not wait for a long one to end, equals keep their
-order, and those that came later delay a prompt by no more tokens than it has itself.
+The prompt with the fewest tokens left comes first, and every token that a later prompt computes before it counts as one
+less for a waiting prompt. So a short prompt does not wait for a long one to end, equal prompts keep their order, and
+later prompts delay a prompt by no more tokens than it has itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXTRA_LOGITS = 128
 
 class Chunk(NamedTuple):
     sequence: Sequence
-    tokens: int  # [done, done + tokens) are computed in this step
+    tokens: int  # [num_computed, num_computed + tokens) are computed in this step
 
 
 class Scheduler:
@@ -50,12 +50,14 @@ class Scheduler:
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens that are still to be computed; of those that wait all, whatever may be cached. May be asked on
-        any thread, hence the copies."""
-        return sum(sequence.todo for sequence in (*self.waiting, *self.running) if sequence.todo > 1)
+        """Prompt tokens that are still to be computed; of waiting prompts all, whatever may be cached. Safe on any
+        thread, hence the copies."""
+        return sum(
+            sequence.num_uncomputed for sequence in (*self.waiting, *self.running) if sequence.num_uncomputed > 1
+        )
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence. One that already owns blocks (its KV arrived from elsewhere) goes on at once."""
+        """Adds a sequence. One that already owns blocks (its KV was transferred) runs at once."""
         self.arrivals += 1
         sequence.arrival = self.arrivals
         if self.pool.owns(sequence.id):
@@ -79,22 +81,22 @@ class Scheduler:
     ) -> list[Chunk]:
         """The next step. Admits and preempts as room allows; every chunk returned has its blocks.
 
-        `beside`: prompt tokens at most in a step in which so many streams advance too; `alone`: in any other; `most`:
-        tokens at most; `only`: ids of the sequences that may take part.
+        `beside`: the most prompt tokens in a step in which this many streams advance too; `alone`: in any other;
+        `most`: the most tokens of all; `only`: ids of the sequences that may take part.
         """
 
         def may(sequence: Sequence) -> bool:
             return only is None or sequence.id in only
 
         plan: list[Chunk] = []
-        streams = [sequence for sequence in self.running if sequence.todo == 1 and may(sequence)]
+        streams = [sequence for sequence in self.running if sequence.num_uncomputed == 1 and may(sequence)]
         budget = self.token_budget if most is None else min(most, self.token_budget)
         budget, rows = self._advance(streams, budget, EXTRA_LOGITS, plan)
         if (of_prompts := beside(len(plan)) if plan else alone) is not None:
             budget = min(budget, of_prompts)
-        prompts = [sequence for sequence in self.running if sequence.todo > 1 and may(sequence)]
-        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_turn), budget, rows, plan)
-        self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])
+        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1 and may(sequence)]
+        self._advance(sorted([*prompts, *filter(may, self.waiting)], key=_order), budget, rows, plan)
+        self._count_overtaken([chunk for chunk in plan if chunk.sequence.num_uncomputed > 1])
         return plan
 
     def _advance(self, sequences: list[Sequence], budget: int, rows: int, plan: list[Chunk]) -> tuple[int, int]:
@@ -123,18 +125,18 @@ class Scheduler:
 
     def _count_overtaken(self, plan: list[Chunk]) -> None:
         for sequence in (*self.running, *self.waiting):
-            if sequence.todo > 1:
+            if sequence.num_uncomputed > 1:
                 sequence.overtaken += sum(tokens for other, tokens in plan if other.arrival > sequence.arrival)
 
     def lend(self, plan: list[Chunk], wanted: list[int]) -> list[int]:
-        """How many drafted tokens each chunk may carry behind its own, at most as many as wanted. Their places are in
-        the tables then. Taken from what the step leaves over, from blocks that nobody holds, within the limit."""
+        """How many drafted tokens each chunk may append, at most as many as wanted, and extends the tables for them.
+        They use only the budget that the step leaves, blocks without an owner, and positions below `max_len`."""
         left = min(EXTRA_LOGITS, self.token_budget - sum(chunk.tokens for chunk in plan))
         lent: list[int] = []
         for (sequence, count), most in zip(plan, wanted, strict=True):
-            # The step gives one token even if all drafts are wrong, so the last one before the limit needs no draft.
-            most = max(0, min(most, left, sequence.limit - len(sequence.tokens) - 1))
-            end = sequence.done + count
+            # The step gives one token even if all drafts are wrong, so the last one before `max_len` needs no draft.
+            most = max(0, min(most, left, sequence.max_len - len(sequence.tokens) - 1))
+            end = sequence.num_computed + count
             if most and not self.pool.grow(sequence.id, self.pool.blocks_for(end + most)):
                 most = min(most, len(self.pool.table(sequence.id)) * self.pool.block_size - end)
             lent.append(most)
@@ -149,19 +151,19 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        sequence.done = reused * self.pool.block_size
+        sequence.num_computed = reused * self.pool.block_size
         if sequence.preemptions == 0:
-            sequence.cached = sequence.done
+            sequence.cached = sequence.num_computed
         return True
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens; takes them from the youngest running sequences if it must.
 
-        Never from one that is in the step's plan already. Only streams can be short of blocks, since a prompt has all
-        of its own from its admission; streams are planned in the order of `running`; so those that are planned come
-        before this one there, and a search from the end meets this one first.
+        Never from one that is in the step's plan already. Only streams can lack blocks, since a prompt gets all of its
+        blocks at admission; streams are planned in the order of `running`, so planned ones come before this one there,
+        and a search from the end meets this one first.
         """
-        needed = self.pool.blocks_for(sequence.done + count)
+        needed = self.pool.blocks_for(sequence.num_computed + count)
         while not self.pool.grow(sequence.id, needed):
             # Never one whose blocks may have been announced to another worker: they are promised until they are read.
             victim = next(s for s in reversed(self.running) if s is sequence or not s.handoff)
@@ -175,19 +177,19 @@ class Scheduler:
         assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
         self.running.remove(sequence)
         self.pool.drop(sequence.id)
-        sequence.done = 0
+        sequence.num_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
 
-def _turn(sequence: Sequence) -> tuple[bool, int, int]:
-    """Whose turn it is: preempted ones first, then by tokens left, less those that overtook it."""
-    return not sequence.preemptions, sequence.todo - sequence.overtaken, sequence.arrival
+def _order(sequence: Sequence) -> tuple[bool, int, int]:
+    """Sort key: preempted ones first, then by tokens left, less those that overtook it."""
+    return not sequence.preemptions, sequence.num_uncomputed - sequence.overtaken, sequence.arrival
 
 
 def _stretch(sequence: Sequence, budget: int, rows: int) -> int:
-    """How many tokens of it a step computes: no more than `budget`, and no more than `rows` that are to be scored."""
-    count = min(sequence.todo, budget)
+    """How many tokens of the sequence a step computes: at most `budget`, and at most `rows` scored ones."""
+    count = min(sequence.num_uncomputed, budget)
     scored = sequence.to_score(count)
-    return count if len(scored) <= rows else scored.start + rows - sequence.done
+    return count if len(scored) <= rows else scored.start + rows - sequence.num_computed

@@ -1,10 +1,10 @@
 """A sequence: tokens wanted, tokens computed, and what decides when it ends.
 
-    tokens   [ p0 p1 p2 ... p(prompt_len-1) | g0 g1 ... ]      the client's prompt, then what was generated
-    done       ^^^^^^^^^^^^^^ how many leading tokens have their KV in blocks
+    tokens         [ p0 p1 p2 ... p(prompt_len-1) | g0 g1 ... ]      the client's prompt, then generated tokens
+    num_computed     ^^^^^^^^^^^^^^ how many leading tokens have their KV in blocks
 
-There is no prefill phase and no decode phase. A step brings `done` closer to `len(tokens)`; when they meet, the last
-position's logits give the next token, which makes `len(tokens)` one larger again.
+There is no prefill phase and no decode phase. A step brings `num_computed` closer to `len(tokens)`; when they are
+equal, the last position's logits give the next token, which makes `len(tokens)` one larger again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Logprob(NamedTuple):
 
 
 class Tally:
-    """Which tokens a sequence holds, and how often each was generated: what penalties need to know.
+    """The distinct tokens of a sequence, and how often each was generated, for penalties.
 
-    A memo of `tokens`, never a state of its own: whoever has the tokens builds the same one.
+    Derived from `tokens` alone, so it can be rebuilt at any time.
     """
 
     __slots__ = ("_counted", "_place", "counts", "ids")
@@ -50,7 +50,7 @@ class Tally:
         self.ids = array("q")  # distinct tokens in the order of their first appearance
         self.counts = array("q")  # how often each was generated; 0 for one that only the prompt holds
         self._counted = 0  # leading tokens that are in here
-        self._place: dict[int, int] = {}  # token -> where it stands in `ids`
+        self._place: dict[int, int] = {}  # token -> its index in `ids`
 
     def catch_up(self, tokens: list[int], prompt_len: int) -> None:
         for position in range(self._counted, len(tokens)):
@@ -67,7 +67,7 @@ class Sequence:
     id: str  # also the owner's name in the block pool
     tokens: list[int]
     prompt_len: int  # of the client's prompt; a resumed sequence arrives with generated tokens after it
-    limit: int  # length at which it ends: prompt_len + max_tokens
+    max_len: int  # length at which it ends: prompt_len + max_tokens
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = DEFAULTS
     salt: bytes = b""
@@ -76,8 +76,8 @@ class Sequence:
     grammar: Any = None
     matcher: Any = None  # how far the tokens follow the grammar; only structured_output.matcher_of makes one
     handoff: bool = False  # keeps its blocks after its last token, until they have been read elsewhere
-    done: int = 0
-    cached: int = 0  # of `done` at admission: tokens found in the prefix cache
+    num_computed: int = 0  # leading tokens whose KV is in its blocks
+    cached: int = 0  # of `num_computed` at admission: tokens found in the prefix cache
     preemptions: int = 0
     arrival: int = 0  # a number that grows with each sequence the scheduler takes
     overtaken: int = 0  # prompt tokens of later ones that were computed while this one waited
@@ -88,17 +88,17 @@ class Sequence:
     _tally: Tally | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.prompt_len <= len(self.tokens) < self.limit:
+        if not 0 < self.prompt_len <= len(self.tokens) < self.max_len:
             raise ValueError(
                 f"sequence {self.id}: need 0 < prompt_len ({self.prompt_len}) <= tokens ({len(self.tokens)})"
-                f" < limit ({self.limit})"
+                f" < max_len ({self.max_len})"
             )
         if (self.grammar is None) != (self.sampling.grammar is None):
             raise ValueError(f"sequence {self.id}: its grammar was not compiled")
 
     @property
-    def todo(self) -> int:
-        return len(self.tokens) - self.done
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
 
     @property
     def generated(self) -> int:
@@ -134,14 +134,16 @@ class Sequence:
 
     def to_score(self, count: int) -> range:
         """Positions among the next `count` whose logits give the next missing `prompt_logprobs`, in order: position p
-        is about token p + 1. What was scored before a preemption is not asked for again."""
+        scores token p + 1. Tokens that were scored before a preemption are not scored again."""
         if self.sampling.prompt_logprobs is None:
             return range(0)
-        return range(max(self.done, len(self.prompt_logprobs)), min(self.done + count, self.prompt_len - 1))
+        return range(
+            max(self.num_computed, len(self.prompt_logprobs)), min(self.num_computed + count, self.prompt_len - 1)
+        )
 
     def append(self, token: int) -> Finish | None:
-        """Take the sampled token; say whether it was the last."""
+        """Appends the sampled token; returns why it was the last, or None."""
         self.tokens.append(token)
         if token in self.stop_ids:
             return Finish.STOP
-        return Finish.LENGTH if len(self.tokens) >= self.limit else None
+        return Finish.LENGTH if len(self.tokens) >= self.max_len else None

@@ -1,7 +1,7 @@
-"""What is tried again after a step that failed. Pure Python: ids and numbers.
+"""The retries after a failed step. Pure Python: ids and numbers.
 
-An exception does not say which sequence it is about, or whether the batch was merely too large. Nothing of the
-sequences has changed, so the step's work is tried again in halves:
+An exception does not tell which sequence caused it, or whether the batch was merely too large. The state of the
+sequences has not changed, so the step's work is retried in halves:
 
     [a b c d] fails ─▶ [a b] runs, [c d] fails ─▶ [c] runs, [d] fails alone: d is at fault, the others go on
 
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from engine.core.sequence import Sequence
 
-GOOD_STEPS = 64  # after so many, twice the tokens are tried again
+GOOD_STEPS = 64  # after which the number of tokens is doubled again
 
 
 class Part(NamedTuple):
-    """Sequences that are tried in a step of their own."""
+    """Sequences that are retried in a separate step."""
 
     ids: tuple[str, ...]
     tokens: int  # at most
@@ -43,13 +43,13 @@ class Retries:
         """Takes the next part, without the sequences that have ended; None: a step may be planned freely."""
         while self._parts:
             ids, tokens = self._parts.popleft()
-            if left := tuple(one for one in ids if one in living):
+            if left := tuple(sequence_id for sequence_id in ids if sequence_id in living):
                 return Part(left, min(tokens, self.tokens))
         return None
 
     def failed(self, ids: Seq[str], tokens: int, out_of_memory: bool) -> bool:
-        """A step of these sequences, with so many tokens, has failed. True: there is nothing smaller to try, so its
-        only sequence is at fault."""
+        """A step of these sequences, with this many tokens, has failed. True: it cannot be cut further, so its only
+        sequence is at fault."""
         self._good = 0
         if out_of_memory:
             self.tokens = max(1, min(self.tokens, tokens // 2))
@@ -58,7 +58,7 @@ class Retries:
             self._parts.extendleft((Part(tuple(ids[half:]), self._most), Part(tuple(ids[:half]), self._most)))
         elif out_of_memory and tokens > 1:
             self._parts.appendleft(Part(tuple(ids), tokens // 2))
-        elif out_of_memory and self._alone != ids[0]:  # once more: somebody else may have had the memory
+        elif out_of_memory and self._alone != ids[0]:  # once more: another process may have used the memory
             self._alone = ids[0]
             self._parts.appendleft(Part(tuple(ids), 1))
         else:
@@ -77,16 +77,20 @@ class Retries:
 class BeforeStep:
     """A sequence as it was before a step."""
 
-    __slots__ = ("_done", "_scored", "_sequence", "_tokens")
+    __slots__ = ("_num_computed", "_scored", "_sequence", "_tokens")
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self._done, self._tokens, self._scored = sequence.done, len(sequence.tokens), len(sequence.prompt_logprobs)
+        self._num_computed, self._tokens, self._scored = (
+            sequence.num_computed,
+            len(sequence.tokens),
+            len(sequence.prompt_logprobs),
+        )
 
     def restore(self) -> bool:
         """False: it has got tokens, on which memos of it depend by now."""
         if len(self._sequence.tokens) != self._tokens:
             return False
-        self._sequence.done = self._done
+        self._sequence.num_computed = self._num_computed
         del self._sequence.prompt_logprobs[self._scored :]
         return True

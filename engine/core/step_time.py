@@ -1,4 +1,4 @@
-"""How fast one engine computes, learnt from its own steps. Pure: whoever runs the steps tells how long they took.
+"""How fast one engine computes, learnt from its own steps. Pure: the caller passes the durations.
 
 Three numbers describe a worker well enough to place requests and to bound a stream's stall:
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
 
-LEAST_TOKENS = 8  # a step with fewer prompt tokens says nothing about their rate, and moves no prompt
+LEAST_TOKENS = 8  # a step with fewer prompt tokens tells nothing about their rate
 MANY = 8  # streams: what a step says is shared out to the first two numbers equally when it had one more than that
-PROMPTS_S = 0.25  # seconds of a step without streams, at most: so long must wait who comes in the middle of it
-OUTLIER = 4.0  # a step counts as no more than so many times what was expected of it: its process may have stood still
+PROMPTS_S = 0.25  # the longest step without streams, in seconds: a prompt that arrives meanwhile waits this long
+OUTLIER = 4.0  # a step counts as at most this many times its expected duration: its process may have been stopped
 WORTHWHILE = 64  # tokens that a step of prompts has at least: with fewer, reading the weights is most of its work
 
 
@@ -34,7 +34,7 @@ class StepTime:
         return self._steps.each
 
     def learn(self, prompt_tokens: int, streams: int, seconds: float) -> None:
-        """One step took `seconds` for so many tokens of prompts and so many streams."""
+        """One step took `seconds` for these numbers of prompt tokens and streams."""
         if prompt_tokens == 0:
             usual = self._steps.at(streams - 1)
             self._steps.learn(streams - 1, min(seconds, OUTLIER * usual) if usual else seconds)
@@ -49,11 +49,11 @@ class StepTime:
                 self.prompt_rate += weight * (rate - self.prompt_rate) if self.prompt_rate else rate
 
     def without_prompts(self, streams: int) -> float:
-        """Seconds of a step of so many streams alone."""
+        """Seconds of a step of this many streams without prompts."""
         return self._steps.at(streams - 1) if streams else 0.0
 
     def seconds(self, prompt_tokens: int, streams: int) -> float:
-        """Of a step of so many streams and prompt tokens, as far as is known: short contexts are what was measured."""
+        """Expected seconds of a step of these streams and prompt tokens. Measured with short contexts."""
         return self.without_prompts(max(1, streams)) + (prompt_tokens / self.prompt_rate if self.prompt_rate else 0.0)
 
     def prompt_s(self, tokens: int) -> float:
@@ -61,11 +61,11 @@ class StepTime:
         return tokens / self.prompt_rate if self.prompt_rate else tokens / LEAST_TOKENS * self.step_s
 
     def prompt_tokens_beside(self, streams: int, stretch: float, beside_s: float = 0.0) -> int:
-        """Prompt tokens with which a step of so many streams takes `stretch` times as long as one of one stream alone,
-        or `beside_s` seconds if that is longer; LEAST_TOKENS where the streams alone take so long."""
+        """Prompt tokens with which a step of this many streams takes `stretch` times as long as a step of one stream,
+        or `beside_s` seconds if that is longer; LEAST_TOKENS where the streams alone take that long."""
         left = max(stretch * self.step_s, beside_s) - self.without_prompts(streams)
         return max(LEAST_TOKENS, int(left * self.prompt_rate))
 
     def prompt_tokens_alone(self, seconds: float = PROMPTS_S) -> int | None:
-        """Prompt tokens of a step without streams of so many seconds; None while nothing is known."""
+        """Prompt tokens that a step without streams computes in `seconds`; None while the rate is unknown."""
         return max(WORTHWHILE, int(seconds * self.prompt_rate)) if self.prompt_rate else None

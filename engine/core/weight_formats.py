@@ -1,4 +1,4 @@
-"""Formats of quantised weights, as arithmetic: what a product's weight takes. Pure, for the planner."""
+"""The sizes of quantised weights by format. Pure, for the planner."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def of_head(format: str) -> str:
 
 
 def of_integers(bits: int, symmetric: bool) -> str | None:
-    """The format that surely has integers of so many bits less their zero; None if none has. Zeros of their own need a
-    bit more."""
+    """The format that can represent all integers of `bits` bits less their zero; None if there is none. Integers with
+    separate zeros need one bit more."""
     needed = bits if symmetric else bits + 1
     return "int4" if needed <= 4 else "int8" if needed <= 8 else None
 

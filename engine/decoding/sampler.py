@@ -1,5 +1,5 @@
 """From logits to tokens. The next token is a function of the request and its tokens so far, never of worker, batch or
-time: whoever has the tokens goes on exactly where another one stopped.
+time: a worker that has the tokens continues exactly where another one stopped.
 
     logits ─┬─▶ logprobs      the model's own, before everything below
             └─▶ adjust ─▶ grammar ─▶ sample
@@ -8,14 +8,14 @@ time: whoever has the tokens goes on exactly where another one stopped.
                   │         └── only tokens that the grammar allows; a stop token only where the text is complete
                   └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
 
-The grammar has the last word: no bias makes a token possible that it forbids. Where nothing is left (a grammar that is
-complete before min_tokens, or one that needs a character which no token has), there is no token, and the request fails.
+The grammar is applied last: no bias makes a token possible that it forbids. If no token is possible (a grammar that is
+complete before min_tokens, or one that needs a character which no token has), the request fails.
 
-The uniform number for a position picks from the cumulative distribution in the order of token ids. Any order would
-do for the distribution; this one makes the choice robust: a rounding difference in the logits moves the borders by as
-little, while an order by probability would swap neighbours of nearly equal probability.
+The uniform number for a position picks from the cumulative distribution in the order of token ids. The distribution
+does not depend on the order, but this one makes the choice robust: a rounding difference in the logits moves the
+borders only slightly, while an order by probability would swap neighbours of nearly equal probability.
 
-Rows that need the same work share a pass over one tensor, in which no row sees another.
+Rows that need the same work share a pass over one tensor; rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.sampling import Sampling
 # Elements of a float64 tensor while drawing, however large batch and vocabulary are: what a CPU's cache holds (more was
 # three times slower), and what keeps a GPU busy without taking memory from the pages.
 PASS_ELEMENTS = {"cpu": 2**17, "cuda": 2**22}
-LIKELY = 1024  # top-p looks at so many tokens before it sorts the whole vocabulary
+LIKELY = 1024  # likeliest tokens that top-p examines before it sorts the whole vocabulary
 
 
 class Choice(NamedTuple):
@@ -75,7 +75,7 @@ def choose(
 
 
 def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_output.Filling) -> dict[int, TandemError]:
-    """Grammars, in place. Returns the rows for which no token is left, and why; what their logits say means nothing."""
+    """Applies grammars, in place. Returns the rows for which no token is left, and why; ignore the logits of these."""
     filling.wait()
     structured_output.apply(logits, filling)
     failed = dict(filling.failed)
@@ -119,7 +119,7 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
     chosen = logits.gather(1, on_device(tokens, torch.int64, logits.device)[:, None]) - norm  # [rows, 1]
     best = logits.topk(min(max(tops), logits.shape[-1]))  # [rows, widest top]
     rows = zip(chosen[:, 0].tolist(), best.indices.tolist(), (best.values - norm).tolist(), tops, strict=True)
-    return [Logprob(one, ids[:top], values[:top]) for one, ids, values, top in rows]
+    return [Logprob(logprob, ids[:top], values[:top]) for logprob, ids, values, top in rows]
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
@@ -154,11 +154,11 @@ def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> Non
     ids = np.concatenate([tally.ids for tally in tallies])
     at = _places(logits, np.repeat([row for row, _ in penalised], lengths), ids)
     how = [sequence.sampling for _, sequence in penalised]
-    repetition = spread([one.repetition_penalty for one in how])
+    repetition = spread([sampling.repetition_penalty for sampling in how])
     values = logits[at].double()
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= spread([one.frequency_penalty for one in how]) * counts
-    values -= spread([one.presence_penalty for one in how]) * (counts > 0)
+    values -= spread([sampling.frequency_penalty for sampling in how]) * counts
+    values -= spread([sampling.presence_penalty for sampling in how]) * (counts > 0)
     largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity
     logits[at] = values.clamp(-largest, largest).to(logits.dtype)
 
@@ -176,8 +176,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *, compiled: bool = True) -> list[int]:
-    """Choose a token for each row; -1 where the largest logit is no finite number, so that nothing can be said.
-    `logits` is [rows, vocab] float32; `positions` are those of the new tokens.
+    """Chooses a token for each row; -1 where the largest logit is not finite. `logits` is [rows, vocab] float32;
+    `positions` are those of the new tokens.
 
     `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
     bits decide a token in some 10^13.
@@ -206,7 +206,7 @@ def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) 
         how = [sampling[row] for row in rows]
         numbers = _numbers(how, [positions[row] for row in rows])
         at = on_device(rows, torch.int64, logits.device)
-        some = logits[at].where(known[at][:, None], 0.0)  # what is drawn there is thrown away
+        some = logits[at].where(known[at][:, None], 0.0)  # the token drawn there is discarded
         tokens[at] = _draw(weights(some, how), numbers)
     chosen: list[int] = tokens.where(known, -1).tolist()
     return chosen

@@ -1,24 +1,24 @@
-"""Speculative decoding: who guesses the next tokens, and whether guessing pays.
+"""Speculative decoding: drafts the next tokens, and decides whether drafting pays.
 
     wanted() ─▶ scheduler.lend() ─▶ propose() ─▶ one packed step over [last token, draft 1, draft 2, ...]
         ▲                                                 │ the target's own token at each place, with the place's own
         │                                                 ▼ random number; a draft counts while it equals that token
         └──────────── verified(), took() ◀──── accepted drafts and one more token
 
-A draft is a guess about a token that is a function of (request, position), so the stream is the same one whether a
-guess was right, wrong or never made: nothing here can change a token, only how many come out of one step.
+A draft is a guess about a token that is a function of (request, position), so the stream is the same whether a guess
+was right, wrong or never made: drafts change only the number of tokens per step.
 
-Two kinds of guess. `Ngram` continues as the text did where it last said the same. `ModelDrafter` asks a smaller model,
-with the same random numbers, so that its draws tend to fall where the target's do.
+There are two drafters. `Ngram` continues as the text did after its last occurrence of the same tokens. `ModelDrafter`
+uses a smaller model with the same random numbers, so that its draws tend to equal the target's.
 
-Drafts pay while the tokens that they may bring are more than their price in tokens:
+Drafts pay while the expected tokens exceed their price in tokens:
 
     chance + chance ** 2 + ... + chance ** k  >  fixed + k * each         the j-th counts only if those before it do
 
-The price is what a drafting stream (`fixed`) and each of its drafts (`each`) add to a step, in units of the time that a
-token takes without drafts. It is measured as the engine runs, by the number of streams: with one stream a step is bound
-by the weights and drafts are nearly free; with many it is bound by arithmetic and a draft costs what a token costs, so
-that drafting ends by itself. The chance is a moving average of each request.
+The price is the time that a drafting stream (`fixed`) and each of its drafts (`each`) add to a step, in units of the
+time of a token without drafts. It is measured while the engine runs, by the number of streams: with one stream a step
+is bound by reading the weights and drafts are nearly free; with many it is bound by arithmetic and a draft costs as
+much as a token, so that drafting ends by itself. The chance is a moving average of each request.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ FIRST_CHANCE = 0.5  # of a request that has shown nothing yet
 WEIGHT = 0.2  # of one verified draft in its request's moving average
 LOWEST, HIGHEST = 0.01, 0.98  # bounds of the average: it is never sure
 REMEMBERED = 15  # steps of each kind that a price is made from
-STALL = 3.0  # a step that took more than so many times the sum of its parts was held up by something else
+STALL = 3.0  # a step that took more than this many times the sum of its parts was delayed by another process
 KNOWN = 3  # plain steps before the first drafts
-EVERY = 32  # one step in so many is plain, and one drafts against the odds: both prices and every chance stay known
+EVERY = 32  # one step in this many is plain, and one drafts against the odds, to keep prices and chances current
 
 
 class Ask(NamedTuple):
@@ -65,16 +65,16 @@ class Drafting(NamedTuple):
 
 class Drafter(Protocol):
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
-        """Drafts for each, at most as many as asked for."""
+        """Drafts for each chunk, at most as many as requested."""
 
     def verified(self, sequence: Sequence) -> None:
-        """Its drafts have been accepted or not; `tokens` is what is true now."""
+        """The drafts of a sequence have been verified; `tokens` are its tokens now."""
 
     def forget(self, sequence_id: str) -> None: ...
 
     @property
     def busy(self) -> bool:
-        """Whether the last proposal did work that will not come again soon; then its time says nothing."""
+        """Whether the last proposal did one-time work, so that its duration is not representative."""
 
     @property
     def under_way(self) -> Drafting:
@@ -88,13 +88,13 @@ class Drafter(Protocol):
 class _Steps:
     """Measured steps with about the same number of streams."""
 
-    turn: int = 0
+    count: int = 0
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds of a step without drafts
     drafted: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     # (streams that drafted, drafts, seconds more than without)
 
     def price(self, streams: int) -> tuple[float, float]:
-        """(fixed, each) in tokens. 0 while it is not known: to learn it, somebody must draft."""
+        """(fixed, each) in tokens. 0 while unknown, so that drafts are made and the price is learnt."""
         seconds = median(self.plain)
         if not self.drafted or seconds <= 0:
             return 0.0, 0.0
@@ -103,7 +103,7 @@ class _Steps:
 
 
 class Speculation:
-    """`tokens` is the most that one request drafts for one step; `clock` gives seconds."""
+    """`tokens` is the most that one request drafts for one step; `clock` returns seconds."""
 
     def __init__(self, drafter: Drafter, tokens: int, clock: Callable[[], float] = perf_counter) -> None:
         self.drafter = drafter
@@ -115,13 +115,13 @@ class Speculation:
     def wanted(self, plan: list[Chunk]) -> list[int]:
         """How many drafts of each chunk would pay. None in a step that also computes prompts: it is bound by
         arithmetic already."""
-        if any(chunk.sequence.todo != 1 for chunk in plan):
+        if any(chunk.sequence.num_uncomputed != 1 for chunk in plan):
             return [0] * len(plan)
         steps = self._steps[len(plan).bit_length()]
-        turn, steps.turn = steps.turn, steps.turn + 1
-        if len(steps.plain) < KNOWN or turn % EVERY == 0:
+        number, steps.count = steps.count, steps.count + 1
+        if len(steps.plain) < KNOWN or number % EVERY == 0:
             return [0] * len(plan)
-        (fixed, each), least = steps.price(len(plan)), int(turn % EVERY == EVERY // 2)
+        (fixed, each), least = steps.price(len(plan)), int(number % EVERY == EVERY // 2)
         chances = (self._chance.get(chunk.sequence.id, FIRST_CHANCE) for chunk in plan)
         return [max(least, worth(chance, fixed, each, self.tokens)) for chance in chances]
 
@@ -139,7 +139,7 @@ class Speculation:
         self.drafter.verified(sequence)
 
     def took(self, plan: list[Chunk], drafts: Seq[int], seconds: float) -> None:
-        """How long a step over this plan, with so many drafts behind each chunk, lasted, drafting included."""
+        """Observes the duration of a step over this plan with these numbers of drafts, drafting included."""
         total = sum(drafts)
         if any(chunk.tokens != 1 for chunk in plan) or (total and self.drafter.busy):
             return
@@ -174,22 +174,23 @@ def fit(steps: Iterable[tuple[int, int, float]]) -> tuple[float, float]:
         fixed, each = (st * dd - dt * sd) / determinant, (dt * ss - st * sd) / determinant
         if fixed >= 0.0 and each >= 0.0:
             return fixed, each
-    # One of them alone, whichever leaves less unexplained. Always as many drafts a stream: their number says nothing.
+    # With a constant number of drafts per stream the two cannot be told apart, and noise can make one of them negative:
+    # fits only one, whichever explains more.
     return (max(0.0, st / ss), 0.0) if st * st / ss >= dt * dt / dd else (0.0, max(0.0, dt / dd))
 
 
-# ---- who guesses
+# ---- drafters
 
 
-SHORTEST, LONGEST = 2, 8  # tokens at the end that must have stood somewhere before, and beyond which nobody looks
+SHORTEST, LONGEST = 2, 8  # last tokens that must occur earlier, and the longest match that is searched for
 
 
 class Ngram:
-    """Prompt lookup: finds the end of the text earlier in it (the longest match, then the latest) and goes on as it
-    went on there. A match that reaches into itself repeats with its period."""
+    """Prompt lookup: finds an earlier occurrence of the last tokens (the longest match, then the latest) and proposes
+    the tokens that followed it. A match that overlaps with itself repeats with its period."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, array[int]] = {}  # a copy of each sequence's tokens that numpy can look at
+        self._ids: dict[str, array[int]] = {}  # a copy of each sequence's tokens for numpy
 
     def propose(self, asked: Seq[Ask]) -> list[list[int]]:
         return [self._continue(ask.sequence, ask.most) if ask.most else [] for ask in asked]
@@ -210,12 +211,12 @@ class Ngram:
     def _continue(self, sequence: Sequence, most: int) -> list[int]:
         ids = self._ids.setdefault(sequence.id, array("q"))
         ids.extend(sequence.tokens[len(ids) :])
-        seen = np.frombuffer(ids, dtype=np.int64)
-        last = len(seen) - 1
-        ends, length = np.flatnonzero(seen[:-1] == seen[-1]), 1
+        tokens = np.frombuffer(ids, dtype=np.int64)
+        last = len(tokens) - 1
+        ends, length = np.flatnonzero(tokens[:-1] == tokens[-1]), 1
         while len(ends) and length < LONGEST:
             longer = ends[ends >= length]
-            longer = longer[seen[longer - length] == seen[last - length]]
+            longer = longer[tokens[longer - length] == tokens[last - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
@@ -223,15 +224,15 @@ class Ngram:
             return []
         end = int(ends[-1])
         period = last - end
-        return [int(seen[end + 1 + place % period]) for place in range(most)]
+        return [int(tokens[end + 1 + place % period]) for place in range(most)]
 
 
 class ModelDrafter:
-    """A smaller model with the same vocabulary, with pages of its own.
+    """A smaller model with the same vocabulary and separate pages.
 
-    Block b of its pages belongs to whoever has block b of the target's, so that one table serves both and nobody has to
-    account for its blocks. What it holds there is this class's own business: `_done` says how far a sequence has come,
-    from nothing, whatever the target found in its prefix cache or got from another worker.
+    Block b of its pages belongs to the owner of the target's block b, so one table serves both and its blocks need no
+    accounting. `_done` counts how many tokens of a sequence this model has computed; it computes all of them itself,
+    whatever the target found in its prefix cache or received from another worker.
     """
 
     def __init__(self, model: ModelRunner, *, num_blocks: int, block_size: int, token_budget: int) -> None:
@@ -249,7 +250,7 @@ class ModelDrafter:
         self._busy = False
         while going:
             going = [index for index in self._round(asked, drafts, going) if len(drafts[index]) < most[index]]
-        self._under_way = Drafting(self._under_way.number + 1)  # the target's forward comes next
+        self._under_way = Drafting(self._under_way.number + 1)  # the target's forward follows
         return drafts
 
     def verified(self, sequence: Sequence) -> None:
@@ -269,7 +270,8 @@ class ModelDrafter:
         return self._under_way
 
     def _round(self, asked: Seq[Ask], drafts: list[list[int]], going: list[int]) -> list[int]:
-        """One forward: what each sequence lacks up to its last draft. Those that lacked no more got a draft."""
+        """One forward over the tokens that each sequence lacks up to its last draft. Sequences that catch up get a
+        draft."""
         batch = Batch()
         ready: list[int] = []
         for index in going:
@@ -280,7 +282,7 @@ class ModelDrafter:
             count = min(len(missing), self._budget - len(batch.token_ids))
             if count == 0:
                 continue
-            # After a step with drafts it lacks two tokens at most; more is a prompt, or steps in which nobody drafted.
+            # After a step with drafts it lacks at most two tokens; more means a prompt, or steps without drafts.
             self._busy |= count > 2
             batch.add(missing[:count], done, table, [count - 1] if count == len(missing) else [])
             self._done[sequence.id] = sequence.preemptions, done + count
@@ -289,9 +291,11 @@ class ModelDrafter:
         self._under_way = Drafting(self._under_way.number + 1, len(batch.token_ids))
         logits = self.model.forward(self.pages, batch)
         sequences = [asked[index].sequence for index in ready]
-        places = [len(one.tokens) + len(drafts[index]) for one, index in zip(sequences, ready, strict=True)]
-        for index, token in zip(ready, sample(logits, [one.sampling for one in sequences], places), strict=True):
-            drafts[index].append(max(0, token))  # where nothing can be said any guess will do: the target decides
+        places = [len(sequence.tokens) + len(drafts[index]) for sequence, index in zip(sequences, ready, strict=True)]
+        for index, token in zip(
+            ready, sample(logits, [sequence.sampling for sequence in sequences], places), strict=True
+        ):
+            drafts[index].append(max(0, token))  # without finite logits any guess will do: the target decides
         return ready
 
     def _progress(self, sequence: Sequence) -> int:

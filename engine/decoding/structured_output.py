@@ -1,14 +1,14 @@
-"""Text that fits a grammar: xgrammar says which tokens may come next, as one bit for each of the vocabulary.
+"""Text that matches a grammar: xgrammar determines which tokens may come next, as one bit for each token.
 
     GrammarSpec ──Grammars.compile──▶ Compiled ──▶ Matcher of a sequence ──Masks.begin──▶ Filling ──▶ logits
                   a thread, once                 a memo of its tokens     a thread, while the forward runs
 
-Nothing here is state of its own: whoever has the request and its tokens matches them again and gets the same bits. So
-preemption, handoff and resume need nothing from here.
+All state is derived: from a request and its tokens, any worker computes the same bits. So preemption, handoff and
+resume carry no matcher state.
 
-Compiling and matching are native calls that nobody can interrupt, and a hostile grammar may make one last for hours. So
-they run on threads that are left behind when a call has taken too much CPU time: the request fails, nobody else's does.
-CPU time, because a machine that is busy with something else is no reason to refuse a grammar.
+Compiling and matching are native calls that cannot be interrupted, and a hostile grammar may make one last for hours.
+So they run on threads that are abandoned when a call has taken too much CPU time: only that request fails. CPU time is
+measured because a busy machine is no reason to refuse a grammar.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._vocabulary: Vocabulary | None = None  # loaded by the first who needs it
+        self._vocabulary: Vocabulary | None = None  # loaded on first use
         self._compiled: OrderedDict[GrammarSpec, Compiled] = OrderedDict()  # least recently used first
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(1, "grammar")  # who waits for the thread below
+        self._executor = ThreadPoolExecutor(1, "grammar")  # requests that wait for the thread below
         self._thread: _Thread | None = None
         self.left_behind = _LeftBehind()
 
@@ -138,7 +138,7 @@ class Grammars:
             raise
         with self._lock:
             self._compiled[spec] = compiled
-            while sum(one.memory_size_bytes for one in self._compiled.values()) > CACHE_BYTES:
+            while sum(entry.memory_size_bytes for entry in self._compiled.values()) > CACHE_BYTES:
                 self._compiled.popitem(last=False)
         return compiled
 
@@ -211,7 +211,7 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
     if not path.is_file():
         raise PreconditionFailed(f"a grammar needs the checkpoint's tokenizer, and {path.name} is not there")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    found = xgrammar.TokenizerInfo.from_huggingface(
+    info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=vocab_size, stop_token_ids=eos_token_ids or [0]
     )
     special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -221,10 +221,10 @@ def vocabulary(folder: Path, vocab_size: int, eos_token_ids: list[int]) -> Vocab
             texts[place] = text
     plain = xgrammar.TokenizerInfo(
         texts,
-        found.vocab_type,
+        info.vocab_type,
         vocab_size=vocab_size,
         stop_token_ids=eos_token_ids or [0],
-        add_prefix_space=found.add_prefix_space,
+        add_prefix_space=info.add_prefix_space,
     )
     return Vocabulary(plain)
 
@@ -250,7 +250,7 @@ def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
 
 
 def _calls(separator: str | None, calls: list[tuple[str, str, str]]) -> str:
-    """In xgrammar's words. Each schema stays one of its own: `$ref` means the same as if it were alone."""
+    """The grammar as xgrammar's structural tag. Each schema stays separate, so that `$ref` keeps its meaning."""
     how = {"type": "json_schema", "max_whitespace_cnt": MAX_WHITESPACE}
     tags = [
         {"type": "tag", "begin": before, "content": {**how, "json_schema": json.loads(arguments)}, "end": after}
@@ -270,7 +270,7 @@ def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
 
 
 class Matcher:
-    """How far a sequence's generated tokens have been matched: a memo of them, never a state of its own."""
+    """How far a sequence's generated tokens have been matched; derived from them alone."""
 
     __slots__ = ("_matcher", "matched")
 
@@ -279,8 +279,8 @@ class Matcher:
         self.matched = 0  # leading tokens of the sequence, its prompt included
 
     def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
-        """Bits of the tokens that may come after the sequence's: [rows, vocab / 32] int32. A stop token may come only
-        where the text is complete. Raises InternalError for tokens that do not fit the grammar themselves."""
+        """Sets the bits of the tokens that may follow the sequence's: [rows, vocab / 32] int32. A stop token may follow
+        only where the text is complete. Raises InternalError if the sequence's own tokens do not match the grammar."""
         for place in range(max(self.matched, sequence.prompt_len), len(sequence.tokens)):
             if not self._matcher.accept_token(sequence.tokens[place]):
                 raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar that it was made by")
@@ -333,11 +333,11 @@ class Filling:
 
     def _start(self, index: int) -> None:
         thread = self._masks.thread()
-        self._turn = turn = object()
+        self._attempt = attempt = object()
         self._at = (index, thread.cpu_s(), TOKEN_CPU_S)
-        thread.submit(lambda: self._fill(index, turn))
+        thread.submit(lambda: self._fill(index, attempt))
 
-    def _fill(self, start: int, turn: object) -> None:
+    def _fill(self, start: int, attempt: object) -> None:
         for index in range(start, len(self.rows)):
             sequence, row = self._sequences[index], self.rows[index]
             matched = sequence.matcher.matched if sequence.matcher else 0
@@ -347,11 +347,11 @@ class Filling:
                 matcher_of(sequence).fill(sequence, self.bits, row)
             except InternalError as error:
                 self.failed[row] = error
-            except Exception as error:  # a bug, ours or the library's, fails its row; the thread goes on
+            except Exception as error:  # a bug, here or in the library, fails its row; the thread continues
                 log.exception("grammar.broken", sequence=sequence.id)
                 self.failed[row] = InternalError(f"the grammar could not be matched: {type(error).__name__}")
-            if turn is not self._turn:
-                return  # left behind meanwhile; somebody else does the rest
+            if attempt is not self._attempt:
+                return  # abandoned meanwhile; another thread does the rest
         self._ended.set()
 
 
@@ -366,7 +366,7 @@ class Masks:
         self._thread: _Thread | None = None
 
     def begin(self, sequences: list[Sequence], vocab_size: int) -> Filling | None:
-        """Start filling, while the caller does something else; None when no sequence has a grammar."""
+        """Starts to fill masks in the background; None when no sequence has a grammar."""
         rows = {row: sequence for row, sequence in enumerate(sequences) if sequence.grammar is not None}
         return Filling(self, rows, len(sequences), vocab_size) if rows else None
 

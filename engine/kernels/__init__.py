@@ -1,11 +1,11 @@
 """Compiled operators for CPU: `torch.ops.tandem.*`, loaded when `engine.kernels.build` has built them.
 
-`serving(device)` says what serves: the level of instruction sets that they are compiled for, such as "avx512_bf16", or
-"reference", plain PyTorch. They cover float32 and bfloat16; other types go to plain PyTorch call by call.
+`serving(device)` returns the level of instruction sets for which the loaded operators are compiled, such as
+"avx512_bf16", or "reference" for plain PyTorch. They cover float32 and bfloat16; calls with other types use PyTorch.
 
 A token's result has the same bits whatever else is in the step, alone or in a chunk, and with any number of threads.
-Linear layers, RMS norms and attention are operators of ours. Whatever else a model computes goes through torch's own
-operators, and `exact()` replaces those whose results would depend on their surroundings (`invariant.cpp`).
+Linear layers, RMS norms and attention are compiled operators. Everything else uses torch's own operators, and `exact()`
+replaces those whose results would depend on neighbouring elements (`invariant.cpp`).
 
 Two processes give equal bits where their `sum_order` is equal: the id of the order in which products, and the lanes of
 norms and softmax, are summed.
@@ -17,7 +17,7 @@ norms and softmax, are summed.
     portable     portable                portable
     reference    torch                   torch
 
-A library is loaded once in a process, and only if the processor has its level: else it would end with SIGILL.
+A library is loaded once in a process, and only if the processor has its level, because it would end with SIGILL.
 The environment variable TANDEM_OPERATORS names the one level that may be loaded, for tests and measurements.
 """
 
@@ -97,7 +97,7 @@ def use(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def panels_of() -> str:
-    """What packed weights depend on beside the weights: the library and its order."""
+    """What packed weights depend on apart from the weights: the library and its order."""
     level, library = _load()
     return REFERENCE if level == REFERENCE else f"{library} {torch.ops.tandem.order()}"
 
@@ -116,7 +116,7 @@ def exact(device: torch.device) -> Iterator[None]:
 
 
 def huge_pages(fresh: torch.Tensor) -> torch.Tensor:
-    """Asks for large memory pages behind a new CPU tensor that nothing has been written to; returns it."""
+    """Requests large memory pages for a new CPU tensor that was not written to yet; returns it."""
     if serving(fresh.device) != REFERENCE:
         torch.ops.tandem.huge_pages.default(fresh)
     return fresh

@@ -4,10 +4,10 @@
     python -m engine.kernels.build --level avx2   that one
     python -m engine.kernels.build --all          every level that the compiler knows, for an image
 
-There is one library for each level of instruction sets; the loader compares the processor with what the level needs. In
-a checkout and in an image a library lies in `_build/` next to this file; where Tandem is installed from a wheel it lies
-in the user's cache, and the first worker that needs it compiles it. Its name is made of what it depends on: the
-sources, torch and the level's options, never the machine that built it. Where no library has that name, none is loaded.
+There is one library for each level of instruction sets; the loader compares the processor with the level's
+requirements. In a checkout and in an image a library is in `_build/` next to this file; where Tandem is installed from
+a wheel it is in the user's cache, and the first worker that needs it compiles it. Its name is a hash of the sources,
+torch and the level's options, independent of the machine that built it. A library with another name is never loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class Level:
-    """What a processor must have, in the words of /proc/cpuinfo, and the options by which the compiler uses it."""
+    """The flags of /proc/cpuinfo that a processor must have, and the compiler's options to use them."""
 
     flags: frozenset[str]
     options: tuple[str, ...]
@@ -72,13 +72,13 @@ _TRIAL = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.op
 
 
 def processor() -> frozenset[str]:
-    """What this machine's processor has, by the first of /proc/cpuinfo; nothing where there is no such file."""
+    """The flags of the first processor in /proc/cpuinfo; empty without this file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    found = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return frozenset(found.partition(":")[2].split())
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return frozenset(flags.partition(":")[2].split())
 
 
 def runnable() -> list[str]:
@@ -155,9 +155,9 @@ def _try(path: Path, level: str) -> None:
     """A library that cannot be loaded, for a symbol that this torch lacks, must not be found by a worker. Only on a
     machine that has the level: elsewhere already the first of its instructions may end the process."""
     command = [sys.executable, "-c", _TRIAL, str(path)]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    if said != level and level != NATIVE:
-        raise OSError(f"the library of level {level} was compiled for {said}")
+    compiled_level = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if compiled_level != level and level != NATIVE:
+        raise OSError(f"the library of level {level} was compiled for {compiled_level}")
 
 
 def _compiler() -> list[str]:

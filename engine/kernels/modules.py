@@ -1,7 +1,7 @@
-"""Which modules of a model the compiled operators replace, found by what a module does and never by its name.
+"""The modules of a model that compiled operators replace, recognised by what a module computes and never by its name.
 
-A replaced module keeps its object, weights and hooks and changes its class, to a subclass with another `forward`; so it
-can be switched back at any time, and code that asks for its type is answered as before.
+A replaced module keeps its object, weights and hooks and changes its class to a subclass with another `forward`. So it
+can be switched back at any time, and isinstance checks give the same result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _NORM = "_tandem_norm"  # (eps, offset, round_first) of a module that is an RMS 
 
 
 def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
-    """Packs the weights of products, tries the product of each shape, and looks for RMS norms; says where weights are.
+    """Packs the weights of products, tests the product of each shape, and finds RMS norms; returns where the weights
+    are.
 
     Raises CheckpointRefused when a product is wrong. (The self-check may run on a copy in float32, and would not see
     the operators for 16 bits.)
@@ -35,13 +36,13 @@ def prepare(model: nn.Module, cache: WeightCache | None = None) -> str:
     where = pack(model, cache)
     prove(model)
     for module in model.modules():
-        if (found := rms_norm_of(module)) is not None:
-            module.__dict__[_NORM] = found
+        if (norm := rms_norm_of(module)) is not None:
+            module.__dict__[_NORM] = norm
     return where
 
 
 def switch(model: nn.Module, on: bool) -> None:
-    """Gives the modules below `model` their compiled forward, or their own back."""
+    """Switches the modules below `model` to their compiled forward, or back."""
     for module in model.modules():
         kind: Any = type(module)  # mypy holds nn.Module's classes for unhashable
         if not on and issubclass(kind, Compiled):
@@ -55,10 +56,10 @@ def switch(model: nn.Module, on: bool) -> None:
 def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
     """Gives every plain product its weight in panels, all in one stretch of memory, in the order of the modules.
 
-    With a cache that stretch is a mapped file, and the model's own weights move there too, unless they lie in a file
-    already; they keep their values. Without one they stay where they are, for whoever reads them otherwise: an
-    embedding that is tied to the head, an attention that looks into its projections, the self-check's comparison.
-    Returns a line that says where the panels are.
+    With a cache this memory is a mapped file, and the model's own weights move there too, unless they are in a file
+    already; they keep their values. Without one they stay in place for other readers: an embedding that is tied to the
+    head, an attention that reads its projections' weights, the self-check's comparison. Returns a line that says where
+    the panels are.
     """
     layers = [(layer, weight) for layer in model.modules() if (weight := weight_of(layer)) is not None]
     weights = {_key(weight): weight for _, weight in layers}  # tied weights are packed once
@@ -77,8 +78,8 @@ def pack(model: nn.Module, cache: WeightCache | None = None) -> str:
         kept = _in_one_stretch(weights.values(), sizes)
     views = {key: part.view(dtype) for key, part, dtype in zip(weights, kept, types, strict=False)}
     packed = [(layer, (views[_key(weight)], *weight.shape)) for layer, weight in layers]
-    for layer, found in packed:
-        layer.__dict__[_PACKED] = found
+    for layer, panels in packed:
+        layer.__dict__[_PACKED] = panels
     if shared:
         for tensor, part in zip(own, kept[len(weights) :], strict=True):
             tensor.data = part.view(tensor.dtype).view(tensor.shape)
@@ -94,12 +95,12 @@ def _packed_bytes(weight: torch.Tensor) -> int:
     """Of its panels, which fill up rows and columns, each for itself."""
     size = torch.ops.tandem.pack.default
     rows, columns, corner = (size(part).numel() for part in (weight[:, :1], weight[:1], weight[:1, :1]))
-    found: int = rows * columns // corner * weight.element_size()
-    return found
+    nbytes: int = rows * columns // corner * weight.element_size()
+    return nbytes
 
 
 def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Panels in memory of this process: uint8, one behind another, so that large memory pages hold the small ones."""
+    """Panels in memory of this process: uint8, concatenated, so that small ones share large memory pages."""
     starts, total = placed(sizes)
     stretch = huge_pages(torch.empty(total, dtype=torch.uint8))
     parts = [stretch[at : at + size] for at, size in zip(starts, sizes, strict=True)]
@@ -110,8 +111,8 @@ def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> li
 
 def _in_memory(model: nn.Module) -> list[torch.Tensor]:
     """Parameters that take memory of this process, because loading them has changed their type."""
-    found = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
-    return [each for each, on_disk in zip(found, file_backed(found), strict=True) if not on_disk]
+    parameters = [each for each in model.parameters() if each.numel() and each.is_contiguous()]
+    return [each for each, on_disk in zip(parameters, file_backed(parameters), strict=True) if not on_disk]
 
 
 def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
@@ -124,11 +125,13 @@ def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
 
 
 def mapped_bytes(model: nn.Module) -> int:
-    """Bytes in mapped files that a step reads: of panels, and of weights that are no product's.
+    """Bytes in mapped files that a step reads: of panels, and of weights without a product.
 
-    A host counts them as free, for the files could be read again; they are not.
+    The kernel counts them as available, because the files could be read again; in effect they are not.
     """
-    panels = {id(found[0]): found[0] for each in model.modules() if (found := each.__dict__.get(_PACKED)) is not None}
+    panels = {
+        id(packed[0]): packed[0] for each in model.modules() if (packed := each.__dict__.get(_PACKED)) is not None
+    }
     others = {
         id(tensor): tensor
         for each in model.modules()
@@ -142,8 +145,8 @@ def mapped_bytes(model: nn.Module) -> int:
 def packed_shapes(model: nn.Module) -> Iterator[tuple[int, int, torch.dtype]]:
     """Rows, columns and type of the weights that have panels below `model`; a tied one as often as it is used."""
     for layer in model.modules():
-        if (found := layer.__dict__.get(_PACKED)) is not None:
-            panels, n, k = found
+        if (packed := layer.__dict__.get(_PACKED)) is not None:
+            panels, n, k = packed
             yield n, k, panels.dtype
 
 
@@ -217,12 +220,12 @@ def compiled(own: Any, replacement: type) -> Any:
 
 def _only_parameter(module: Any) -> torch.Tensor:
     (weight,) = module._parameters.values()
-    found: torch.Tensor = weight
-    return found
+    parameter: torch.Tensor = weight
+    return parameter
 
 
 def rms_norm_of(module: nn.Module) -> tuple[float, float, bool] | None:
-    """The (eps, offset, round_first) with which `tandem::rms_norm` gives what the module gives; None if none does.
+    """The (eps, offset, round_first) with which `tandem::rms_norm` equals the module; None if there are none.
 
     A candidate has one vector of weights, nothing else, and its eps among its attributes. The numbers have a mean, so
     that a layer norm differs, and one scale at which eps matters.

@@ -1,10 +1,10 @@
-"""At load: how long the compiled products take beside torch's own, for the shapes of the model's weights.
+"""Compares, at load, the time of the compiled products with torch's, for the shapes of the model's weights.
 
-Both on one thread, in turn, by that thread's CPU time, so that other processes on the core do not count; the least of
-some rounds. Few rows go through several copies of a weight, because in a step each weight comes from memory. Of a
-weight of more than MOST_ELEMENTS only a part is timed, and one of fewer than LEAST_ELEMENTS not at all: there the call
-takes longer than the product. The operands are made for it and dropped afterwards, so the result depends on shapes,
-library and machine alone: it is kept beside the packed weights, and the next start reads it there.
+Both run on one thread, alternately, by that thread's CPU time, so that other processes on the core do not count; the
+minimum of some rounds is taken. Few rows are multiplied with several copies of a weight, because in a step each weight
+is read from memory. Of a weight of more than MOST_ELEMENTS only a part is timed; one of fewer than LEAST_ELEMENTS is
+not timed, because there the call takes longer than the product. The operands are temporary, so the result depends only
+on shapes, library and machine: it is stored next to the packed weights, and the next start reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = (1, 8, 256)
 FEW = 8  # rows up to which a step waits for weights from memory
 SLOW = 1.25  # times torch's seconds: over it a product is reported
 LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 20  # of a weight that is timed
-COLUMNS = 384  # whole panels of ours, whole vectors of torch's: of a larger product so many are timed, or a multiple
+COLUMNS = 384  # or a multiple, of a larger product: whole panels of ours, whole vectors of torch's
 COLD_BYTES, COPIES = 16 << 20, 16  # of all copies of a weight together; copies at most
 KINDS = 8  # of weights that are timed: those with most elements in the model
 ROUNDS, LEAST_ROUNDS = 4, 2
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """`ours` and `theirs` are seconds of products of `rows` rows with `kind`: only their ratio says something."""
+    """`ours` and `theirs` are seconds of products of `rows` rows with `kind`; only their ratio is meaningful."""
 
     kind: Kind
     rows: int
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """One sentence where a product takes more than SLOW times as long as torch's; else empty."""
+        """One sentence if a product takes more than SLOW times as long as torch's; otherwise empty."""
         slow = sum(case.ratio > SLOW for case in self.cases)
         if not slow:
             return ""
@@ -99,7 +99,7 @@ class Report:
 
 
 def run(models: Iterable[torch.nn.Module], dtype: torch.dtype, cache: WeightCache | None) -> Report | None:
-    """Measures, or reads what an earlier start measured; None where the models have no compiled products to time.
+    """Measures, or reads an earlier start's measurement; None where the models have no compiled products to time.
 
     `dtype` is what the models compute in.
     """
@@ -138,7 +138,7 @@ def kinds_of(models: Iterable[torch.nn.Module], dtype: torch.dtype) -> list[Kind
 
 
 def measure(kinds: Sequence[Kind]) -> list[Case]:
-    """Each kind with each number of rows. What looks slow is measured a second time, and the least of both counts."""
+    """Times each kind with each number of rows. Slow results are measured twice, and the minimum counts."""
     cases = []
     until = monotonic() + BUDGET_S
     with one_thread(), torch.inference_mode():
@@ -157,7 +157,7 @@ Product = Callable[[torch.Tensor], object]
 
 
 def operands(kind: Kind) -> tuple[list[Product], list[Product]]:
-    """Products with copies of a weight of this kind, of ours and of torch's."""
+    """The compiled products and torch's, with copies of a weight of this kind."""
     n = min(kind.n, max(COLUMNS, MOST_ELEMENTS // kind.k // COLUMNS * COLUMNS))
     plain = torch.ones(n, kind.k, dtype=getattr(torch, kind.dtype))
     size = weight_bytes(n, kind.k, kind.format, kind.group) if kind.format else plain.nbytes
@@ -194,10 +194,10 @@ def _time(kind: Kind, rows: int, ours: list[Product], theirs: list[Product], unt
         return thread_time() - start
 
     seconds(ours), seconds(theirs)  # torch's first product of a shape prepares itself
-    found: list[tuple[float, float]] = []
-    while len(found) < (ROUNDS if monotonic() < until else LEAST_ROUNDS):
-        found.append((seconds(ours), seconds(theirs)))
-    least = [max(min(side), 1e-9) for side in zip(*found, strict=True)]
+    timings: list[tuple[float, float]] = []
+    while len(timings) < (ROUNDS if monotonic() < until else LEAST_ROUNDS):
+        timings.append((seconds(ours), seconds(theirs)))
+    least = [max(min(side), 1e-9) for side in zip(*timings, strict=True)]
     return Case(kind, rows, *least)
 
 
@@ -213,7 +213,7 @@ def one_thread() -> Iterator[None]:
 
 
 def processor() -> tuple[str, str]:
-    """Of the first processor: its model's name, and all that tells it from another model."""
+    """The first processor's model name, and all fields that distinguish it from other models."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:

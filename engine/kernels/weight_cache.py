@@ -3,14 +3,14 @@
     key = what is kept: the operators' library, and the type, shape and digest of each weight
     file: header (key, length, digest of the body) | up to 2 MiB empty | body
 
-The key says what is in the file and not where it came from, so that an edited checkpoint, another dtype or another
-machine is another file. A file is used only when it is this user's own, nobody else may write to it, and its length,
-its header and the digest of its whole body are right; any other is made again. A process that cannot use the cache
-keeps its weights in memory of its own, and says so. The digests (xxh3_128) find faults and mix-ups. They are not keyed:
-who makes a checkpoint so that it collides with another one is not stopped.
+The key describes the content and not its origin, so an edited checkpoint, another dtype or another machine has another
+file. A file is used only if it belongs to this user, no other user may write to it, and its length, its header and the
+digest of its whole body are right; otherwise it is created again. A process that cannot use the cache keeps its weights
+in its own memory and logs that. The digests (xxh3_128) detect faults and mix-ups. They are not keyed, so they do not
+stop a checkpoint that was made to collide with another one.
 
-A mapped file is read in large memory pages where the file system keeps it in such (ext4 and XFS of a new kernel):
-it is written in large pieces for that, and the body begins at a large page.
+A mapped file is read in large memory pages where the file system stores it in such (ext4 and XFS of a new kernel): for
+that it is written in large pieces, and the body begins at a large page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOCK_TIMEOUT_S = 120.0  # longest wait for another process that writes
 
 @dataclass(frozen=True)
 class WeightCache:
-    """A folder of such files, `limit` bytes of them at most: those used longest ago go first."""
+    """A folder of such files, at most `limit` bytes; the least recently used are removed first."""
 
     folder: Path
     limit: int
@@ -54,9 +54,9 @@ class WeightCache:
     def get(
         self, key: str, sizes: Sequence[int], make: Callable[[], Iterable[torch.Tensor]]
     ) -> list[torch.Tensor] | None:
-        """The tensors kept under `key`: uint8, of so many bytes each, read-only, and mapped while one of them lives.
+        """The tensors stored under `key`: uint8, of `sizes` bytes, read-only, and mapped while one of them exists.
 
-        Where there are none, `make` makes them, of any type. None when they cannot be kept here; the log says why. One
+        If there are none, `make` creates them, of any type. None when they cannot be stored; the log says why. One
         process of a host writes at a time, and the others wait for it.
         """
         starts, nbytes = placed(sizes)
@@ -64,18 +64,18 @@ class WeightCache:
         return None if body is None else [body[at : at + size] for at, size in zip(starts, sizes, strict=True)]
 
     def note(self, key: str, make: Callable[[], str]) -> str:
-        """The text kept under `key`; where there is none, `make` makes it, in one process of a host at a time.
+        """The text stored under `key`; if there is none, `make` creates it, in one process of a host at a time.
 
-        A text that cannot be kept here is made each time; the log says why.
+        A text that cannot be stored is created each time; the log says why.
         """
-        if (found := self._read_note(key)) is not None:
-            return found
+        if (stored := self._read_note(key)) is not None:
+            return stored
         text: str | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
-                if (found := self._read_note(key)) is not None:  # somebody was quicker
-                    return found
+                if (stored := self._read_note(key)) is not None:  # another process was quicker
+                    return stored
                 text = make()
                 self._write_note(key, text)
         except (OSError, NotImplementedError) as error:
@@ -83,7 +83,7 @@ class WeightCache:
         return make() if text is None else text
 
     def _read_note(self, key: str) -> str | None:
-        """None where there is none, or one that is damaged or that somebody else may write to."""
+        """The stored text; None if there is none, or if it is damaged or writable by other users."""
         try:
             with open(self.folder / f"{key}{NOTE}", encoding="utf-8") as file:
                 if _others_may_write(os.fstat(file.fileno())):
@@ -108,18 +108,18 @@ class WeightCache:
 
     def _get(self, key: str, nbytes: int, body: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor | None:
         try:
-            if (found := self._open(key, nbytes)) is not None:
-                return found
+            if (mapped := self._open(key, nbytes)) is not None:
+                return mapped
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.folder / "tandem.lock", timeout=LOCK_TIMEOUT_S):
-                if (found := self._open(key, nbytes)) is not None:  # somebody was quicker
-                    return found
+                if (mapped := self._open(key, nbytes)) is not None:  # another process was quicker
+                    return mapped
                 self._make_room(BODY + nbytes)
                 self._write(key, nbytes, body())
-            found = self._open(key, nbytes)
-            if found is None:
+            mapped = self._open(key, nbytes)
+            if mapped is None:
                 log.warning("weights written to %s are not there as they were written", self.folder)
-            return found
+            return mapped
         except (OSError, NotImplementedError, NoRoom) as error:
             log.warning("weights are not kept in %s, each worker has its own: %s", self.folder, error)
             return None
@@ -134,19 +134,19 @@ class WeightCache:
         except FileNotFoundError:
             return None
         try:
-            wrong, found = _read(descriptor, key, nbytes)
+            wrong, mapped = _read(descriptor, key, nbytes)
         finally:
             os.close(descriptor)
-        if found is None:
+        if mapped is None:
             log.warning("%s is not used, it will be made again: %s", path, wrong)
             return None
         with suppress(OSError):  # a cache that cannot be written can still be read
             os.utime(path)
-        return found
+        return mapped
 
     def _make_room(self, size: int) -> None:
         """Under the lock. Raises NoRoom when `size` bytes cannot be kept."""
-        for left in self.folder.glob(f"*{PARTIAL}"):  # by a process that was killed: whoever writes has the lock
+        for left in self.folder.glob(f"*{PARTIAL}"):  # of a killed process: a live writer holds the lock
             left.unlink(missing_ok=True)
         if size > self.limit:
             raise NoRoom(f"they take {size >> 20} MiB, the limit is {self.limit >> 20} MiB")
@@ -156,7 +156,7 @@ class WeightCache:
             if total + size <= self.limit:
                 break
             total -= path.stat().st_size
-            path.unlink()  # who has it mapped keeps it
+            path.unlink()  # processes that have it mapped keep it
         if shutil.disk_usage(self.folder).free < 2 * size:
             raise NoRoom(f"the disk has less than {2 * size >> 20} MiB left")
 
@@ -194,7 +194,7 @@ def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | N
     stat = os.fstat(descriptor)
     if _others_may_write(stat):
         return "somebody else may write to it", None
-    if not _whole(stat, nbytes):
+    if not _is_complete(stat, nbytes):
         return f"it has {stat.st_size} bytes where {BODY + nbytes} belong", None
     header = os.pread(descriptor, 4096, 0).partition(b"\n")[0] + b"\n"
     mapping = mmap.mmap(descriptor, stat.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -213,12 +213,12 @@ def _others_may_write(stat: os.stat_result) -> bool:
     return stat.st_uid != os.geteuid() or stat.st_mode & 0o022 != 0
 
 
-def _whole(stat: os.stat_result, nbytes: int) -> bool:
+def _is_complete(stat: os.stat_result, nbytes: int) -> bool:
     return stat.st_size == BODY + nbytes
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of so many bytes begin when they lie one behind another, and the bytes of all."""
+    """The offsets of parts of these sizes in their concatenation, and its size."""
     ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
     return [0, *ends][:-1], ends[-1] if ends else 0
 
@@ -271,11 +271,11 @@ def file_backed(tensors: Sequence[torch.Tensor]) -> list[bool]:
     except OSError:  # no /proc here
         return [False] * len(tensors)
     starts = [start for start, _ in ranges]
-    found = []
+    backed = []
     for tensor in tensors:
         at = bisect_right(starts, tensor.data_ptr()) - 1
-        found.append(at >= 0 and tensor.data_ptr() < ranges[at][1])
-    return found
+        backed.append(at >= 0 and tensor.data_ptr() < ranges[at][1])
+    return backed
 
 
 def default_folder() -> Path:

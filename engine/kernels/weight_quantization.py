@@ -5,9 +5,9 @@
     int4    -8 to 7, one scale for each 32 neighbours along the input; the head has int8
     bf16    bfloat16 under a model that computes in float32
 
-A replaced layer keeps its object, bias and hooks. Its weight is gone: what stands in its place has the weight's shape
-and type, no memory, and is NaN, so that whoever reads it otherwise is found out by the self-check. An embedding that is
-tied to the head keeps its own weight; it is looked up by rows and hardly costs time.
+A replaced layer keeps its object, bias and hooks. Its weight is replaced by a tensor of the same shape and type,
+without memory and filled with NaN, so that the self-check detects any other reader. An embedding that is tied to the
+head keeps its own weight; it is looked up by rows and hardly costs time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)  # int4: what of a group's range to try to cover
-SUM_GAP = 1e-5  # of a float32 sum in another order, to the sum of what it adds up without signs
+SUM_GAP = 1e-5  # of a float32 sum in another order, relative to the sum of absolute values
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}  # of the result
 ROWS_TRIED = (1, 13, 40)  # a part of a tile; several; panels that are widened first
 _CODES = "_tandem_codes"
@@ -62,7 +62,7 @@ class Codes:
         return out
 
     def weight(self) -> torch.Tensor:
-        """What the codes stand for: float32 `[n, k]`."""
+        """The weight that the codes represent: float32 `[n, k]`."""
         out: torch.Tensor = torch.ops.tandem.unpack_codes.default(
             self.codes, self.scales, self.n, self.k, self.group, self.format
         )
@@ -70,7 +70,7 @@ class Codes:
 
 
 def quantise(weight: torch.Tensor, format: str) -> Codes:
-    """Rounds a weight `[n, k]` to the nearest codes, and proves what was packed."""
+    """Rounds a weight `[n, k]` to the nearest codes, and verifies the packed form."""
     wide = weight.float()
     n, k = wide.shape
     group = group_of(format, k)
@@ -87,15 +87,15 @@ def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
     """The codes (int16) nearest to numbers in units of their scale."""
     if format == "fp8":
         return units.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
-    whole = units.round()
+    rounded = units.round()
     if format == "int4":
-        return whole.clamp(-8, 7).to(torch.int16) & 15
-    whole = whole.clamp(-128, 127).to(torch.int16)
-    return torch.where(whole == -128, 128, whole.abs() | (whole < 0).to(torch.int16) << 7)
+        return rounded.clamp(-8, 7).to(torch.int16) & 15
+    rounded = rounded.clamp(-128, 127).to(torch.int16)
+    return torch.where(rounded == -128, 128, rounded.abs() | (rounded < 0).to(torch.int16) << 7)
 
 
 def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
-    """The inverse of `codes_of`, by torch alone: what the compiled operators are held against."""
+    """The inverse of `codes_of`, by torch alone: the reference for the compiled operators."""
     if format == "fp8":
         return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     if format == "bf16":
@@ -142,8 +142,8 @@ def _int4_scales(parts: torch.Tensor) -> torch.Tensor:
     for part in CLIPPED:
         for scales in (signed / -8 * part, signed / 7 * part):
             steps = torch.where(scales == 0, 1.0, scales).unsqueeze(2)
-            found = ((parts / steps).round().clamp(-8, 7) * steps - parts).square().sum(2)
-            best, error = torch.where(found < error, scales, best), torch.minimum(found, error)
+            squared_error = ((parts / steps).round().clamp(-8, 7) * steps - parts).square().sum(2)
+            best, error = torch.where(squared_error < error, scales, best), torch.minimum(squared_error, error)
     return best
 
 
@@ -165,7 +165,7 @@ def apply(model: PreTrainedModel, format: str) -> int:
 
 
 def put(layer: Any, codes: Codes) -> None:
-    """Gives a layer codes in the place of its weight."""
+    """Replaces a layer's weight by codes."""
     shape, dtype = layer.weight.shape, layer.weight.dtype
     layer.weight = nn.Parameter(nothing(shape, dtype), requires_grad=False)
     layer.__dict__[_CODES] = codes
@@ -190,8 +190,8 @@ def weight_in(layer: Any) -> Any:
 
 def codes_in(model: nn.Module) -> Iterator[Codes]:
     """Those of each weight, once."""
-    found = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
-    yield from found.values()
+    by_id = {id(codes): codes for layer in model.modules() if (codes := layer.__dict__.get(_CODES)) is not None}
+    yield from by_id.values()
 
 
 def switch(model: nn.Module, on: bool) -> None:
@@ -211,7 +211,7 @@ class Quantised(modules.Compiled):
 
 
 class Dequantised:
-    """torch's product with the weights that the codes stand for, made anew for each call: the self-check's oracle."""
+    """torch's product with the weights that the codes represent, rebuilt for each call: the self-check's reference."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor | None = self.bias  # type: ignore[attr-defined]  # the module's own

@@ -26,7 +26,7 @@ from engine.kv.kv_cache_spec import CallFacts
 
 
 class KvCache:
-    """Owns the buffer. `layout` says what its bytes mean; `num_blocks` blocks, with ids from 0."""
+    """Owns the buffer of `num_blocks` blocks, with ids from 0. `layout` describes its bytes."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -41,7 +41,7 @@ class KvCache:
         self.k = [self._window(typed, call.k_offset, call.k_heads, call.k_dim) for call in layout.calls]
         self.v = [self._window(typed, call.v_offset, call.v_heads, call.v_dim) for call in layout.calls]
         self.quantised = bool(layout.scale_dtype)
-        # What their elements are multiplied with, `[num_blocks, block_size, kv_heads]`; None if not quantised.
+        # The scales of their elements, `[num_blocks, block_size, kv_heads]`; None if not quantised.
         self.k_scales = [self._scales(call.k_scale_offset, call.k_heads) for call in layout.calls]
         self.v_scales = [self._scales(call.v_scale_offset, call.v_heads) for call in layout.calls]
 
@@ -97,7 +97,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`. Raises ValueError for a name that is no dtype."""
+    """The inverse of `dtype_name`. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype")

@@ -127,9 +127,9 @@ def name_reach(mask_function: MaskFunction, local_size: int | None, device: torc
     pairs = sorted({pair for length in lengths for pair in _edges(length)})
     q, kv = (torch.tensor(column, device=device) for column in zip(*pairs, strict=True))
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    seen = torch.as_tensor(mask_function(zero, zero, q, kv), device=device)
+    visible = torch.as_tensor(mask_function(zero, zero, q, kv), device=device)
     for reach in candidates:
-        if torch.equal(seen.expand_as(q), (first_visible(reach, q) <= kv) & (kv <= q)):
+        if torch.equal(visible.expand_as(q), (first_visible(reach, q) <= kv) & (kv <= q)):
             return reach
     return None
 

@@ -1,4 +1,4 @@
-"""Learns a model's attention facts with one small forward, and refuses models whose KV pages would not be the truth.
+"""Learns a model's attention facts with one small forward, and refuses models that KV pages cannot represent.
 
 Two forwards of three tokens, under two names in transformers' registry:
 
@@ -42,7 +42,7 @@ ISOLATION_TOLERANCE = 0.05  # of the logits' standard deviation; other tokens' i
 
 @dataclass(frozen=True)
 class ProbeMask:
-    """What stands in for a mask tensor during the probe; `reach` is None when no reach of ours fits."""
+    """Replaces a mask tensor during the probe; `reach` is None if no supported reach fits."""
 
     reach: Reach | None
 
@@ -57,7 +57,9 @@ STATE_CALLS = (
     *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "update_indexer"),
 )
 
-_seen: list[CallFacts] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
+_recorded_calls: list[
+    CallFacts
+] = []  # the calls of the probe forward that runs now; one thread of a process loads at a time
 
 
 def _probe_attention(
@@ -75,7 +77,7 @@ def _probe_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records one call. Raises CheckpointRefused for whatever `CallFacts` cannot express."""
-    where = f"attention call {len(_seen)} ({type(module).__name__})"
+    where = f"attention call {len(_recorded_calls)} ({type(module).__name__})"
     unknown = sorted(set(others) - HARMLESS)
     if unknown:
         raise CheckpointRefused(
@@ -91,7 +93,7 @@ def _probe_attention(
         raise CheckpointRefused(
             f"{where} has {key.shape[1]} key heads and {value.shape[1]} value heads; they must be equal"
         )
-    _seen.append(
+    _recorded_calls.append(
         CallFacts(
             kv_heads=key.shape[1],
             heads=query.shape[1],
@@ -122,7 +124,7 @@ def _own_value(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 
 
 def _reach(mask: Any, sliding_window: int | None, where: str) -> Reach:
-    """The reach that the mask says, checked against the `sliding_window` keyword where there is one."""
+    """The reach of the mask, checked against the `sliding_window` keyword if there is one."""
     if mask is None:  # the model builds no mask here: then eager attention has none either, and only the keyword speaks
         return SlidingWindowSpec(sliding_window) if sliding_window is not None else FullAttentionSpec()
     if not isinstance(mask, ProbeMask):
@@ -142,13 +144,13 @@ AttentionInterface.register(ISOLATION, _isolation_attention)
 def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
     """One `CallFacts` for each attention call of a forward, in order.
 
-    Leaves the model under the probe's name; the caller switches it to what comes next. Raises CheckpointRefused with
-    the reason for a model that pages cannot serve.
+    Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
+    model that pages cannot serve.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3]], device=device) % model.config.get_text_config().vocab_size
     switch(model, PROBE)
-    _seen.clear()
+    _recorded_calls.clear()
     try:
         _forward(model, ids, torch.tensor([[0, 1, 2]], device=device))
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError) as error:
@@ -156,7 +158,7 @@ def learn_facts(model: PreTrainedModel) -> tuple[CallFacts, ...]:
             f"{type(model).__name__} edits or indexes its attention mask, or cannot run on token ids and positions "
             f"alone: {error}"
         ) from error
-    facts = tuple(_seen)
+    facts = tuple(_recorded_calls)
     _check_calls(model, facts)
     switch(model, ISOLATION)
     _check_state(model, ids)

@@ -77,14 +77,14 @@ def check_folder(folder: Path) -> list[Path]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointRefused if it cannot be read or is something else."""
+    """A JSON object from a file. Raises CheckpointRefused if the file cannot be read or has no JSON object."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointRefused(f"{file} holds no JSON object")
-    return found
+    return content
 
 
 def check_safetensors(file: Path) -> None:
@@ -112,8 +112,8 @@ def fingerprint(folder: Path, files: list[Path]) -> str:
     """32 hex digits (xxh3_128) that tell two pools whether they serve the same weights.
 
     Over config.json and, for each weight file in order, its name, length and content: all of it up to 256 MiB; beyond,
-    the safetensors header and 4,096 evenly spaced samples of 4 KiB. It finds different checkpoints and fine-tunes, and
-    is no protection against someone who wants two to look equal.
+    the safetensors header and 4,096 evenly spaced samples of 4 KiB. It detects different checkpoints and fine-tunes,
+    but does not protect against deliberate collisions.
     """
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for file in files:

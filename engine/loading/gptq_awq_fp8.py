@@ -1,4 +1,4 @@
-"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by what their formats are described as.
+"""Reads products that GPTQ, AWQ, block-wise FP8 or torchao have packed, by the descriptions of these formats.
 
     weight[n, k] = scale[n, group of k] * (integer[n, k] - zero[n, group of k])       in float32, rounded once
 
@@ -6,8 +6,8 @@ GPTQ        int32 words hold 32 / bits neighbours along the input, the lowest bi
             along the output. Version 1 stores each zero less one, `gptq_v2` stores it. `g_idx` has each input's group.
 AWQ         `gemm`: a word holds 8 neighbours along the output, in the order 0 2 4 6 1 3 5 7 from the lowest bits up.
 fp8         e4m3, and a scale for each block of `weight_block_size`; the last block of a row or column may be cut off.
-torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; in a file's metadata, for
-            each weight, its class and its block. What the config says was the recipe.
+torchao     one int8 or e4m3 for each weight, whatever its range, and a scale for each block; a file's metadata has each
+            weight's class and block. The config has only the recipe.
 
 The descriptions are the packers: AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel's utils/model.py
 (convert_gptq_v1_to_v2_format_module), AutoAWQ's modules/linear/gemm.py, transformers' integrations/
@@ -15,7 +15,7 @@ finegrained_fp8.py, which takes a cut-off block for a smaller one, and torchao's
 (dequantize_affine) with prototype/safetensors/safetensors_support.py. Their kernels for 16 bits round scale * integer
 to float16, or round the scale to bfloat16; this does neither, and differs from them by that much.
 
-What the files say in two ways, or in a way that readers take differently, is refused.
+Contradictory files, and files that readers interpret differently, are refused.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours in a word
 FLOATS = ("F16", "BF16", "F32")
 TORCHAO_CLASSES = {"Int8Tensor": "I8", "IntxUnpackedToInt8Tensor": "I8", "Float8Tensor": "F8_E4M3"}
 
-# What torchao says of a weight: its block is read, the others say how it was made and which kernel may serve it.
-_SAID = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
+# torchao's description of a weight: its block is used, the other keys tell how it was made and name kernels.
+_KNOWN_DATA = {"block_size", "dtype", "target_dtype", "reduce_range", "mm_config", "kernel_preference"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of them. transformers takes it for a slice of a file, and reads its weight when it comes to it."""
+    """A packed product. transformers uses it like a slice of a file, and reads its weight when it loads the layer."""
 
     name: str
     integers: Callable[[], torch.Tensor]  # float32 [n, k], also of fp8
@@ -53,20 +53,20 @@ class Product:
     group: int
     fp8: bool = False
 
-    def __getitem__(self, _whole: Any) -> torch.Tensor:
+    def __getitem__(self, _all: Any) -> torch.Tensor:
         return self.weight()
 
     def units(self) -> torch.Tensor:
         """The weight in units of its scales: float32 `[n, k]`."""
-        found = self.integers()
-        return found if self.zeros is None else found - self.zeros[:, self.group_of]
+        integers = self.integers()
+        return integers if self.zeros is None else integers - self.zeros[:, self.group_of]
 
     def weight(self) -> torch.Tensor:
         """float32 `[n, k]`."""
         return self.units() * self.scales[:, self.group_of]
 
     def codes(self) -> weight_quantization.Codes | None:
-        """In a format of ours; None if none has it, or if the codes are not the weight, bit for bit."""
+        """The weight's codes in one of Tandem's formats; None if no format represents it bit for bit."""
         units = self.units()
         k = units.shape[1]
         low, high = int(units.min().item()), int(units.max().item())
@@ -87,7 +87,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint's tensors as if it were a plain one: by name, what gives its values when it is indexed."""
+    """A checkpoint's tensors as in a plain one: by name, an object that returns the values when indexed."""
 
     method: str
     tensors: dict[str, Any]
@@ -95,11 +95,11 @@ class Weights:
     files: list[Any]  # open as long as the tensors are read
 
 
-# ---- what the files hold
+# ---- reading the files
 
 
 def read(files: list[Path], scheme: Scheme) -> Weights:
-    """Opens the files of a checkpoint. Raises CheckpointRefused where its tensors are not what the scheme says."""
+    """Opens the files of a checkpoint. Raises CheckpointRefused if its tensors contradict the scheme."""
     opened: list[Any] = [safe_open(file, framework="pt") for file in files]  # not typed
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - not a dict
     if scheme.method == FP8:
@@ -108,7 +108,7 @@ def read(files: list[Path], scheme: Scheme) -> Weights:
         products, taken = _described(slices, opened)
     else:
         products, taken = _words(slices, scheme)
-    tensors: dict[str, Any] = {name: found for name, found in slices.items() if name not in taken}
+    tensors: dict[str, Any] = {name: tensor for name, tensor in slices.items() if name not in taken}
     for name, product in products.items():
         if f"{name}.weight" in tensors:
             raise refused(scheme.method, f"has {name} twice, packed and as a plain weight")
@@ -121,8 +121,8 @@ def read(files: list[Path], scheme: Scheme) -> Weights:
 def _words(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
     names = [name.removesuffix(".qweight") for name in slices if name.endswith(".qweight")]
     parts = {name: {part: slices.get(f"{name}.{part}") for part in PARTS[scheme.method]} for name in names}
-    taken = {f"{name}.{part}" for name, found in parts.items() for part in found}
-    return {name: _product(name, found, scheme) for name, found in parts.items()}, taken
+    taken = {f"{name}.{part}" for name, tensors in parts.items() for part in tensors}
+    return {name: _product(name, tensors, scheme) for name, tensors in parts.items()}, taken
 
 
 def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
@@ -135,20 +135,20 @@ def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
     n, k = scheme.dense_shape(rows, columns)
     group = k if scheme.group == -1 else scheme.group
     groups = -(-k // group)
-    for found, shape, dtypes in ((qweight, (rows, columns), ("I32",)), (qzeros, (groups, n // many), ("I32",))):
-        _check(method, name, found, shape, dtypes)
+    for tensor, shape, dtypes in ((qweight, (rows, columns), ("I32",)), (qzeros, (groups, n // many), ("I32",))):
+        _check(method, name, tensor, shape, dtypes)
     _check(method, name, scales, (groups, n), FLOATS)
     if n % many or (method == AWQ and k % group):
         raise refused(method, f"has {name} with {n} outputs and {k} inputs, which do not fill its words or groups")
     group_of = torch.arange(k) // group
     if g_idx is not None:
         _check(method, name, g_idx, (k,), ("I32", "I64"))
-        found = g_idx[...].long()
-        if found.min() < 0 or found.max() >= groups:
+        indices = g_idx[...].long()
+        if indices.min() < 0 or indices.max() >= groups:
             raise refused(method, f"has inputs of {name} in groups that are not there")
-        if scheme.ordered and not torch.equal(found, group_of):
+        if scheme.ordered and not torch.equal(indices, group_of):
             raise refused(method, f"has inputs of {name} in other groups than its desc_act = false says")
-        group_of = found
+        group_of = indices
     elif not scheme.ordered:
         raise refused(method, f"lacks the g_idx of {name}, against its desc_act = true")
     places = AWQ_PLACES if method == AWQ else tuple(range(many))
@@ -163,8 +163,8 @@ def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
         raise refused(method, f"says that it is symmetric, but the zeros of {name} are not in the middle")
 
     def integers() -> torch.Tensor:
-        found = _unpacked(qweight[...], scheme.bits, places)
-        return (found.transpose(1, 2).flatten(0, 1) if method == GPTQ else found.flatten(1)).T.float()
+        unpacked = _unpacked(qweight[...], scheme.bits, places)
+        return (unpacked.transpose(1, 2).flatten(0, 1) if method == GPTQ else unpacked.flatten(1)).T.float()
 
     return Product(name, integers, zeros.T.float().contiguous(), scales[...].float().T.contiguous(), group_of, group)
 
@@ -172,25 +172,25 @@ def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
 def _unpacked(words: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
     """int32 `[a, b]` to `[a, b, 32 / bits]`."""
     shifts = torch.tensor(places, dtype=torch.int32) * bits
-    found: torch.Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
-    return found
+    unpacked: torch.Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return unpacked
 
 
 def _blocks(slices: dict[str, Any], scheme: Scheme) -> tuple[dict[str, Product], set[str]]:
     """The products of an fp8 checkpoint."""
     products, taken = {}, set()
-    for name, found in slices.items():
-        if not found.get_dtype().startswith("F8_E"):
+    for name, tensor in slices.items():
+        if not tensor.get_dtype().startswith("F8_E"):
             continue
         if not name.endswith(".weight") or f"{name}_scale_inv" not in slices:
             raise refused(FP8, f"has no scales for {name}")
-        _check(FP8, name, found, _shape(found, 2, name), ("F8_E4M3",))
-        (n, k), (high, wide) = _shape(found, 2, name), scheme.block
+        _check(FP8, name, tensor, _shape(tensor, 2, name), ("F8_E4M3",))
+        (n, k), (high, wide) = _shape(tensor, 2, name), scheme.block
         scales = slices[f"{name}_scale_inv"]
         _check(FP8, name, scales, (-(-n // high), -(-k // wide)), (*FLOATS, "F8_E8M0"))
         products[name.removesuffix(".weight")] = Product(
             name.removesuffix(".weight"),
-            lambda found=found: found[...].float(),  # type: ignore[misc]  # mypy does not infer defaults of lambdas
+            lambda tensor=tensor: tensor[...].float(),  # type: ignore[misc]  # mypy does not infer defaults of lambdas
             None,
             _for_rows(scales, high, n),
             torch.arange(k) // wide,
@@ -207,33 +207,35 @@ def _described(slices: dict[str, Any], opened: list[Any]) -> tuple[dict[str, Pro
     for file in opened:
         metadata = file.metadata() or {}
         try:
-            told = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
-            kinds = {name: (one["_type"], one.get("_data", {})) for name, one in told.items()}
+            descriptions = {name: json.loads(metadata[name]) for name in json.loads(metadata["tensor_names"])}
+            kinds = {
+                name: (description["_type"], description.get("_data", {})) for name, description in descriptions.items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise refused(TORCHAO, f"does not describe its tensors as torchao does ({error!r:.80})") from error
-        for name, (kind, said) in kinds.items():
+        for name, (kind, data) in kinds.items():
             if kind != "Tensor" and name not in products:
-                products[name], parts = _of_torchao(name, kind, said, slices)
+                products[name], parts = _of_torchao(name, kind, data, slices)
                 taken |= parts
     return {name.removesuffix(".weight"): product for name, product in products.items()}, taken
 
 
-def _of_torchao(name: str, kind: str, said: dict[str, Any], slices: dict[str, Any]) -> tuple[Product, set[str]]:
+def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, Any]) -> tuple[Product, set[str]]:
     """One of them, and the names of its tensors."""
     if kind not in TORCHAO_CLASSES or not name.endswith(".weight"):
         raise refused(
             TORCHAO, f"has {name} as {kind}; served are weights of layers as {', '.join(sorted(TORCHAO_CLASSES))}"
         )
-    more = sorted(key for key, value in said.items() if key not in _SAID and value is not None)
+    more = sorted(key for key, value in data.items() if key not in _KNOWN_DATA and value is not None)
     if more:
         raise refused(TORCHAO, f"says {', '.join(more)} of {name}, and only weights are served quantised")
     at = f"{name.removesuffix('weight')}_weight_"
-    parts = {one.removeprefix(at): found for one, found in slices.items() if one.startswith(at)}
+    parts = {full_name.removeprefix(at): tensor for full_name, tensor in slices.items() if full_name.startswith(at)}
     qdata, scale, zero_point = (parts.get(part) for part in ("qdata", "scale", "zero_point"))
     if qdata is None or scale is None or not parts.keys() <= {"qdata", "scale", "zero_point"}:
         raise refused(TORCHAO, f"has {', '.join(sorted(parts)) or 'nothing'} of {name}; asked for are qdata and scale")
-    (n, k), block = _shape(qdata, 2, name), said.get("block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+    (n, k), block = _shape(qdata, 2, name), data.get("block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise refused(TORCHAO, f"has blocks of {block} in {name}; served are blocks of two positive numbers")
     high, wide = block
     _check(TORCHAO, name, qdata, (n, k), (TORCHAO_CLASSES[kind],))
@@ -244,32 +246,34 @@ def _of_torchao(name: str, kind: str, said: dict[str, Any], slices: dict[str, An
         zeros = _for_rows(zero_point, high, n) if zero_point[...].any() else None
 
     def integers() -> torch.Tensor:
-        found: torch.Tensor = qdata[...]
-        return found.float()
+        values: torch.Tensor = qdata[...]
+        return values.float()
 
     layer, group_of = name.removesuffix(".weight"), torch.arange(k) // wide
     fp8 = kind == "Float8Tensor"
-    return Product(layer, integers, zeros, _for_rows(scale, high, n), group_of, wide, fp8), {at + one for one in parts}
+    return Product(layer, integers, zeros, _for_rows(scale, high, n), group_of, wide, fp8), {
+        at + part for part in parts
+    }
 
 
-def _for_rows(found: Any, high: int, n: int) -> torch.Tensor:
+def _for_rows(tensor: Any, high: int, n: int) -> torch.Tensor:
     """What blocks of `high` rows share, in float32, for each of n rows."""
-    whole: torch.Tensor = found[...]
-    return whole.float().repeat_interleave(high, 0)[:n].contiguous()
+    values: torch.Tensor = tensor[...]
+    return values.float().repeat_interleave(high, 0)[:n].contiguous()
 
 
-def _shape(found: Any, dimensions: int, name: str) -> tuple[int, ...]:
-    shape = tuple(found.get_shape())
+def _shape(tensor: Any, dimensions: int, name: str) -> tuple[int, ...]:
+    shape = tuple(tensor.get_shape())
     if len(shape) != dimensions:
         raise CheckpointRefused(f"{name} has the shape {shape} where {dimensions} dimensions are expected")
     return shape
 
 
-def _check(method: str, name: str, found: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Whether a tensor of `name` is what the config says."""
-    if tuple(found.get_shape()) != shape or found.get_dtype() not in dtypes:
+def _check(method: str, name: str, tensor: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """Checks that a tensor of `name` agrees with the config."""
+    if tuple(tensor.get_shape()) != shape or tensor.get_dtype() not in dtypes:
         raise refused(
             method,
-            f"has a tensor of {name} in {found.get_dtype()} {tuple(found.get_shape())} where its quantization_config"
+            f"has a tensor of {name} in {tensor.get_dtype()} {tuple(tensor.get_shape())} where its quantization_config"
             f" asks for {' or '.join(dtypes)} {shape}",
         )

@@ -1,9 +1,9 @@
-"""Gives a loaded model room for LoRA adapters, and proves that it is served right with them.
+"""Adds slots for LoRA adapters to a loaded model, and verifies that it computes correctly with them.
 
     attach(model, folders, slots) ─▶ read and compare with the base ─▶ places of the layers ─▶ room in slots
     check(model) ─▶ the compiled operator against the plain one, the self-check with random adapters in the slots
 
-Which linear layers can carry an adapter is learnt, not known: those that see one row for each packed token.
+A probe finds the linear layers that can have an adapter: those that process one row for each packed token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean s
 
 
 def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int) -> Lora:
-    """Gives a model on its paged path room for adapters, at most `slots` at a time. Raises CheckpointRefused for a
-    folder that is not served, or not with this model."""
+    """Adds `slots` slots for adapters to a model on its paged path. Raises CheckpointRefused for a folder that is not
+    supported, or not with this model."""
     known = [lora_loader.read(name, folder) for name, folder in folders.items()]
     places = _places(model, known)
     lora = Lora(model.module, places, known, min(slots, len(known)), dtype=model.dtype, device=model.device)
@@ -43,8 +43,8 @@ def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int) ->
 
 
 def check(model: ModelRunner) -> self_check.Report:
-    """The self-check with random adapters in the slots, packed together and beside the base. Leaves them there, for
-    the recording to be proven with. Raises CheckpointRefused."""
+    """The self-check with random adapters in the slots, packed together with each other and the base. Leaves them
+    there, for the verification of the recording. Raises CheckpointRefused."""
     lora = _lora(model)
     random = [_random(lora, seed) for seed in range(min(2, len(lora.slots)))]
     for slot, adapter in enumerate(random):
@@ -66,7 +66,9 @@ def _prove(lora: Lora) -> None:
         Batch([], [], list(ROWS_TRIED), [], [], [], adapters=[0, len(lora.slots) - 1, BASE])
     )  # a slot that is empty adds nothing
     generator = torch.Generator().manual_seed(0)
-    for place in {(one.width, one.height, one.rank): one for one in lora.places.values()}.values():
+    for place in {
+        (attached.width, attached.height, attached.rank): attached for attached in lora.places.values()
+    }.values():
         x = torch.randn(sum(ROWS_TRIED), place.width, generator=generator).to(lora.pool.dtype)
         with torch.inference_mode():
             ours = compiled(x.new_zeros(len(x), place.height), x, rows, place).float()
@@ -116,7 +118,8 @@ def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The name and (out, in) of each; not of what only builds on one, such as a router of experts."""
+    """The name and (out, in) of each linear layer; not of modules that only contain one, such as a router of
+    experts."""
     for name, layer in module.named_modules():
         kind: Any = type(layer)
         while issubclass(kind, Compiled):
@@ -128,13 +131,13 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _row_by_row(model: ModelRunner) -> set[str]:
-    """The linear layers that are called with one row for each packed token, and with nothing else."""
+    """The linear layers that are always called with one row for each packed token."""
     total = sum(new for _, new in PROBED)
-    seen: dict[str, set[int]] = {}
+    rows_of_layer: dict[str, set[int]] = {}
 
     def note(name: str, args: tuple[Any, ...]) -> None:
         rows = args[0].numel() // args[0].shape[-1] if args and isinstance(args[0], torch.Tensor) else 0
-        seen.setdefault(name, set()).add(rows)
+        rows_of_layer.setdefault(name, set()).add(rows)
 
     batch = Batch()
     for (done, new), table in zip(PROBED, ([0, 1, 2], [3, 4]), strict=True):
@@ -145,11 +148,11 @@ def _row_by_row(model: ModelRunner) -> set[str]:
             hook = functools.partial(lambda _layer, args, name: note(name, args), name=name)
             stack.callback(layer.register_forward_pre_hook(hook).remove)
         model.forward(model.allocate(5, 4), batch)
-    return {name for name, rows in seen.items() if rows == {total}}
+    return {name for name, rows in rows_of_layer.items() if rows == {total}}
 
 
 def _random(lora: Lora, seed: int) -> Adapter:
-    """An adapter on every layer, each term about as large as what the layer's weight gives."""
+    """An adapter on every layer, each term about as large as the output of the layer's weight."""
     generator = torch.Generator().manual_seed(seed)
     layers = {}
     for name, place in lora.places.items():

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, as PEFT saves them: adapter_config.json and adapter_model.safetensors.
 
-What an adapter does is known from its tensors, so an adapter is what they say; the config gives the scale, and every
-field of it that could mean more than y += scale * B A x on a linear layer is refused, known by name or not.
+An adapter is defined by its tensors; the config gives the scale, and every field of it that could mean more than
+y += scale * B A x on a linear layer is refused, known by name or not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Fields that say nothing about what the tensors do: which layers they are on is in their names.
+# Fields without effect on the tensors' meaning; the tensors' names tell their layers.
 HARMLESS = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules"),
@@ -54,12 +54,12 @@ def read(name: str, folder: str | Path) -> Adapter:
     layers: dict[str, LowRank] = {}
     for layer in sorted({layer for layer, _ in tensors}):
         layers[layer] = _layer(layer, tensors, config, folder)
-    digest.update(json.dumps([(layer, one.scale) for layer, one in layers.items()]).encode())
+    digest.update(json.dumps([(layer, matrices.scale) for layer, matrices in layers.items()]).encode())
     return Adapter(name, folder, digest.digest(), layers)
 
 
 def read_again(known: Adapter) -> Adapter:
-    """From its folder. May run on any thread. Raises CheckpointRefused if it is not what it was."""
+    """Reads the adapter again from its folder. Safe on any thread. Raises CheckpointRefused if it has changed."""
     adapter = read(known.name, known.folder)
     if adapter.fingerprint != known.fingerprint:
         raise CheckpointRefused(
@@ -103,12 +103,12 @@ def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
         raise CheckpointRefused(f"{file} cannot be read: {error.strerror}") from error
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     for name, tensor in load(content).items():
-        found = TENSOR.fullmatch(name)
-        if found is None:
+        match = TENSOR.fullmatch(name)
+        if match is None:
             raise CheckpointRefused(f"{file} holds {name:.200}, which is not served; only lora_A and lora_B are")
         if tensor.dim() != 2 or tensor.dtype not in DTYPES or tensor.numel() == 0:
             raise CheckpointRefused(f"{file}: {name:.200} is {tensor.dtype} {tuple(tensor.shape)}, no matrix of floats")
-        tensors[found["layer"], found["part"]] = tensor
+        tensors[match["layer"], match["part"]] = tensor
     if not tensors:
         raise CheckpointRefused(f"{file} holds no tensors")
     return tensors, hashlib.blake2b(content, digest_size=DIGEST_BYTES, person=b"tandem.lora")

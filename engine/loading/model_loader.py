@@ -52,13 +52,13 @@ def load_model(
     (engine.runner.lora). `weights` is the format that products are rounded to (engine/core/weight_formats.py),
     `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py). `cache` keeps packed weights for other
     workers and the next start. `progress` receives a line for each stage that is over.
-    Raises CheckpointRefused with one sentence that says what is wrong, SettingsError for a `max_model_len` beyond
-    the config's and for `weights` that cannot be here.
+    Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
+    and for `weights` that are not supported here.
     """
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
-    config, limit, method = _checked_config(folder, max_model_len, weights)
+    config, max_len, method = _checked_config(folder, max_model_len, weights)
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
@@ -71,7 +71,7 @@ def load_model(
     facts = attention_probe.learn_facts(module)
     say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
     served = RunnerConfig(
-        max_model_len=limit,
+        max_model_len=max_len,
         fingerprint=fingerprint,
         dtype=dtype,
         device=device,
@@ -109,18 +109,18 @@ def _prepare(
 def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
     config = _read_config(folder)
-    limit = max_length(config, max_model_len)
-    check_positions(config, limit)
+    max_len = max_length(config, max_model_len)
+    check_positions(config, max_len)
     method = quantized_checkpoint.check(config)
     if method is not None and weights != CHECKPOINT:
         raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
-    return config, limit, method
+    return config, max_len, method
 
 
 def quantise(model: ModelRunner, format: str) -> str:
-    """Rounds the products' weights to a format, and drops what they were; says what that saved.
+    """Rounds the products' weights to a format, and drops the originals; returns a line about the saved memory.
 
-    The fingerprint changes with it: KV of other weights is other KV.
+    The fingerprint changes with it, because other weights give other KV.
     """
     if format == "bf16" and model.dtype == torch.bfloat16:
         return "weights: bf16, as they are"
@@ -163,9 +163,9 @@ def _load_module(
                 )
             else:
                 with torch.device("meta"):  # transformers' factory takes no tensors, and the class that it finds does
-                    found = auto.from_config(config, trust_remote_code=False)
-                module, report = type(found).from_pretrained(
-                    None, config=found.config, state_dict=packed.tensors, **options
+                    meta_model = auto.from_config(config, trust_remote_code=False)
+                module, report = type(meta_model).from_pretrained(
+                    None, config=meta_model.config, state_dict=packed.tensors, **options
                 )
                 if (folder / GENERATION).is_file():
                     module.generation_config = GenerationConfig.from_pretrained(folder)
@@ -174,7 +174,7 @@ def _load_module(
         raise CheckpointRefused(f"transformers cannot load {folder} as a causal language model: {reason}") from error
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(map(str, report.get(problem) or ()))
-        if names:  # transformers would fill these with random numbers and go on
+        if names:  # transformers would fill these with random numbers
             raise CheckpointRefused(
                 f"{folder} does not fit its config: {len(names)} {problem.replace('_', ' ')}, such as {names[0]}"
             )

@@ -1,8 +1,8 @@
 """Position rules read from the config: how long a sequence may be, and what depends on more than a token's position.
 
-A packed forward mixes sequences, so whatever a model computes from the whole batch instead of each token's own
-position gives answers that depend on who else is being served. The probe sees most of it; what only shows at long
-positions is decided here.
+A packed forward mixes sequences, so anything that a model computes from the whole batch instead of each token's own
+position makes answers depend on other requests. The probe detects most of this; this file handles the cases that only
+long positions reveal.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def check_positions(config: PreTrainedConfig, max_model_len: int) -> None:
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The rope settings: one dict, or one for each type of layer."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested if nested else [found]
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested if nested else [parameters]

@@ -1,13 +1,13 @@
-"""Checkpoints that somebody else has quantised: which are served, and how their integers come into our products.
+"""Checkpoints that are already quantised: the supported ones, and how their integers become Tandem's codes.
 
 transformers loads them with the quantiser that their config names; compressed-tensors is the one that runs on any
-machine. Its library makes the dense weight of each layer, and the codes are found again from that and the scales: they
-are used only where they give that very weight, bit for bit. A layer whose codes we have no format for is served from
-its dense weight. Whatever else a config asks for, quantised activations above all, is refused.
+machine. Its library makes the dense weight of each layer, and the codes are recovered from that and the scales: they
+are used only if they give that weight bit for bit. A layer whose codes fit no format of Tandem is served from its dense
+weight. All other requirements of a config, such as quantised activations, are refused.
 
-transformers' quantisers of GPTQ and AWQ want GPTQModel, that of FP8 a GPU, and torchao's makes tensors with kernels of
-their own; `engine.loading.gptq_awq_fp8` reads these instead, and transformers gets the weights that they stand for,
-one at a time, as if they were in the file. The codes take their place under the same condition.
+transformers' quantisers of GPTQ and AWQ require GPTQModel, that of FP8 a GPU, and torchao's makes tensors with their
+own kernels; `engine.loading.gptq_awq_fp8` reads these instead, and transformers gets the weights that they represent,
+one at a time, as if they were in the file. Codes replace them under the same condition.
 """
 
 from __future__ import annotations
@@ -39,25 +39,29 @@ def check(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint is quantised, None if it is not. Raises CheckpointRefused with what to do."""
     if getattr(config, "quantization_config", None) is None:
         return None
-    asked = _asked(config)
-    method = asked.get("quant_method")
+    quantization = _quantization(config)
+    method = quantization.get("quant_method")
     if method in packing_scheme.METHODS:
-        packing_scheme.scheme_of(asked)
+        packing_scheme.scheme_of(quantization)
         return str(method)
     if method != METHOD:
         raise CheckpointRefused(
             f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve one"
             f" of {', '.join((METHOD, *packing_scheme.METHODS))}, or the original one with weights = int8, int4 or fp8"
         )
-    groups = list((asked.get("config_groups") or {}).values())
+    groups = list((quantization.get("config_groups") or {}).values())
     for group in groups:
         for what in ("input_activations", "output_activations"):
             if group.get(what) is not None:
                 raise _refused(f"quantises {what.replace('_', ' ')} too, and only weights are served quantised")
     for what in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if asked.get(what) and (what != "sparsity_config" or asked[what].get("format", "dense") != "dense"):
+        if quantization.get(what) and (
+            what != "sparsity_config" or quantization[what].get("format", "dense") != "dense"
+        ):
             raise _refused(f"has a {what}, which is not served")
-    kinds = {kind for kind in (asked.get("format"), *(group.get("format") for group in groups)) if kind is not None}
+    kinds = {
+        kind for kind in (quantization.get("format"), *(group.get("format") for group in groups)) if kind is not None
+    }
     if kinds - KINDS:
         raise _refused(f"has the format {', '.join(sorted(kinds - KINDS))}; served are {', '.join(sorted(KINDS))}")
     if importlib.util.find_spec(LIBRARY) is None:
@@ -65,10 +69,10 @@ def check(config: PreTrainedConfig) -> str | None:
     return METHOD
 
 
-def _asked(config: PreTrainedConfig) -> dict[str, Any]:
-    found: Any = config.quantization_config
-    asked: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    return asked
+def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
+    section: Any = config.quantization_config
+    quantization: dict[str, Any] = section if isinstance(section, dict) else section.to_dict()
+    return quantization
 
 
 def _refused(why: str) -> CheckpointRefused:
@@ -82,18 +86,18 @@ def read(files: list[Path], config: PreTrainedConfig) -> gptq_awq_fp8.Weights | 
     """
     if (
         getattr(config, "quantization_config", None) is None
-        or _asked(config)["quant_method"] not in packing_scheme.METHODS
+        or _quantization(config)["quant_method"] not in packing_scheme.METHODS
     ):
         return None
-    weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_asked(config)))
+    weights = gptq_awq_fp8.read(files, packing_scheme.scheme_of(_quantization(config)))
     del config.quantization_config
     return weights
 
 
 def check_keys(unexpected: list[str], weights: gptq_awq_fp8.Weights | None = None) -> None:
-    """Raises CheckpointRefused when the files hold scales or codes that no layer has taken: the rest means nothing.
+    """Raises CheckpointRefused when the files contain scales or codes that no layer has used.
 
-    Beside packed weights nothing at all may be left over, but biases of 0 that packers add to layers without one.
+    With packed weights nothing else may be left over, except biases of 0 that packers add to layers without one.
     """
     if weights is not None:
         left = [name for name in unexpected if not _is_no_bias(name, weights)]
@@ -116,9 +120,9 @@ def _is_no_bias(name: str, weights: gptq_awq_fp8.Weights) -> bool:
 
 
 def adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights | None) -> str:
-    """Makes plain layers of the library's; with `compiled`, over packed codes where exact. Says what it did.
+    """Converts the library's layers to plain ones; with `compiled`, over packed codes where exact. Returns a summary.
 
-    `weights` are what `read` has given. Raises CheckpointRefused where a layer's weight is not the one that was read.
+    `weights` are the result of `read`. Raises CheckpointRefused if a layer's weight is not the one that was read.
     """
     if weights is not None:
         return _adopt(model, compiled, weights)
@@ -154,7 +158,7 @@ def _adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights
     for name, product in weights.products.items():
         layer: Any = layers.get(name, layers.get(f"{model.base_model_prefix}.{name}"))
         if layer is None:
-            continue  # transformers has made it a part of something, such as a mixture's experts
+            continue  # transformers has merged it into another tensor, such as a mixture's experts
         if type(layer) is not nn.Linear:
             raise packing_scheme.refused(
                 weights.method, f"quantises a {type(layer).__name__}, and only linear layers are served"
@@ -178,7 +182,7 @@ def _compressor(model: PreTrainedModel) -> Any:
 
 
 def _codes(layer: Any) -> weight_quantization.Codes | None:
-    """The codes of a layer whose dense weight the library has made; None where ours would not be that weight."""
+    """The codes of a layer whose dense weight the library has made; None if no codes represent that weight."""
     wanted, scale = layer.quantization_scheme.weights, getattr(layer, "weight_scale", None)
     weight = layer.weight.detach()
     n, k = weight.shape

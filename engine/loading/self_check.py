@@ -191,9 +191,9 @@ def _paged(
 ) -> list[torch.Tensor]:
     """The same logits from pages. Every step takes the next stretch of each prompt that is not done."""
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for turn in range(max(map(len, ends))):
-        active = [index for index, at in enumerate(ends) if turn < len(at)]
-        spans = [(ends[index][turn - 1] if turn else 0, ends[index][turn]) for index in active]
+    for step in range(max(map(len, ends))):
+        active = [index for index, at in enumerate(ends) if step < len(at)]
+        spans = [(ends[index][step - 1] if step else 0, ends[index][step]) for index in active]
         batch = pack(
             [(prompts[index][:end], start, tables[index]) for index, (start, end) in zip(active, spans, strict=True)]
         )

@@ -1,18 +1,18 @@
 """Decode steps of fixed shapes: captured as CUDA graphs before the first request, replayed with new contents.
 
-A step in which each sequence adds one token takes the smallest bucket that has a row for each. The rows left over are
-padding: each writes to and reads from one place of the spare block, which is in nobody's table, and its logits are
-dropped. Two sequences in a bucket of four, s the spare block:
+A step in which each sequence adds one token uses the smallest bucket with a row for each. The other rows are padding:
+each writes to and reads from one place of the spare block, which is in no table, and its logits are dropped. Two
+sequences in a bucket of four, s the spare block:
 
     token_ids  b6 c9  0  0      slot_block   7 12  s  s      cu_seq_q   0 1 2 3 4
     positions   6  9  0  0      slot_offset  2  1  0  0      seqused_k  7 10 1 1      block_table  7    s s ...
                                                                                                    5 12 s s ...
     every other step (a prompt's chunk, drafts) takes the model's forward as ever              s  s s s ...
 
-The tensors of a bucket stay where they are. A step fills one pinned buffer, copies it to the device in one transfer and
-replays. What a bucket records is compared with the same step unrecorded before it serves.
+The tensors of a bucket stay in place. A step fills one pinned buffer, copies it to the device in one transfer and
+replays. A recorded step is compared with the same step unrecorded before it serves.
 
-`captured` has not yet run on a GPU. With `plain` in its place all else runs, and is tested, on any device.
+`captured` has not yet run on a GPU. With `plain` in its place everything else runs, and is tested, on any device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
 Call = Callable[[], torch.Tensor]
-Capture = Callable[[Call], Call]  # what gives, call after call, what the given function would give now
+Capture = Callable[[Call], Call]  # returns a function that repeats the given one
 
 LARGEST = 512  # rows: its logits are kept, a row of them is as long as the vocabulary
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
@@ -44,7 +44,7 @@ class Uncapturable(Exception):
 
 
 def plain(call: Call) -> Call:
-    """Runs the step as it is."""
+    """Runs the step without recording."""
     return call
 
 
@@ -104,8 +104,8 @@ class Decode:
         fits = rows <= self.sizes[-1] and max(map(len, batch.block_tables)) <= self._width
         if not fits or batch.adapters or len(batch.token_ids) != rows or batch.logits_at != list(range(rows)):
             return None
-        batch.check(self._block_size, self._spare)  # so nobody's table has the spare block
-        bucket = next(one for one in self._buckets if one.rows >= rows)
+        batch.check(self._block_size, self._spare)  # so no table contains the spare block
+        bucket = next(candidate for candidate in self._buckets if candidate.rows >= rows)
         with torch.inference_mode():
             bucket.fill(batch.token_ids, batch.positions, batch.block_tables)
             return bucket.replay()[:rows]
@@ -139,7 +139,7 @@ class _Static(Step):
         padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[])
         compiled = model.kernels != REFERENCE
         super().__init__(padding, pages, model.facts, model.device, compiled=compiled, varlen=model.varlen)
-        del self.batch, self.cu_seq_q_host  # whoever asks for this batch's lists must fail: the next has others
+        del self.batch, self.cu_seq_q_host  # use of this batch's lists must fail: the next batch has others
 
     def begin(self) -> None:
         """Before each forward."""
@@ -211,20 +211,20 @@ class _Bucket:
         positions = [rng.randrange(min(per * size, self._model.max_model_len)) for _ in range(count)]
         ids = [rng.randrange(self._model.vocab_size) for _ in range(count)]
         tables = [[per * row + block for block in range(per)] for row in range(count)]
-        mine = pages.buffer[: per * count]
-        generator = torch.Generator(mine.device).manual_seed(self.rows)
+        used = pages.buffer[: per * count]
+        generator = torch.Generator(used.device).manual_seed(self.rows)
         for call in range(len(self._model.facts)):
             for view in (pages.k[call], pages.v[call]):
                 view[: per * count].normal_(generator=generator)
-        before = mine.clone()
+        before = used.clone()
         self.fill(ids, positions, tables)
-        expected, left = self._call().clone(), mine.clone()
-        mine.copy_(before)
-        found = self.replay()
+        expected, written = self._call().clone(), used.clone()
+        used.copy_(before)
+        replayed = self.replay()
         exact = pages.buffer.device.type == "cpu"
-        gap = ((found - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
-        same = torch.equal(found[:count], expected[:count]) and torch.equal(mine, left) if exact else gap <= GAP
-        mine.zero_()
+        gap = ((replayed - expected).abs().amax(-1) / expected.std(-1))[:count].max().item()
+        same = torch.equal(replayed[:count], expected[:count]) and torch.equal(used, written) if exact else gap <= GAP
+        used.zero_()
         self.fill([], [], [])
         if same:
             return None

@@ -1,8 +1,8 @@
-"""Operators of a recording that are done together: fewer calls, fewer passes over memory, the same bits.
+"""Fuses operators of a recording: fewer calls, fewer passes over memory, the same bits.
 
-A rule looks for a few operators that feed one another, wherever they are in the graph, and puts one operator of ours
-in their place, which rounds between them as they did. Nothing here knows a model; what matches nothing stays as it was,
-and `engine.runner.traced_forward` proves the result against the modules, bit for bit, whatever the rules did.
+A rule matches a few connected operators anywhere in the graph, and replaces them by one compiled operator, which rounds
+between them as they did. The rules do not depend on a model; other operators stay unchanged, and
+`engine.runner.traced_forward` verifies the result against the modules, bit for bit.
 
     three linear layers of the same rows          tandem::linears
     x + linear(y)                                 tandem::linear_add
@@ -10,7 +10,7 @@ and `engine.runner.traced_forward` proves the result against the modules, bit fo
     silu(x) * y, gelu(x) * y                      tandem::gated
     the same of two linear layers of one x        tandem::linears_gated
 
-And what comes behind the last attention is computed for those tokens only whose logits are wanted.
+Operators after the last attention are computed only for tokens whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _turned(value: Value, x: Value) -> bool:
 
 def _is_half(half: Value, x: Value) -> bool:
     """Whether it is the last of four sizes of x, halved."""
-    if (whole := _made_by(half, "aten::Int")) is None:
+    if (integer := _made_by(half, "aten::Int")) is None:
         return False
-    if (division := _made_by(whole.input(), "aten::floor_divide")) is None or not _is(division.inputsAt(1), 2):
+    if (division := _made_by(integer.input(), "aten::floor_divide")) is None or not _is(division.inputsAt(1), 2):
         return False
     if (boxed := _made_by(division.inputsAt(0), "prim::NumToTensor")) is None:
         return False
@@ -174,7 +174,7 @@ def _gated_siblings(graph: Graph) -> None:
         _replace(graph, node, "tandem::linears_gated", [x, *lists, k, node.inputsAt(2)])
 
 
-# Operators whose rows do not depend on each other: the places of their inputs that have as many rows as they give.
+# Operators whose rows do not depend on each other, with the indices of the inputs that have as many rows as the output.
 _BY_ROWS = {
     "tandem::rms_norm": (0,),
     "tandem::linear": (0,),
@@ -186,7 +186,7 @@ _BY_ROWS = {
 
 
 def _wanted_rows(graph: Graph) -> None:
-    """x[:, wanted] is taken from what x is made of, as long as nobody wants more of it."""
+    """Moves x[:, wanted] up to the inputs of x, as long as x has no other use."""
     nodes = list(graph.nodes())
     for last in (node for node in nodes if node.kind() == "aten::index"):
         rows = last.inputsAt(1).node()
@@ -220,7 +220,7 @@ def _wanted_rows(graph: Graph) -> None:
 def _is_by_rows(node: Node) -> bool:
     rows = [node.inputsAt(at).type() for at in _BY_ROWS.get(node.kind(), ())]
     counts = {tuple(each.sizes() or ())[:-1] if each.kind() == "TensorType" else () for each in rows}
-    return len(counts) == 1 and len(counts.pop()) == 2  # as many as each other while recording: nothing is stretched
+    return len(counts) == 1 and len(counts.pop()) == 2  # equal sizes while recording, so nothing is broadcast
 
 
 def _is_whole(node: Node) -> bool:
@@ -256,7 +256,7 @@ def _one_type(*values: Value) -> bool:
 def _is(value: Value, number: int) -> bool:
     if value.node().kind() != "prim::Constant":
         return False
-    found = value.toIValue()
-    if isinstance(found, torch.Tensor):
-        return found.numel() == 1 and found.item() == number
-    return isinstance(found, int) and found == number
+    constant = value.toIValue()
+    if isinstance(constant, torch.Tensor):
+        return constant.numel() == 1 and constant.item() == number
+    return isinstance(constant, int) and constant == number

@@ -1,13 +1,13 @@
-"""LoRA adapters in a loaded model: a bounded number of slots, and linear layers that add what a row's slot holds.
+"""LoRA adapters in a loaded model: a bounded number of slots, and linear layers that add the adapter of a row's slot.
 
     put(slot, adapter) ─▶ Batch.adapters names a slot for each sequence ─▶ y += scale * (x A^T) B^T, row by row
 
 A slot is one row of the pool: the matrices of one adapter for every layer that some adapter touches, at fixed places.
 The pool, the slots' ranks and scales, and which row belongs to which slot are inputs of a recorded step
 (engine.runner.traced_forward), so that a slot may get another adapter between any two steps. Models without adapters
-have nothing of this.
+are not changed.
 
-engine/loading/lora_attachment.py gives a model its slots and proves them.
+engine/loading/lora_attachment.py adds the slots to a model and verifies them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLACE = "_tandem_lora"
 
 
 class LowRank(NamedTuple):
-    """What is added to one linear layer: scale * (x A^T) B^T."""
+    """The term of one linear layer: scale * (x A^T) B^T."""
 
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank]
@@ -45,7 +45,7 @@ class LowRank(NamedTuple):
 class Adapter(NamedTuple):
     name: str
     folder: Path
-    fingerprint: bytes  # of what it does: equal in two processes that would give the same tokens
+    fingerprint: bytes  # equal in two processes if they would generate the same tokens
     layers: dict[str, LowRank]  # by the layer's name in the base model
 
 
@@ -75,7 +75,7 @@ class Lora:
     ) -> None:
         """`places`: of every layer of the module that one of the adapters touches."""
         self.module = module
-        self.known = {one.name: one._replace(layers={}) for one in known}
+        self.known = {adapter.name: adapter._replace(layers={}) for adapter in known}
         self.slots: list[Adapter | None] = [None] * slots
         self.places = places
         last = [place.b + padded(place.height, WIDE) * place.rank for place in self.places.values()]
@@ -89,7 +89,7 @@ class Lora:
     # ---- what lies where
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """In the place of what the slot held, which no sequence may use any more."""
+        """Replaces the slot's adapter, which no sequence may use any more."""
         self.slots[slot] = None
         self.ranks[slot] = 0
         for name, layer in adapter.layers.items():
@@ -144,7 +144,7 @@ class Lora:
         return adapter.slot
 
     def switch(self, on: bool) -> None:
-        """Gives the layers their adapters, or their own class back. On top of whatever else changes their class."""
+        """Switches the layers to their class with adapters, or back; independent of other changes of their class."""
         for name in self.places:
             module: Any = self.module.get_submodule(name)
             kind: Any = type(module)
@@ -155,7 +155,7 @@ class Lora:
 
     @contextmanager
     def eagerly(self, slot: int) -> Iterator[None]:
-        """Inside, the eager model has the slot's adapter in every row: what the self-check compares with."""
+        """Inside, the eager model applies the slot's adapter to every row: the reference of the self-check."""
         with ExitStack() as stack:
             for name, place in self.places.items():
                 hook = functools.partial(_beside, lora=self, slot=slot, place=place)

@@ -80,7 +80,7 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are served; what is packed a second time for speed is not counted."""
+        """Bytes of the weights as served, without second copies that are packed for speed."""
         own = sum(each.nbytes for each in self.module.parameters() if not weight_quantization.is_nothing(each))
         return own + sum(codes.nbytes for codes in weight_quantization.codes_in(self.module))
 
@@ -144,7 +144,7 @@ class ModelRunner:
         return logits if self._keeps_logits else logits[wanted]
 
     def choose_attention(self) -> str:
-        """Tries what CUDA has for attention over pages; says what serves."""
+        """Tries the CUDA kernels for attention over pages; returns a line about the chosen one."""
         if self.kv_dtype != "auto":
             return f"{REFERENCE}, because K and V are kept in {self.kv_dtype}"
         self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device, paged.attend)
@@ -163,9 +163,9 @@ class ModelRunner:
             self.lora.switch(True)
 
     def use_eager_attention(self, name: str = "eager") -> None:
-        """Switches to transformers' own forward with nothing of ours in it: what the self-check compares with.
+        """Switches to transformers' unmodified forward, the reference of the self-check.
 
-        `name` is that of `engine.attention.stored_kv`, whose K and V are those that pages keep.
+        `name` may be that of `engine.attention.stored_kv`, which uses the K and V of the pages.
         """
         self._without_adapters()
         implementation.switch(self.module, name)
@@ -178,9 +178,9 @@ class ModelRunner:
 
 
 def _eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
-    found = getattr(module.generation_config, "eos_token_id", None)
-    if found is None:
-        found = module.config.get_text_config().eos_token_id
-    if found is None:
+    ids = getattr(module.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = module.config.get_text_config().eos_token_id
+    if ids is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

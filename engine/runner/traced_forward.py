@@ -1,10 +1,10 @@
 """A model's forward as one recorded list of operators, replayed without the modules' Python between them.
 
-Recording runs the forward once over a small batch (torch.jit's tracer) with everything that a step brings as an input:
-sizes stay symbolic, so one recording serves every batch. What could differ in another batch and is no tensor operation
-is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could hold fast. Then the
+Recording runs the forward once over a small batch (torch.jit's tracer) with all of a step's tensors as inputs: sizes
+stay symbolic, so one recording serves every batch. Anything that depends on the batch without being a tensor operation
+is refused: the tracer warns of it, and `_Recorded` has no lists of the batch that a recording could capture. Then the
 replay is compared with the modules, bit for bit, over batches of other shapes. A model that cannot be recorded runs by
-its modules as before, a few milliseconds slower, and says so.
+its modules, a few milliseconds slower, and the log says so.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from engine.runner.model_runner import ModelRunner, RecordedForward
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 4
-CHECKS = str(Path(torch.nn.__file__).parent)  # the arguments' checks of torch's own layers: they look at sizes only
+CHECKS = str(Path(torch.nn.__file__).parent)  # argument checks of torch's own layers, which examine only sizes
 Replay = Callable[..., torch.Tensor]
 
 
 class _Pages:
-    """The pages as inputs of the recording: another worker's, or of another size, may come next."""
+    """The pages as inputs of the recording, which may differ in size in the next step."""
 
     def __init__(self, views: Sequence[torch.Tensor], calls: int, block_size: int) -> None:
         self.block_size = block_size
         self.k, self.v = views[: 2 * calls : 2], views[1 : 2 * calls : 2]
         unscaled = [None] * calls
-        self.k_scales = views[2 * calls :: 2] or unscaled  # the scales come behind all K and V
+        self.k_scales = views[2 * calls :: 2] or unscaled  # the scales follow all K and V
         self.v_scales = views[2 * calls + 1 :: 2] or unscaled
 
 
 class _Recorded:
-    """A Step with its tensors and nothing else."""
+    """A Step that has only tensors."""
 
     compiled = True
 
@@ -82,7 +82,7 @@ def inputs(step: Step) -> tuple[torch.Tensor, ...]:
 
 
 def install(model: ModelRunner) -> str:
-    """Replaces the modules' Python in `model.forward` where that can be proven right; says what serves."""
+    """Replaces the modules' Python in `model.forward` where that can be proven right; returns a line that says so."""
     if model.kernels == REFERENCE:
         return "by modules"
     try:
@@ -108,14 +108,14 @@ def record(model: ModelRunner) -> RecordedForward:
     pages = model.allocate(max(sum(map(len, batch.block_tables)) for batch in batches), BLOCK_SIZE)
     first = model.step(pages, batches[0])
     adapters = len(first.lora.tensors) if first.lora is not None else 0
-    with warnings.catch_warnings(record=True) as told, torch.inference_mode(), model.exact():
+    with warnings.catch_warnings(record=True) as warned, torch.inference_mode(), model.exact():
         warnings.simplefilter("always")
         wanted = first.tensor(batches[0].logits_at)
         try:
             graph, _ = _get_trace_graph(forward, (wanted, *inputs(first)))  # type: ignore[no-untyped-call]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise Unrecordable(str(error).strip().partition("\n")[0]) from error
-    for each in told:
+    for each in warned:
         if issubclass(each.category, TracerWarning) and CHECKS not in each.filename:
             where = f"{Path(each.filename).name}:{each.lineno}"
             raise Unrecordable(f"{where}: {str(each.message).partition('. ')[0]}")
@@ -135,18 +135,18 @@ def record(model: ModelRunner) -> RecordedForward:
 
 
 def _differs(recorded: RecordedForward, model: ModelRunner, pages: KvCache, batches: list[Batch]) -> str | None:
-    """Says for which batch the replay is not the modules, bit for bit; None if there is none."""
+    """The batch for which the replay differs from the modules in any bit; None if there is none."""
     for batch in batches:
         step = model.step(pages, batch)
         wanted = step.tensor(batch.logits_at)
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
             expected = model.by_modules(step, wanted)
-        left = pages.buffer.clone()
+        written = pages.buffer.clone()
         pages.buffer.zero_()
         with torch.inference_mode(), model.exact():
-            found = recorded(step, wanted)
-        if not (torch.equal(found, expected) and torch.equal(pages.buffer, left)):
+            logits = recorded(step, wanted)
+        if not (torch.equal(logits, expected) and torch.equal(pages.buffer, written)):
             return f"{batch.query_lens} new tokens"
     return None
 
@@ -169,7 +169,7 @@ def _batches(model: ModelRunner) -> list[Batch]:
         [(5, 1), (13, 1), (0, 1), (beyond - 1, 1)],
         [(0, beyond)],
         [(beyond // 2, beyond - beyond // 2), (3, 1), (0, 19)],
-        [(0, 3)],  # of a prompt that goes on, with no logits
+        [(0, 3)],  # a chunk in the middle of a prompt, without logits
     ]
     rng = random.Random(0)
     batches: list[Batch] = []

@@ -37,7 +37,7 @@ def _load_nixl() -> Any:
 
 
 class NixlAgent:
-    """May be started again after it was destroyed: it is then another agent of the same name."""
+    """Can be started again after `destroy`, as another agent of the same name."""
 
     def __init__(self, name: str, region: Region) -> None:
         self.name = name
@@ -74,8 +74,8 @@ class NixlAgent:
         self._local_dlist = self._blocks_dlist("NIXL_INIT_AGENT", region)
 
     def destroy(self, remotes: Collection[Remote]) -> None:
-        """Releases handles, lists, peers and memory in that order, then the agent, which ends its UCX worker. What was
-        in flight for reads that have not failed is to be posted again."""
+        """Releases handles, lists, peers and memory in that order, then the agent, which ends its UCX worker. In-flight
+        batches of reads that have not failed must be posted again."""
         agent = self._agent
         if agent is None:
             return
@@ -104,13 +104,13 @@ class NixlAgent:
         self._local_dlist = self._agent = None
 
     def progress(self) -> bool:
-        """Lets transfers from and to this region move. Says whether a notification came."""
+        """Drives transfers from and to this region. Returns whether a notification arrived."""
         return bool(self._agent.get_new_notifs())
 
     # ---- peers
 
     def meet(self, remote: Remote) -> None:
-        """Tells the agent about the peer. Raises IncompatibleLayout if it cannot be read as described."""
+        """Registers the peer with the agent. Raises IncompatibleLayout if it cannot be read as described."""
         peer = remote.peer
         self.set_details(True)
         name = self._agent.add_remote_agent(peer.metadata)
@@ -139,7 +139,7 @@ class NixlAgent:
             log.warning("the NIXL agent %s could not remove %s: %s", self.name, name, error)
 
     def set_details(self, wanted: bool) -> None:
-        """Whether UCX logs how it wires up, which tells the link's name."""
+        """Whether UCX logs how it connects, from which the link's name follows."""
         if self._details != wanted:
             self._details = wanted
             ucx_log.details(wanted)

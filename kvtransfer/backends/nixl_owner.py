@@ -148,7 +148,7 @@ class OwnerThread:
             self._wake.wait(pause)
 
     def _end(self) -> None:
-        """Stops all reads as after a cancellation, then gives everything back."""
+        """Stops all reads as after a cancellation, then releases everything."""
         self.reads.give_up(WorkerLost, f"{self._name} was closed")
         until = time.monotonic() + CLOSE_GRACE_S
         while self.reads.all() and time.monotonic() < until:
@@ -165,7 +165,7 @@ class OwnerThread:
         self._finish(TransferFailed(f"the KV transport of {self._worker_id} is broken: {error.message}"))
 
     def _finish(self, error: TandemError) -> None:
-        """Ends the agent and the reads, then runs what was submitted last."""
+        """Ends the agent and the reads, then runs the remaining submitted calls."""
         self.reads.end(error)
         with self._lock:
             commands, self._commands = self._commands, deque()

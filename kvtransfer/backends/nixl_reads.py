@@ -6,20 +6,20 @@ Why no late write can happen. `release_xfer_handle` on an active read does not s
 failed posts nothing more and waits until what is in flight is done or has failed; over shared memory that is at once,
 because the copy is synchronous. If a hung peer keeps it in flight for longer than ABORT_GRACE_S, the agent is
 destroyed, and with it the UCX worker, its connections and the memory registration that any write needs; a new agent
-takes its place. Reads from other peers pause for that and go on. The reader receives the error before that wait
+takes its place. Reads from other peers pause for that and continue. The reader receives the error before that wait
 (`failing`).
 
-What fails is one read; its connection is then made anew as soon as nothing is in flight over it. When a batch stalls,
-the peer is silent and all its reads fail; it takes no others until that batch has ended.
+A failure affects one read; its connection is re-established as soon as nothing is in flight over it. When a batch
+stalls, the peer is silent and all its reads fail; it accepts no others until that batch has ended.
 
-A transfer whose post failed may have been posted in part, and its handle says nothing about the rest. Over a link that
-copies inside the call, nothing is in flight then, and a connection that has ended has ended its transfers. After any
-other error the peer is treated as silent, and the agent is replaced.
+A transfer whose post failed may have been posted in part, and its handle does not show how far. Over a link that copies
+inside the call, nothing is in flight then, and a connection that has ended has ended its transfers. After any other
+error the peer is treated as silent, and the agent is replaced.
 
-What remains (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has gone away
-meanwhile dies of "Fatal: unexpected error: Endpoint timeout". It takes a source that made no progress at that time,
-which is why ABORT_GRACE_S is long, why a reader that closes ends its reads first, and why other reads are let out
-before the agent is replaced. Over shared memory no request is ever sent.
+A known limit (UCX over TCP only, measured): a source that finds a read request in its socket whose reader has
+disconnected dies of "Fatal: unexpected error: Endpoint timeout". This requires a source that made no progress at that
+time. Therefore ABORT_GRACE_S is long, a closing reader ends its reads first, and before the agent is replaced, what
+other reads have in flight is given OTHERS_GRACE_S to land. Over shared memory no request is ever sent.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ class NixlReads:
     # ---- a round
 
     def progress(self) -> bool:
-        """One turn for every peer that is read from. Says whether anything was posted or has ended."""
+        """Runs one round over all peers with reads. Returns whether anything was posted or has ended."""
         now = self._clock.now
         remotes = [remote for remote in self.remotes.values() if remote.reads]
         overdue = [remote for remote in remotes if remote.overdue(now, ABORT_GRACE_S)]
         worked = False
         for remote in remotes:
-            worked |= self._turn(remote, may_post=not overdue)
+            worked |= self._advance(remote, may_post=not overdue)
         stuck = [remote for remote in overdue if remote.overdue(now, ABORT_GRACE_S)]
         others = any(read.error is None and read.flights for remote in remotes for read in remote.reads)
         if stuck and (not others or stuck[0].overdue(now, ABORT_GRACE_S + OTHERS_GRACE_S)):
@@ -140,7 +140,7 @@ class NixlReads:
                 del self.remotes[name]
                 self.links.pop(name, None)
 
-    def _turn(self, remote: Remote, may_post: bool) -> bool:
+    def _advance(self, remote: Remote, may_post: bool) -> bool:
         worked = False
         for read in remote.reads:
             worked |= self._collect(remote, read)
@@ -150,17 +150,17 @@ class NixlReads:
             self._silence(remote, "did not end in time")
         if remote.renew and not remote.in_flight:
             self._agent.remove(remote)
-        if may_post and (turn := remote.next_read()) is not None:
-            self._post(remote, turn)
+        if may_post and (next_read := remote.next_read()) is not None:
+            self._post(remote, next_read)
             worked = True
-        for read in [read for read in remote.reads if not read.todo and not read.flights]:
+        for read in [read for read in remote.reads if not read.pending and not read.flights]:
             remote.reads.remove(read)
             self._settle(remote, read)
             worked = True
         return worked
 
     def _silence(self, remote: Remote, why: str) -> None:
-        """A batch did not end in time, or its end is unknown. What is in flight keeps its memory."""
+        """A batch did not end in time, or its end is unknown. Memory of in-flight batches stays reserved."""
         remote.fail()
         for read in remote.reads:
             read.give_up(TransferFailed(f"a transfer from {remote.peer.agent_name} {why}"), self._clock.now)
@@ -181,7 +181,7 @@ class NixlReads:
         read.done.set_result(None)
 
     def _collect(self, remote: Remote, read: Read) -> bool:
-        """Takes what has ended, well or not, out of the flights."""
+        """Removes batches that have ended, successfully or not."""
         landed = [flight for flight in read.flights if self._landed(remote, read, flight)]
         if read.warm_up and read.error is not None:
             landed = list(read.flights)
@@ -208,7 +208,7 @@ class NixlReads:
         remote.fail()
 
     def _post(self, remote: Remote, read: Read) -> None:
-        pairs = read.todo.popleft()
+        pairs = read.pending.popleft()
         handle = None
         try:
             if remote.dlist is None:
@@ -231,7 +231,7 @@ class NixlReads:
                 self._collect(remote, read)
 
     def _may_be_in_flight(self, remote: Remote, error: Exception) -> bool:
-        """Whether a part of a transfer may be that could not be posted."""
+        """Whether part of a transfer whose post failed may be in flight."""
         link = self.links.get(remote.peer.agent_name, "").rpartition(":")[2]
         return link not in SYNCHRONOUS and not isinstance(error, self._agent.disconnected)
 
@@ -254,7 +254,7 @@ class NixlReads:
         self._clock.call_s = MAX_CALL_S
 
     def give_up(self, kind: type[TandemError], why: str) -> None:
-        """Stops all reads and tells their readers."""
+        """Stops all reads and reports the error to their readers."""
         for read in self.all():
             read.give_up(kind(why), self._clock.now)
 

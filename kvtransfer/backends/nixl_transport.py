@@ -62,7 +62,7 @@ class NixlTransport:
     async def connect(self, peer: Peer, timeout: float) -> None:
         check_compatible(self.region, self.layout_hash, peer, self.kind)
         known, attempt = self._connecting.get(peer.agent_name, (None, None))
-        if attempt is None or known != peer:  # what it says of itself is new when its agent was replaced
+        if attempt is None or known != peer:  # its description changes when its agent is replaced
             attempt = asyncio.create_task(self._connect(peer))
             self._connecting[peer.agent_name] = peer, attempt
             attempt.add_done_callback(lambda task: self._connected(peer, task))

@@ -1,4 +1,4 @@
-"""The reads that are under way and the peers that they come from: what may be posted next, and what has stalled.
+"""The active reads and their peers: which batch may be posted next, and which has stalled.
 
 Pure bookkeeping for `nixl_reads`: no NIXL, no threads, no clock. Times are in seconds on whatever clock the caller
 uses.
@@ -40,7 +40,7 @@ class Read:
     """
 
     peer: Peer
-    todo: deque[list[Pair]]
+    pending: deque[list[Pair]]
     stall: float
     # Reads a few bytes into memory that is never used for anything: a late write there does no harm.
     warm_up: bool = False
@@ -57,10 +57,10 @@ class Read:
     def stop(self, error: TandemError, now: float) -> None:
         if self.error is None:
             self.error, self.stopped_at = error, now
-            self.todo.clear()
+            self.pending.clear()
 
     def give_up(self, error: TandemError, now: float) -> None:
-        """As `stop`, where what is in flight may take long to end: reports it to the reader at once."""
+        """As `stop`, but reports the error to the reader at once, since in-flight batches may take long to end."""
         self.stop(error, now)
         if not self.reported and self.failing is not None and self.error is not None:
             self.reported = True
@@ -69,7 +69,7 @@ class Read:
     def requeue(self) -> None:
         """Its flights are gone with the agent; they are to be posted again unless the read has failed."""
         if self.error is None:
-            self.todo.extendleft(flight.pairs for flight in reversed(self.flights))
+            self.pending.extendleft(flight.pairs for flight in reversed(self.flights))
         self.flights.clear()
 
 
@@ -85,7 +85,7 @@ class Remote:
     ready: bool = False
     # The connection has failed: it is given up when nothing is in flight over it, and made again by the next batch.
     renew: bool = False
-    # A batch has stalled: nothing new is taken until what is in flight has ended.
+    # A batch has stalled: no new reads until the batches in flight have ended.
     silent: bool = False
     # Forgotten, or replaced by another incarnation: it is removed with its last read.
     lost: bool = False
@@ -97,11 +97,11 @@ class Remote:
         return sum(len(read.flights) for read in self.reads)
 
     def next_read(self) -> Read | None:
-        """Whose batch is to be posted now; that read's next turn comes after the others'."""
+        """The read whose batch is posted next; it moves behind the other reads."""
         if self.in_flight >= (1 if self.renew else BATCHES_IN_FLIGHT):
             return None
         for read in self.reads:
-            if read.todo and not (read.warm_up and read.flights):
+            if read.pending and not (read.warm_up and read.flights):
                 self.reads.remove(read)
                 self.reads.append(read)
                 return read

@@ -100,7 +100,7 @@ class UcxLog:
         try:
             yield
         finally:
-            # Children must not inherit a path that means something else to them.
+            # Child processes must not inherit the path: it refers to this process's file descriptor.
             del os.environ["UCX_LOG_FILE"]
 
     def details(self, wanted: bool) -> None:
@@ -125,14 +125,14 @@ class UcxLog:
         with self._lock:
             self._consume()
             self._end_lanes()
-            seen = self._agents.get(agent, _Agent())
+            known = self._agents.get(agent, _Agent())
             # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
-            cfgs = seen.by_lanes.get(self._lanes_of.get(endpoint, ()), seen.tables.keys())
-            names = {_pick(table, block_bytes) for cfg in cfgs for table in seen.tables.get(cfg, ())}
+            cfgs = known.by_lanes.get(self._lanes_of.get(endpoint, ()), known.tables.keys())
+            names = {_pick(table, block_bytes) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
 
     def drop_endpoint(self, endpoint: str) -> None:
-        """Forgets an endpoint that was closed, or need not be known any more."""
+        """Forgets an endpoint that was closed or is no longer needed."""
         with self._lock:
             self._consume()
             self._lanes_of.pop(endpoint, None)
@@ -146,7 +146,7 @@ class UcxLog:
     def _consume(self) -> None:
         if self._fd is None:
             return
-        # UCX writes through stdio; there is no other way to see its last lines now.
+        # UCX writes through stdio; flushing is the only way to see its last lines now.
         ctypes.CDLL(None).fflush(None)
         while os.fstat(self._fd).st_size > self._offset:
             data = os.pread(self._fd, _CHUNK, self._offset)
@@ -154,7 +154,7 @@ class UcxLog:
             *lines, self._rest = (self._rest + data.decode("utf-8", "replace")).split("\n")
             for line in lines:
                 self._parse(line)
-        # Gives the pages back. UCX goes on writing at its own offset, which leaves a hole and costs nothing.
+        # Frees the pages. UCX continues to write at its own offset, which leaves a hole and costs nothing.
         os.ftruncate(self._fd, 0)
 
     def _parse(self, line: str) -> None:

@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a client says: requests by their end, output tokens, seconds."""
+    """A client's own figures: requests by their end, output tokens, seconds."""
 
     done: int
     failed: int
@@ -87,8 +87,8 @@ def _guidellm(load: Load, folder: Path) -> list[str]:
     ]
 
 
-def read_guidellm(said: Any) -> Figures:
-    metrics = said["benchmarks"][0]["metrics"]
+def read_guidellm(report: Any) -> Figures:
+    metrics = report["benchmarks"][0]["metrics"]
     totals = metrics["request_totals"]
     good: Callable[[str, str], float] = lambda name, statistic: metrics[name]["successful"][statistic]  # noqa: E731
     return Figures(
@@ -112,15 +112,15 @@ def _aiperf(load: Load, folder: Path) -> list[str]:
     ]
 
 
-def read_aiperf(said: Any) -> Figures:
+def read_aiperf(report: Any) -> Figures:
     return Figures(
-        done=round(said["request_count"]["avg"]),
-        failed=round((said.get("error_request_count") or {"avg": 0})["avg"]),
-        tokens=round(said["total_usage_completion_tokens"]["avg"]),
-        requests_s=said["request_throughput"]["avg"],
-        tokens_s=said["output_token_throughput"]["avg"],
-        ttft=said["time_to_first_token"]["p50"] / 1e3,
-        itl=said["inter_token_latency"]["p50"] / 1e3,
+        done=round(report["request_count"]["avg"]),
+        failed=round((report.get("error_request_count") or {"avg": 0})["avg"]),
+        tokens=round(report["total_usage_completion_tokens"]["avg"]),
+        requests_s=report["request_throughput"]["avg"],
+        tokens_s=report["output_token_throughput"]["avg"],
+        ttft=report["time_to_first_token"]["p50"] / 1e3,
+        itl=report["inter_token_latency"]["p50"] / 1e3,
     )
 
 
@@ -135,15 +135,15 @@ def _vllm(load: Load, folder: Path) -> list[str]:
     ]
 
 
-def read_vllm(said: Any) -> Figures:
+def read_vllm(report: Any) -> Figures:
     return Figures(
-        done=said["completed"],
-        failed=said["num_prompts"] - said["completed"],
-        tokens=said["total_output_tokens"],
-        requests_s=said["request_throughput"],
-        tokens_s=said["output_throughput"],
-        ttft=said["median_ttft_ms"] / 1e3,
-        itl=said["median_itl_ms"] / 1e3,
+        done=report["completed"],
+        failed=report["num_prompts"] - report["completed"],
+        tokens=report["total_output_tokens"],
+        requests_s=report["request_throughput"],
+        tokens_s=report["output_throughput"],
+        ttft=report["median_ttft_ms"] / 1e3,
+        itl=report["median_itl_ms"] / 1e3,
     )
 
 

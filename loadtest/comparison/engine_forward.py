@@ -37,8 +37,8 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     blocks = (MOST + 1) * LONGEST // 16
     engine = Engine(model, EngineConfig(num_blocks=blocks, block_size=16, token_budget=LONGEST, max_running=MOST))
 
-    def add(name: str, prompt: list[int], limit: int) -> Sequence:
-        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), limit=limit)
+    def add(name: str, prompt: list[int], max_len: int) -> Sequence:
+        sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=max_len)
         engine.add(sequence)
         return sequence
 
@@ -48,7 +48,7 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
 
     def decode(prompts: list[list[int]], steps: int) -> list[float]:
         sequences = [add(str(place), prompt, LONGEST) for place, prompt in enumerate(prompts)]
-        while any(sequence.todo > 1 for sequence in sequences):
+        while any(sequence.num_uncomputed > 1 for sequence in sequences):
             engine.step()
         seconds = [_taken(engine.step) for _ in range(steps)]
         for sequence in sequences:
@@ -89,7 +89,7 @@ def transformers(folder: Path, threads: int) -> tuple[Prefill, Decode]:
 
 
 def llama(folder: Path, threads: int) -> tuple[Prefill, Decode]:
-    """llama.cpp by its C interface: llama_decode and an argmax. The GGUF is made beside the checkpoint once."""
+    """llama.cpp by its C interface: llama_decode and an argmax. The GGUF is written next to the checkpoint once."""
     import ctypes
 
     import llama_cpp as cpp
@@ -199,7 +199,8 @@ def _write_gguf(folder: Path, path: Path, config: dict[str, Any]) -> None:
 
 
 def openvino(folder: Path, threads: int) -> tuple[Prefill, Decode]:
-    """OpenVINO GenAI's pipeline, by the durations of its own inferences. The export is made beside the checkpoint."""
+    """OpenVINO GenAI's pipeline, by the durations of its own inferences. The export is written next to the
+    checkpoint."""
     import numpy as np
 
     exported = folder.with_name(f"{folder.name}-openvino")
@@ -224,7 +225,7 @@ def openvino(folder: Path, threads: int) -> tuple[Prefill, Decode]:
         wanted.eos_token_id = 0  # ignored; without a tokenizer it would be -1, which is refused
         result = pipeline.generate(genai.TokenizedInputs(ids, mask), wanted)
         spent = result.perf_metrics.raw_metrics.token_infer_durations  # microseconds
-        return [one / 1e6 for one in spent], [tokens[0] for tokens in result.tokens]
+        return [nanoseconds / 1e6 for nanoseconds in spent], [tokens[0] for tokens in result.tokens]
 
     def prefill(prompt: list[int]) -> tuple[float, int]:
         spent, tokens = generate([prompt], 1)
@@ -299,7 +300,7 @@ def floor(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     return prefill, decode
 
 
-ENGINES = {one.__name__: one for one in (tandem, transformers, llama, openvino, vllm, floor)}
+ENGINES = {engine_class.__name__: engine_class for engine_class in (tandem, transformers, llama, openvino, vllm, floor)}
 
 
 def _taken(work: Callable[[], object]) -> float:
@@ -316,8 +317,8 @@ def main() -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = prefill(asked["prefill"]) if "prefill" in asked else decode(asked["decode"], asked["steps"])
-        print(json.dumps(found), file=answers, flush=True)
+        result = prefill(asked["prefill"]) if "prefill" in asked else decode(asked["decode"], asked["steps"])
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Plan:
 
 
 class Engine:
-    """One engine's process, which stands still while nobody asks it: threads of some spin. Ends with us."""
+    """One engine's process, stopped while it is not measured, because threads of some engines spin. Ends with this
+    one."""
 
     def __init__(self, name: str, peers: Peers, checkpoint: Path, threads: int, log: Path) -> None:
         """Returns when it has loaded. Raises SettingsError without its environment, Unavailable when it fails."""
@@ -119,7 +120,7 @@ def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
 
 
 def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section:
-    found: dict[str, dict[str, list[float]]] = {}  # what -> engine -> seconds in each round
+    timings: dict[str, dict[str, list[float]]] = {}  # what -> engine -> seconds in each round
     tokens: dict[str, list[int]] = {name: [] for name in plan.engines}
     checkpoint = peers.checkpoint(SHAPE)
     with _engines(peers, plan, checkpoint, threads, tick) as engines:
@@ -134,7 +135,7 @@ def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section
                 for batch in plan.batches:
                     once[f"decode, batch {batch}"] = median(engine.decode(contexts[batch], plan.steps))
                 for what, value in once.items() if number else ():
-                    found.setdefault(what, {}).setdefault(engine.name, []).append(value)
+                    timings.setdefault(what, {}).setdefault(engine.name, []).append(value)
     notes = [
         f"bfloat16, {SHAPE}, {threads} thread{'s' if threads > 1 else ''}; decode from {plan.context} tokens on, the"
         f" median of {plan.steps} steps; {plan.rounds} rounds in turn after one that warms up",
@@ -143,8 +144,8 @@ def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section
         *_same_model(tokens),
     ]
     read = "tandem / peer: below 1, Tandem is faster. floor / tandem: the share of the floor"
-    rows = [row for what, sides in found.items() for row in compare(what, sides)]
-    return Section(f"Engines, {threads} thread{'s' if threads > 1 else ''}", read, rows, notes, dict(found))
+    rows = [row for what, sides in timings.items() for row in compare(what, sides)]
+    return Section(f"Engines, {threads} thread{'s' if threads > 1 else ''}", read, rows, notes, dict(timings))
 
 
 def compare(what: str, sides: dict[str, list[float]]) -> list[Row]:
@@ -167,8 +168,8 @@ def compare(what: str, sides: dict[str, list[float]]) -> list[Row]:
 
 
 def _same_model(tokens: dict[str, list[int]]) -> Iterator[str]:
-    """Whether an engine computes the same function: with random weights in bfloat16 close calls differ, but by chance
-    two engines would never agree."""
+    """Whether an engine computes the same function: with random weights in bfloat16 close decisions differ, but
+    unrelated functions would never agree."""
     ours = tokens.get("tandem", [])
     for name, theirs in tokens.items():
         if ours and name not in ("tandem", "floor"):

@@ -65,9 +65,9 @@ def disaggregated(
     peers: Peers, sides: Sequence[str], sizes: Sizes, objective: Objective, tick: Tick, say: Say
 ) -> Report:
     """Every side in each round, the order turned round each time. Raises SettingsError, Unavailable."""
-    found = {side: Side(TITLES[side], "", SHAPE) for side in sides}
-    told = {"slo_ttft_s": str(objective.ttft), "slo_tpot_s": str(objective.tpot)}
-    peers = replace(peers, settings={**told, **peers.settings})
+    by_side = {side: Side(TITLES[side], "", SHAPE) for side in sides}
+    objectives = {"slo_ttft_s": str(objective.ttft), "slo_tpot_s": str(objective.tpot)}
+    peers = replace(peers, settings={**objectives, **peers.settings})
     notes: list[str] = []
     for number in range(sizes.rounds):
         for side in list(sides)[:: -1 if number % 2 else 1]:
@@ -75,8 +75,8 @@ def disaggregated(
             server = make(side, peers.checkpoint(SHAPE), peers)
             with started([server]):
                 tick(f"searching {side}, round {number + 1} of {sizes.rounds}")
-                with precedence() as said:
-                    notes = [*asyncio.run(_search(server, sizes, objective, say, found[side])), said]
+                with precedence() as priority_note:
+                    notes = [*asyncio.run(_search(server, sizes, objective, say, by_side[side])), priority_note]
     notes = [
         *notes,
         *_same(sides),
@@ -84,7 +84,7 @@ def disaggregated(
         f"{sizes.rounds} search{'es' * (sizes.rounds > 1)} of each side, in turn, each on a system newly started",
     ]
     title = "Goodput: " + " against ".join(TITLES[side] for side in sides)
-    return Report(title, objective, list(found.values()), notes, conditions())
+    return Report(title, objective, list(by_side.values()), notes, conditions())
 
 
 async def _search(server: Server, sizes: Sizes, objective: Objective, say: Say, side: Side) -> list[str]:
@@ -95,20 +95,20 @@ async def _search(server: Server, sizes: Sizes, objective: Objective, say: Say, 
 
 def steady(peers: Peers, sides: Sequence[str], sizes: Sizes, objective: Objective, tick: Tick, say: Say) -> Report:
     """Streams alone, then with long prompts, on one side after another. Raises SettingsError, Unavailable."""
-    plan, found = sizes.streams, []
+    plan, results = sizes.streams, []
     notes: list[str] = []
     for side in sides:
         tick(f"starting {side}")
         server = make(side, peers.checkpoint(SHAPE), peers)
         with started([server]):
             tick(f"measuring {side}")
-            with precedence() as said:
+            with precedence() as priority_note:
                 loads = asyncio.run(_steady(server, plan))
-        found.append(Side(TITLES[side], "HTTP", SHAPE, loads))
-        notes = [said]
+        results.append(Side(TITLES[side], "HTTP", SHAPE, loads))
+        notes = [priority_note]
     notes = [interference.describe(plan), *notes, *_same(sides)]
     title = "Long prompts beside steady streams: " + " against ".join(TITLES[side] for side in sides)
-    return Report(title, objective, found, notes, conditions())
+    return Report(title, objective, results, notes, conditions())
 
 
 async def _steady(server: Server, plan: interference.Plan) -> list[Load]:
@@ -121,16 +121,16 @@ async def _steady(server: Server, plan: interference.Plan) -> list[Load]:
 
 def _same(sides: Sequence[str]) -> list[str]:
     """What makes the sides equal."""
-    said = [f"the shape of {SHAPE} with the same random weights in bfloat16 for everybody"]
+    notes = [f"the shape of {SHAPE} with the same random weights in bfloat16 for everybody"]
     if "tandem-replicas" in sides:
-        said.append("aggregated: two workers that prefill in chunks and decode, a core and a thread each")
+        notes.append("aggregated: two workers that prefill in chunks and decode, a core and a thread each")
     if "tandem-pd" in sides:
-        said.append("disaggregated: a prefill and a decode worker, a core and a thread each")
+        notes.append("disaggregated: a prefill and a decode worker, a core and a thread each")
     if "tandem-aggregated" in sides:
-        said.append("one worker: two threads")
+        notes.append("one worker: two threads")
     if set(sides) & set(VLLM):
-        said.append("vLLM: aggregated is one server on all cores, disaggregated two servers of a core each")
-    return [*said, "client, routers and Ray share those cores"]
+        notes.append("vLLM: aggregated is one server on all cores, disaggregated two servers of a core each")
+    return [*notes, "client, routers and Ray share those cores"]
 
 
 def main(

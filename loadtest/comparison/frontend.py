@@ -74,7 +74,7 @@ class Run:
     router: float
     worker: float
     client: float
-    idle: float  # cores that nobody used, strangers included
+    idle: float  # idle cores, not used by other processes either
     interval: float  # seconds between the tokens of a stream, the median; 0 for one token
     per_message: float  # tokens
 
@@ -93,12 +93,12 @@ def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
             sections.append(asyncio.run(_alone(sides, workers, texts, plan)))
             for layout in plan.layouts:
                 pin(sides, layout, cores)
-                found = _rounds(sides, (REQUESTS, TOKENS), plan, texts, f"{layout}, instant", tick)
-                sections.append(_compared(layout, found, plan))
+                results = _rounds(sides, (REQUESTS, TOKENS), plan, texts, f"{layout}, instant", tick)
+                sections.append(_compared(layout, results, plan))
             pin(sides, "shared", cores)
         with started(peers, plan.modes, "1", lambda side: _pace(side, texts), tick) as (sides, _):
-            found = _rounds(sides, (TOKENS,), plan, texts, "paced", tick)
-            sections.append(_paced(found, plan))
+            results = _rounds(sides, (TOKENS,), plan, texts, "paced", tick)
+            sections.append(_paced(results, plan))
     finally:
         os.sched_setaffinity(0, cores)
     return sections
@@ -111,7 +111,7 @@ async def _alone(sides: Sequence[Side], workers: Workers, texts: Texts, plan: Pl
     connections = [await Connection.open(side.port) for side in sides]
     ttft: dict[str, list[float]] = {side.name: [] for side in sides}
     own = []
-    with precedence() as said:
+    with precedence() as priority_note:
         for number in range(plan.alone + WARM_UP):
             for side, connection in list(zip(sides, connections, strict=True))[:: 1 if number % 2 else -1]:
                 answer = await connection.complete(side.request(texts.draw(prompt), 1))
@@ -123,16 +123,16 @@ async def _alone(sides: Sequence[Side], workers: Workers, texts: Texts, plan: Pl
     await ours.channel.close()
     behind = {name: median((own if name == TANDEM else mocked)[WARM_UP:]) for name in ttft}
     through = {name: seconds[WARM_UP:] for name, seconds in ttft.items()}
-    added = {name: [one - behind[name] for one in seconds] for name, seconds in through.items()}
+    added = {name: [second - behind[name] for second in seconds] for name, seconds in through.items()}
     rows = []
     for title, values in (("TTFT", through), ("TTFT that the router adds", added)):
         for name in ttft:
             if name != TANDEM:
-                beside = {one: (Spread.of(values[one]), "s") for one in (TANDEM, name)}
+                beside = {side_name: (Spread.of(values[side_name]), "s") for side_name in (TANDEM, name)}
                 rows.append(Row(f"{title}: tandem / {name}", ratios(values[TANDEM], values[name]), beside))
     workers_said = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in behind.items())
     notes = [
-        f"{prompt} tokens of text, one of output, instant workers; nobody pinned; {said}",
+        f"{prompt} tokens of text, one of output, instant workers; nobody pinned; {priority_note}",
         f"added: less the median of the worker asked straight, by each side's own protocol: {workers_said}",
     ]
     return Section("Routers: one request at a time", "tandem / dynamo: below 1, Tandem is faster", rows, notes)
@@ -142,15 +142,15 @@ Found = dict[str, dict[str, list[Run]]]  # shape -> side -> its runs
 
 
 def _rounds(sides: Sequence[Side], shapes: Sequence[Shape], plan: Plan, texts: Texts, what: str, tick: Tick) -> Found:
-    found: Found = {shape.name: {side.name: [] for side in sides} for shape in shapes}
+    results: Found = {shape.name: {side.name: [] for side in sides} for shape in shapes}
     for number in range(plan.rounds + 1):
         for shape in shapes:
             for side in sides[:: 1 if number % 2 else -1]:
                 tick(f"{what}: {side.name}, {shape.name}, {f'round {number}' if number else 'warm-up'}")
-                one = asyncio.run(_load(side, shape, plan.seconds if number else min(2.0, plan.seconds), texts))
+                run = asyncio.run(_load(side, shape, plan.seconds if number else min(2.0, plan.seconds), texts))
                 if number:  # the first round warms up
-                    found[shape.name][side.name].append(one)
-    return found
+                    results[shape.name][side.name].append(run)
+    return results
 
 
 async def _load(side: Side, shape: Shape, seconds: float, texts: Texts) -> Run:
@@ -183,8 +183,8 @@ async def _load(side: Side, shape: Shape, seconds: float, texts: Texts) -> Run:
     if short := [answer for answer in answers if answer.tokens != shape.output]:
         raise Unavailable(f"{side.name}: {len(short)} of {len(answers)} answers were short: {short[0]}")
     tokens = len(answers) * shape.output
-    gaps = [(one.seconds - one.ttft) / (one.tokens - 1) for one in answers] if shape.output > 1 else [0.0]
-    messages = sum(one.messages - 1 for one in answers)  # the last one is the usage
+    gaps = [(answer.seconds - answer.ttft) / (answer.tokens - 1) for answer in answers] if shape.output > 1 else [0.0]
+    messages = sum(answer.messages - 1 for answer in answers)  # the last one is the usage
     return Run(
         requests=len(answers) / took,
         tokens=tokens / took,
@@ -207,39 +207,39 @@ def _pace(side: Side, texts: Texts) -> float:
 # ---- the report
 
 
-def _compared(layout: str, found: Found, plan: Plan) -> Section:
+def _compared(layout: str, results: Found, plan: Plan) -> Section:
     rows = []
     for shape, metric, cpu in ((REQUESTS, "requests", "cpu_request"), (TOKENS, "tokens", "cpu_token")):
-        rows += _against(f"{metric} a second", shape, found, metric, "1")
-        rows += _against(f"router's CPU for one of the {metric}", shape, found, cpu, "s")
+        rows += _against(f"{metric} a second", shape, results, metric, "1")
+        rows += _against(f"router's CPU for one of the {metric}", shape, results, cpu, "s")
     where = {
         "apart": "the router alone on the first core, its worker, the client and everything else on the second",
         "shared": "nobody pinned, two cores for all",
     }[layout]
-    notes = [where, *_shapes((REQUESTS, TOKENS), plan), *_used(found)]
-    return Section(f"Routers: saturated, {layout}", "tandem / dynamo", rows, notes, _details(found))
+    notes = [where, *_shapes((REQUESTS, TOKENS), plan), *_used(results)]
+    return Section(f"Routers: saturated, {layout}", "tandem / dynamo", rows, notes, _details(results))
 
 
-def _paced(found: Found, plan: Plan) -> Section:
+def _paced(results: Found, plan: Plan) -> Section:
     rows = []
     for title, metric, unit in (
         ("router's CPU for one of the tokens", "cpu_token", "s"),
         ("tokens a second", "tokens", "1"),
         ("seconds between tokens", "interval", "s"),
     ):
-        rows += _against(title, TOKENS, found, metric, unit)
+        rows += _against(title, TOKENS, results, metric, unit)
     notes = [
         "the mocker at the speed of the machine that it plays, Tandem's worker with steps as long as that one's;"
         " nobody pinned",
         *_shapes((TOKENS,), plan),
-        *_used(found),
+        *_used(results),
     ]
-    return Section("Routers: at a model's pace", "tandem / dynamo", rows, notes, _details(found))
+    return Section("Routers: at a model's pace", "tandem / dynamo", rows, notes, _details(results))
 
 
-def _against(title: str, shape: Shape, found: Found, metric: str, unit: str) -> list[Row]:
+def _against(title: str, shape: Shape, results: Found, metric: str, unit: str) -> list[Row]:
     """Tandem's against each of the others."""
-    values = {name: [getattr(one, metric) for one in runs] for name, runs in found[shape.name].items()}
+    values = {name: [getattr(run, metric) for run in runs] for name, runs in results[shape.name].items()}
     ours = values.pop(TANDEM)
     return [
         Row(
@@ -252,34 +252,37 @@ def _against(title: str, shape: Shape, found: Found, metric: str, unit: str) -> 
 
 
 def _shapes(shapes: Sequence[Shape], plan: Plan) -> list[str]:
-    said = [f"{one.name}: {one.prompt} tokens of text in, {one.output} out, {one.at_once} at once" for one in shapes]
-    return [*said, f"{plan.rounds} rounds of {plan.seconds:g} s in turn after one that warms up; new prompts in each"]
+    notes = [
+        f"{shape.name}: {shape.prompt} tokens of text in, {shape.output} out, {shape.at_once} at once"
+        for shape in shapes
+    ]
+    return [*notes, f"{plan.rounds} rounds of {plan.seconds:g} s in turn after one that warms up; new prompts in each"]
 
 
-def _used(found: Found) -> list[str]:
-    """Who was busy: a client or a worker without a core left would be what was measured."""
+def _used(results: Found) -> list[str]:
+    """Which processes were busy: the result is invalid if a client or a worker had no core left."""
     notes = []
-    for shape, sides in found.items():
+    for shape, sides in results.items():
         for side, runs in sides.items():
             cores = {
-                name: median(getattr(one, name) for one in runs) for name in ("router", "worker", "client", "idle")
+                name: median(getattr(run, name) for run in runs) for name in ("router", "worker", "client", "idle")
             }
             used = ", ".join(f"{name} {value:.2f}" for name, value in cores.items())
-            per_message = median(one.per_message for one in runs)
+            per_message = median(run.per_message for run in runs)
             notes.append(f"{shape}, {side}: cores: {used}; {per_message:.2f} tokens a message")
     return notes
 
 
-def _details(found: Found) -> dict[str, object]:
+def _details(results: Found) -> dict[str, object]:
     return {
-        f"{shape}, {side}": [vars(one) for one in runs]
-        for shape, sides in found.items()
+        f"{shape}, {side}": [vars(run) for run in runs]
+        for shape, sides in results.items()
         for side, runs in sides.items()
     }
 
 
 class Texts:
-    """Random text of about so many tokens."""
+    """Random text of about `tokens` tokens."""
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -29,7 +29,7 @@ ROUTER, WORKER = "router-0", "decode-0"
 
 @dataclass(frozen=True)
 class Side:
-    """A router and the worker behind it: process ids."""
+    """The process ids of a router and its worker."""
 
     name: str
     port: int
@@ -54,7 +54,7 @@ class Workers:
 def started(
     peers: Peers, modes: Sequence[str], speedup: str, pace: Callable[[Side], float], tick: Tick
 ) -> Iterator[tuple[list[Side], Workers]]:
-    """Dynamo first: `pace` says from its first side how long a step of Tandem's worker takes."""
+    """Dynamo first: `pace` derives the step time of Tandem's worker from the first side."""
     with ExitStack() as stack:
         env = _dynamo_env(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-dynamo-")))
         python = str(peers.executable("dynamo", "python"))
@@ -81,7 +81,7 @@ def started(
 
 
 def _dynamo_env(folder: str) -> dict[str, str]:
-    """Processes find one another through files in that folder: no etcd, and no NATS."""
+    """Processes discover each other through files in this folder, without etcd and NATS."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("DYN_")}
     planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
     return env | planes | {"DYN_FILE_KV": folder, "DYN_LOG": "error", "HF_HUB_OFFLINE": "1"}
@@ -112,14 +112,14 @@ def _dynamo(
 
 
 def _wait(side: Side, *processes: Process) -> None:
-    """Until it knows its model. Raises Unavailable, DeadlineExceeded."""
+    """Waits until the server knows its model. Raises Unavailable, DeadlineExceeded."""
     deadline = monotonic() + START_TIMEOUT_S
     while True:
-        if ended := [one for one in processes if one.popen.poll() is not None]:
+        if ended := [process for process in processes if process.popen.poll() is not None]:
             raise Unavailable(f"{ended[0].popen.args!r} ended early: {ended[0].last_words()}")
         try:
-            with closing(urllib.request.urlopen(f"http://127.0.0.1:{side.port}/v1/models", timeout=5)) as said:
-                if json.load(said)["data"]:
+            with closing(urllib.request.urlopen(f"http://127.0.0.1:{side.port}/v1/models", timeout=5)) as response:
+                if json.load(response)["data"]:
                     return
         except OSError:
             pass

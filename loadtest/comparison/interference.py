@@ -57,7 +57,7 @@ class Window:
         """A stream or long prompt that has no token yet counts as waiting until the end. Raises ValueError when there
         are none."""
         waits = load.values("ttft")
-        longs = [one.waited for one in load.outcomes if one.beside and one.waited is not None]
+        longs = [outcome.waited for outcome in load.outcomes if outcome.beside and outcome.waited is not None]
         if not waits:
             raise ValueError("no stream began within the window; make it longer")
         return cls(
@@ -77,12 +77,12 @@ def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
         tick(f"starting {side}")
         server = make(side, peers.checkpoint(SHAPE), peers)
         with started([server]):
-            with precedence() as said:
-                sections.append(_server(server, plan, tick, said))
+            with precedence() as priority_note:
+                sections.append(_server(server, plan, tick, priority_note))
     return sections
 
 
-def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
+def _server(server: Server, plan: Plan, tick: Tick, priority_note: str) -> Section:
     calm: list[Window] = []
     disturbed: list[Window] = []
     asyncio.run(observe(server, plan, seconds=min(5.0, plan.seconds), disturb=True))  # warms up
@@ -94,17 +94,17 @@ def _server(server: Server, plan: Plan, tick: Tick, said: str) -> Section:
     names = {"itl_p99": "ITL p99", "ttft_mean": "stream TTFT, mean", "ttft_worst": "stream TTFT, worst"}
     rows = []
     for name, title in {**names, "throughput": "stream tokens/s"}.items():
-        a, b = ([getattr(one, name) for one in windows] for windows in (disturbed, calm))
+        a, b = ([getattr(window, name) for window in windows] for windows in (disturbed, calm))
         unit = "1" if name == "throughput" else "s"
         beside = {"disturbed": (Spread.of(a), unit), "undisturbed": (Spread.of(b), unit)}
         rows.append(Row(f"{server.name}: {title}", ratios(a, b), beside))
-    cpu = max(one.client_cpu for one in calm + disturbed)
+    cpu = max(window.client_cpu for window in calm + disturbed)
     notes = [
         f"{describe(plan)}; {plan.rounds} rounds of {plan.seconds:g} s each way",
-        f"first token of the long prompts: {mean(one.long_ttft for one in disturbed):.2f} s (mean)",
-        f"the client shares the server's two cores: it used {cpu:.2f} of one at most; {said}",
+        f"first token of the long prompts: {mean(window.long_ttft for window in disturbed):.2f} s (mean)",
+        f"the client shares the server's two cores: it used {cpu:.2f} of one at most; {priority_note}",
     ]
-    details = {"undisturbed": [vars(one) for one in calm], "disturbed": [vars(one) for one in disturbed]}
+    details = {"undisturbed": [vars(window) for window in calm], "disturbed": [vars(window) for window in disturbed]}
     return Section(f"Interference: {server.name}", "disturbed / undisturbed", rows, notes, details)
 
 

@@ -52,7 +52,7 @@ class Peers:
         return path
 
     def checkpoint(self, shape: str) -> Path:
-        """A random bfloat16 checkpoint with a tokenizer: the same files for everybody."""
+        """A random bfloat16 checkpoint with a tokenizer: the same files for all systems."""
         folder = self.home / "checkpoints" / shape
         if not (folder / "tokenizer.json").exists():
             partial = folder.with_name(f"{shape}.partial")
@@ -109,7 +109,7 @@ class Tandem(Server):
     """`tandem up`. pd: prefill on the first core and decode on the second; aggregated: one worker, two threads;
     replicas: two aggregated workers, a core each.
 
-    Idle, it uses little CPU and is never frozen: its heartbeats would stop, and its workers would be taken for dead.
+    When idle it uses little CPU. It is never frozen, because its heartbeats would stop and its workers count as dead.
     """
 
     def __init__(self, mode: str, model: Path, **settings: object) -> None:
@@ -144,12 +144,12 @@ class Tandem(Server):
     def processes(self) -> list[psutil.Process]:
         if self._process is None:
             return []
-        whole = psutil.Process(self._process.popen.pid)
-        return [whole, *whole.children(recursive=True)]
+        parent = psutil.Process(self._process.popen.pid)
+        return [parent, *parent.children(recursive=True)]
 
 
 def pin(workers: dict[str, int]) -> None:
-    """Every worker to a core of its own, with all its threads: prefill workers first, counted round."""
+    """Pins every worker, with all its threads, to a separate core: prefill workers first, round robin."""
     cores = sorted(os.sched_getaffinity(0))
     ours = sorted((name for name in workers if not name.startswith("router")), reverse=True)  # prefill before decode
     for place, name in enumerate(ours):
@@ -222,12 +222,12 @@ class Vllm(Server):
 
 def of_session(session: int) -> list[psutil.Process]:
     """Every process of a session, those whose parent is gone included; none that has ended."""
-    found = []
+    members = []
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == session and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                members.append(process)
+    return members
 
 
 def make(side: str, model: Path, peers: Peers) -> Server:

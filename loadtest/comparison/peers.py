@@ -47,7 +47,7 @@ class Changes:
 
 
 def planned(changes: Changes) -> dict[str, Any]:
-    """The plan of each part by name: its own numbers, those of --quick, and what the command line says."""
+    """The plan of each part by name: its defaults or those of --quick, changed by the command line."""
     quick = changes.quick
     plans: dict[str, Any] = {
         "serve": serve.Plan(shapes=("SmolLM2-135M",), runs=1, waves=1) if quick else serve.Plan(),
@@ -57,7 +57,7 @@ def planned(changes: Changes) -> dict[str, Any]:
         "frontend": frontend.Plan(rounds=1, seconds=1.0, alone=20) if quick else frontend.Plan(),
     }
     plans["exposed"] = plans["soak"]
-    said: dict[str, dict[str, Any]] = {
+    summaries: dict[str, dict[str, Any]] = {
         "serve": {
             "shapes": changes.shape and names(changes.shape, serve.Plan.shapes),
             "series": changes.series and names(changes.series, serve.SERIES),
@@ -76,7 +76,8 @@ def planned(changes: Changes) -> dict[str, Any]:
         "frontend": {"rounds": changes.runs},
     }
     return {
-        part: replace(plans[part], **{name: value for name, value in said[part].items() if value}) for part in PARTS
+        part: replace(plans[part], **{name: value for name, value in summaries[part].items() if value})
+        for part in PARTS
     }
 
 

@@ -45,7 +45,7 @@ class Plan:
     runs: int = 5
     input: int = 512
     output: int = 64
-    waves: int = 3  # requests behind one another at each place; twice as many where there is one place
+    waves: int = 3  # consecutive requests of each client; twice as many with one client
 
     def prompts(self, concurrency: int) -> int:
         return self.waves * concurrency * (2 if concurrency == 1 else 1)
@@ -75,18 +75,18 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
     tick(f"starting {', '.join(SERIES[name])} with {shape}")
     model = peers.checkpoint(shape)
     servers = [make(side, model, peers) for side in SERIES[name]]
-    found: dict[tuple[str, int], list[Run]] = {}
+    runs_by_side: dict[tuple[str, int], list[Run]] = {}
     idle: dict[str, list[float]] = {server.name: [] for server in servers}  # cores, while another one was measured
     with started(servers):
         for number in range(plan.runs + 1):
             for concurrency in plan.concurrency if number else (max(plan.concurrency),):
                 for server in servers:
                     tick(f"{shape}: {server.name}, {concurrency} at once, {f'run {number}' if number else 'warm-up'}")
-                    others = [one for one in servers if one is not server]
+                    others = [other for other in servers if other is not server]
                     with others_frozen(others):
                         measured, cores = _load(peers, plan, server, others, concurrency)
                     if number:  # the first run warms up
-                        found.setdefault((server.name, concurrency), []).append(measured)
+                        runs_by_side.setdefault((server.name, concurrency), []).append(measured)
                         for other, used in cores.items():
                             idle[other].append(used)
     theirs, *ours = SERIES[name]
@@ -94,7 +94,9 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
         row
         for side in ours
         for concurrency in plan.concurrency
-        for row in compare(side, theirs, concurrency, found[side, concurrency], found[theirs, concurrency])
+        for row in compare(
+            side, theirs, concurrency, runs_by_side[side, concurrency], runs_by_side[theirs, concurrency]
+        )
     ]
     read = "ours / theirs: over 1, Tandem has more of it. In brackets what is promised, and whether it is kept"
     notes = [
@@ -106,15 +108,15 @@ def _series(peers: Peers, plan: Plan, shape: str, name: str, tick: Tick) -> Sect
             for side, used in idle.items()
         ),
     ]
-    details = {f"{side} {count}": [vars(one) for one in runs] for (side, count), runs in found.items()}
+    details = {f"{side} {count}": [vars(run) for run in runs] for (side, count), runs in runs_by_side.items()}
     return Section(f"{shape}: {' and '.join(ours)} against {theirs}", read, rows, notes, details)
 
 
-def compare(ours: str, theirs: str, concurrency: int, mine: list[Run], other: list[Run]) -> list[Row]:
+def compare(ours: str, theirs: str, concurrency: int, our_runs: list[Run], other: list[Run]) -> list[Row]:
     """A row for each metric: the ratios of neighbouring runs."""
     rows = []
     for metric, title in METRICS.items():
-        a, b = ([getattr(one, metric) for one in runs] for runs in (mine, other))
+        a, b = ([getattr(run, metric) for run in runs] for runs in (our_runs, other))
         ratio, unit = ratios(a, b), "1" if metric == "output" else "s"
         promise = promised(ours, theirs, metric, concurrency, ratio.median)
         what = f"{ours} / {theirs}, {concurrency} at once: {title}{f' ({promise})' if promise else ''}"
@@ -150,16 +152,16 @@ def _load(
             *("--save-result", "--result-dir", folder, "--result-filename", result.name),
         ]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-        before, began = {one.name: one.cpu() for one in others}, monotonic()
+        before, began = {other.name: other.cpu() for other in others}, monotonic()
         with precedence():  # the load client inherits it
             done = subprocess.run(
                 list(map(str, command)), env=env, cwd=folder, timeout=CLIENT_TIMEOUT_S, capture_output=True, check=False
             )
         if done.returncode != 0 or not result.exists():
             raise Unavailable(f"vllm bench serve failed against {server.name}: {done.stderr.decode()[-2000:]}")
-        said = json.loads(result.read_text())
-        cores = {one.name: (one.cpu() - before[one.name]) / (monotonic() - began) for one in others}
-    return read_result(said, prompts, plan.output), cores
+        report = json.loads(result.read_text())
+        cores = {other.name: (other.cpu() - before[other.name]) / (monotonic() - began) for other in others}
+    return read_result(report, prompts, plan.output), cores
 
 
 def _seed() -> int:
@@ -167,12 +169,12 @@ def _seed() -> int:
     return int.from_bytes(os.urandom(4)) >> 1
 
 
-def read_result(said: dict[str, float], prompts: int, output: int) -> Run:
+def read_result(report: dict[str, float], prompts: int, output: int) -> Run:
     """The client's JSON. Raises Unavailable when a request failed or was cut short: then its rates mean nothing."""
-    if said["completed"] != prompts or said["total_output_tokens"] != prompts * output:
+    if report["completed"] != prompts or report["total_output_tokens"] != prompts * output:
         raise Unavailable(
-            f"{said['completed']} of {prompts} requests were finished, with {said['total_output_tokens']} tokens"
+            f"{report['completed']} of {prompts} requests were finished, with {report['total_output_tokens']} tokens"
             f" instead of {prompts * output}"
         )
-    ms = [said[name] / 1e3 for name in ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms")]
-    return Run(said["output_throughput"], *ms)
+    ms = [report[name] / 1e3 for name in ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms")]
+    return Run(report["output_throughput"], *ms)

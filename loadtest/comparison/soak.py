@@ -93,25 +93,25 @@ async def _soak(server: Tandem, plan: Plan, tick: Tick) -> Section:
 
 
 def _named(server: Tandem) -> dict[str, psutil.Process]:
-    """The workers and the router by their names, everything else by its program's and its pid."""
+    """The workers and the router by their names, other processes by program and pid."""
     names = {pid: name for name, pid in server.workers().items()}
-    found = {}
+    processes = {}
     for process in server.processes():
         name = names.get(process.pid) or f"{process.name()}-{process.pid}"
-        found[name] = process
-    return dict(sorted(found.items(), key=lambda item: item[1].pid not in names))
+        processes[name] = process
+    return dict(sorted(processes.items(), key=lambda item: item[1].pid not in names))
 
 
 async def _requests(client: AsyncClient, count: int, at_once: int) -> None:
     places = asyncio.Semaphore(at_once)
 
-    async def one() -> None:
+    async def client_loop() -> None:
         async with places:
             prompt = random.choices(range(DEMO_VOCAB), k=random.randrange(1, 64))
             answer = await client.generate(prompt, max_tokens=random.randrange(1, 17), ignore_eos=True)
             assert answer.receipt.completion_tokens == len(answer.token_ids)
 
-    await asyncio.gather(*(one() for _ in range(count)))
+    await asyncio.gather(*(client_loop() for _ in range(count)))
 
 
 async def _balanced(client: AsyncClient) -> Audit:
@@ -173,8 +173,8 @@ async def _ask(client: AsyncClient, length: int) -> tuple[Receipt, float]:
 
 def _shares(length: int, asked: Sequence[tuple[Receipt, float]]) -> list[Row]:
     ttft = [receipt.ttft for receipt, _ in asked]
-    told: Callable[[Receipt], float] = lambda receipt: receipt.transfer.exposed if receipt.transfer else 0.0  # noqa: E731
-    sides = {"receipt": [told(receipt) for receipt, _ in asked], "client": [late for _, late in asked]}
+    reported: Callable[[Receipt], float] = lambda receipt: receipt.transfer.exposed if receipt.transfer else 0.0  # noqa: E731
+    sides = {"receipt": [reported(receipt) for receipt, _ in asked], "client": [late for _, late in asked]}
     return [
         Row(
             f"{length} tokens, {name}",

@@ -74,11 +74,11 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds for each token after the first; None where there is no second one."""
+        """Mean seconds per token after the first; None without a second token."""
         return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     def kept(self, objective: Objective) -> bool:
-        """Only what came to its end, with all its tokens, can keep an objective."""
+        """Whether the objective was kept; only complete answers can keep one."""
         if self.state != "done" or self.waited is None:
             return False
         return self.waited <= objective.ttft and (self.tpot or 0.0) <= objective.tpot
@@ -106,7 +106,7 @@ class Load:
 
     @property
     def counted(self) -> list[Outcome]:
-        return [one for one in self.outcomes if self.warmup <= one.at < self.until and not one.beside]
+        return [outcome for outcome in self.outcomes if self.warmup <= outcome.at < self.until and not outcome.beside]
 
     @property
     def offered(self) -> float:
@@ -114,7 +114,7 @@ class Load:
         return len(self.counted) / self.seconds
 
     def kept(self, objective: Objective) -> int:
-        return sum(one.kept(objective) for one in self.counted)
+        return sum(outcome.kept(objective) for outcome in self.counted)
 
     def attainment(self, objective: Objective) -> float:
         """The share of all requests that kept the objective: rejected, failed and unfinished ones did not. 0 of none
@@ -126,7 +126,7 @@ class Load:
         return self.kept(objective) / self.seconds
 
     def count(self, state: State) -> int:
-        return sum(one.state == state for one in self.counted)
+        return sum(outcome.state == state for outcome in self.counted)
 
     @property
     def throughput(self) -> float:
@@ -134,47 +134,47 @@ class Load:
         return sum(self._tokens()) / self.seconds
 
     def _tokens(self) -> Iterable[int]:
-        for one in (one for one in self.outcomes if not one.beside):
-            for at, count in zip(one.times, one.counts, strict=True):
+        for outcome in (outcome for outcome in self.outcomes if not outcome.beside):
+            for at, count in zip(outcome.times, outcome.counts, strict=True):
                 if self.warmup <= at < self.until:
                     yield count
 
     @property
     def late(self) -> float:
         """The 99th percentile of the time by which a request was sent, or a tick was, too late."""
-        return max(self.lag, percentile([one.late for one in self.counted] or [0.0], 0.99))
+        return max(self.lag, percentile([outcome.late for outcome in self.counted] or [0.0], 0.99))
 
     def gaps(self) -> list[tuple[float, float]]:
         """Between two messages of one stream, and when it ended; within the counted seconds, as with the tokens."""
         return [
             (later, later - sooner)
-            for one in self.outcomes
-            if not one.beside
-            for sooner, later in pairwise(one.times)
+            for outcome in self.outcomes
+            if not outcome.beside
+            for sooner, later in pairwise(outcome.times)
             if self.warmup <= later < self.until
         ]
 
     def values(self, metric: Metric) -> list[float]:
-        """Seconds, of everyone who has some: "ttft", "tpot" and "e2e" of counted requests, "itl" of gaps."""
+        """The available values in seconds: "ttft", "tpot" and "e2e" of counted requests, "itl" of gaps."""
         if metric == "itl":
             return [gap for _, gap in self.gaps()]
-        found = (METRICS[metric](one) for one in self.counted)
-        return [value for value in found if value is not None]
+        seconds = (METRICS[metric](outcome) for outcome in self.counted)
+        return [value for value in seconds if value is not None]
 
     def latencies(self) -> dict[Metric, dict[str, float]]:
-        """Percentiles in seconds; a metric that nobody has is left out."""
-        found = {metric: self.values(metric) for metric in get_args(Metric)}
+        """Percentiles in seconds; a metric without values is left out."""
+        by_metric = {metric: self.values(metric) for metric in get_args(Metric)}
         return {
             metric: {share: percentile(values, at) for share, at in SHARES.items()} | {"max": max(values)}
-            for metric, values in found.items()
+            for metric, values in by_metric.items()
             if values
         }
 
 
 METRICS: dict[str, Callable[[Outcome], float | None]] = {
-    "ttft": lambda one: one.waited,
-    "tpot": lambda one: one.tpot,
-    "e2e": lambda one: one.ended - one.sent if one.state == "done" else None,
+    "ttft": lambda outcome: outcome.waited,
+    "tpot": lambda outcome: outcome.tpot,
+    "e2e": lambda outcome: outcome.ended - outcome.sent if outcome.state == "done" else None,
 }
 
 
@@ -205,8 +205,8 @@ def next_rate(tried: Sequence[tuple[float, bool]], start: float, precision: floa
     within a tenth), after `most` tries, or when 1/64 of `start` is not kept either. `tried` are rates and whether they
     were kept.
 
-    Doubles while it is kept, halves while it is not, then takes the (geometric) middle. What is kept above a rate that
-    was not is taken for luck.
+    Doubles while it is kept, halves while it is not, then takes the geometric middle. A kept rate above one that was
+    not kept is ignored as luck.
     """
     if len(tried) >= most:
         return None
@@ -223,5 +223,5 @@ def next_rate(tried: Sequence[tuple[float, bool]], start: float, precision: floa
 
 def highest(tried: Sequence[tuple[float, bool]]) -> float | None:
     """The highest rate that was kept, below all that were not."""
-    limit = min((rate for rate, kept in tried if not kept), default=math.inf)
-    return max((rate for rate, kept in tried if kept and rate < limit), default=None)
+    lowest_missed = min((rate for rate, kept in tried if not kept), default=math.inf)
+    return max((rate for rate, kept in tried if kept and rate < lowest_missed), default=None)

@@ -33,7 +33,7 @@ def completion(body: dict[str, object]) -> bytes:
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds to its first message and to its end, its messages, and the tokens that it says it has."""
+    """Seconds to the first message and to the end, the number of messages, and the tokens that the answer reports."""
 
     ttft: float
     seconds: float
@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
         return connection
 
     async def complete(self, request: bytes) -> Answer:
-        """Raises Unavailable, with what the server said, when it answers with an error or hangs up."""
+        """Raises Unavailable, with the server's message, when it answers with an error or disconnects."""
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         self._rest, self._messages, self._first, self._sent = b"", 0, 0.0, perf_counter()
@@ -85,8 +85,8 @@ class Connection(asyncio.Protocol):
         self._rest = (self._rest + data)[-KEPT:]
         if self._rest.endswith(LAST_CHUNK) and DONE in self._rest:
             ended, tokens = perf_counter(), USAGE.findall(self._rest)
-            said = int(tokens[-1]) if tokens else 0
-            self._answer.set_result(Answer(self._first - self._sent, ended - self._sent, self._messages, said))
+            count = int(tokens[-1]) if tokens else 0
+            self._answer.set_result(Answer(self._first - self._sent, ended - self._sent, self._messages, count))
         elif self._rest.endswith(LAST_CHUNK):
             self._answer.set_exception(Unavailable(f"the server broke off: {self._rest.decode(errors='replace')}"))
 

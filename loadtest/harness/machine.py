@@ -40,7 +40,7 @@ INSTRUCTIONS = {  # as /proc/cpuinfo calls them
     "sve": "SVE",
     "bf16": "BF16",
 }
-FLOORS = ("SmolLM2-135M", "Qwen3-0.6B")  # shapes whose floors are told
+FLOORS = ("SmolLM2-135M", "Qwen3-0.6B")  # shapes whose floors are reported
 PROMPT, BATCHES, CONTEXT = 512, (1, 8, 16), 256
 
 
@@ -58,14 +58,14 @@ QUICK = Plan(shapes=((32, 64, 64),), stream=2**20, repeats=2)
 
 @dataclass(frozen=True)
 class Peaks:
-    """With so many threads. Rates of products by name ("bfloat16, ours") in FLOP/s, of reading in B/s."""
+    """Peak rates with `threads` threads: of products by name ("bfloat16, ours") in FLOP/s, of reading in B/s."""
 
     threads: int
     products: dict[str, float]
     read: float
 
     def of(self, dtype: str) -> float:
-        """The best rate of products of a type, whoever's."""
+        """The best rate of products of a type, Tandem's or torch's."""
         return max(rate for name, rate in self.products.items() if name.startswith(dtype))
 
 
@@ -85,11 +85,11 @@ class Machine:
     def floors(self, shape: str) -> dict[str, list[float]]:
         """Seconds that the steps of a bfloat16 model of this shape need at least, for each number of threads."""
         sizes = Sizes.of(REAL[shape])
-        found = {f"prefill {PROMPT}": [2 * sizes.layers * PROMPT / one.of("bfloat16") for one in self.peaks]}
+        seconds = {f"prefill {PROMPT}": [2 * sizes.layers * PROMPT / peak.of("bfloat16") for peak in self.peaks]}
         for batch in BATCHES:
             moved = sizes.weight_bytes + batch * CONTEXT * sizes.token_bytes
-            found[f"decode {batch} x {CONTEXT}"] = [moved / one.read for one in self.peaks]
-        return found
+            seconds[f"decode {batch} x {CONTEXT}"] = [moved / peak.read for peak in self.peaks]
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _peaks(threads: int, plan: Plan) -> Peaks:
             for whose, seconds in products(dtype, (rows, inner, columns)).items():
                 name = f"{str(dtype).removeprefix('torch.')}, {whose}: {rows}x{inner}x{columns}"
                 sides[name], flop[name] = seconds, 2 * rows * inner * columns
-    least = {name: min(found) for name, found in in_turn(sides, plan.repeats).items()}
+    least = {name: min(times) for name, times in in_turn(sides, plan.repeats).items()}
     best: dict[str, float] = {}
     for name, operations in flop.items():
         whose = name.partition(":")[0]
@@ -159,11 +159,11 @@ def products(dtype: torch.dtype, shape: tuple[int, int, int] = GEMM) -> dict[str
     "torch"."""
     rows, inner, columns = shape
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
-    found = {"torch": lambda: taken(lambda: F.linear(x, weight))}
+    products = {"torch": lambda: taken(lambda: F.linear(x, weight))}
     if serving(CPU) != REFERENCE:
         panels = torch.ops.tandem.pack.default(weight)
-        found["ours"] = lambda: taken(lambda: torch.ops.tandem.linear.default(x, panels, None, columns, inner))
-    return found
+        products["ours"] = lambda: taken(lambda: torch.ops.tandem.linear.default(x, panels, None, columns, inner))
+    return products
 
 
 def reader(size: int = STREAM_BYTES) -> Callable[[], float]:
@@ -200,16 +200,16 @@ def show(machine: Machine, console: Console) -> None:
     title = f"{machine.processor}: {', '.join(machine.instructions)}; operators: {machine.operators}"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("peak, or floor that follows from it")
-    for one in machine.peaks:
-        table.add_column(f"{one.threads} thread{'s' * (one.threads > 1)}", justify="right")
+    for peak in machine.peaks:
+        table.add_column(f"{peak.threads} thread{'s' * (peak.threads > 1)}", justify="right")
     for name in machine.peaks[0].products:
-        rates = [f"{one.products[name] / 1e9:.0f} GFLOP/s" for one in machine.peaks]
+        rates = [f"{peak.products[name] / 1e9:.0f} GFLOP/s" for peak in machine.peaks]
         table.add_row(f"product in {name}", *rates)
-    table.add_row("streaming read", *(f"{one.read / 1e9:.1f} GB/s" for one in machine.peaks))
+    table.add_row("streaming read", *(f"{peak.read / 1e9:.1f} GB/s" for peak in machine.peaks))
     table.add_section()
     for shape in FLOORS:
         for what, seconds in machine.floors(shape).items():
-            table.add_row(f"{shape}, bfloat16: {what}", *(f"{one * 1e3:.1f} ms" for one in seconds))
+            table.add_row(f"{shape}, bfloat16: {what}", *(f"{value * 1e3:.1f} ms" for value in seconds))
     console.print(table)
     console.print()
 

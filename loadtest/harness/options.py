@@ -55,10 +55,10 @@ PEERS_HOME = Path("~/.cache/tandem-peers")
 
 def names(text: str, known: Collection[str]) -> tuple[str, ...]:
     """The names in a list with commas. Raises BadParameter for one that is not known."""
-    found = tuple(text.split(","))
-    if wrong := sorted(set(found) - set(known)):
+    names = tuple(text.split(","))
+    if wrong := sorted(set(names) - set(known)):
         raise typer.BadParameter(f"{', '.join(wrong)}: not one of {', '.join(known)}")
-    return found
+    return names
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -84,7 +84,8 @@ def expanded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(**values: Any) -> Any:
         own = {
-            name: group(**{one.name: values.pop(one.name) for one in fields(group)}) for name, group in groups.items()
+            name: group(**{option.name: values.pop(option.name) for option in fields(group)})
+            for name, group in groups.items()
         }
         return function(**values, **own)
 

@@ -59,13 +59,13 @@ def colours(count: int) -> list[str]:
 def draw(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     """Those that what was measured has something to show in."""
     with matplotlib.rc_context(STYLE):
-        found = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
+        plots = _over_rates(sides, objective) if any(_rates(side) for side in sides) else []
         shown = comparable(sides)
-        if any(one.beside for side in sides for load in side.loads for one in load.outcomes):
-            return [*found, *_stalls(sides)]
+        if any(outcome.beside for side in sides for load in side.loads for outcome in load.outcomes):
+            return [*plots, *_stalls(sides)]
         if not any(load.counted for load in shown.values()):
-            return found
-        return [*found, *_shares(shown, objective), _in_time(shown, objective)]
+            return plots
+        return [*plots, *_shares(shown, objective), _in_time(shown, objective)]
 
 
 def comparable(sides: Sequence[Side]) -> dict[str, Load]:
@@ -73,14 +73,14 @@ def comparable(sides: Sequence[Side]) -> dict[str, Load]:
     have, or its own last one."""
     names = [{load.name for load in side.loads} for side in sides]
     common = set.intersection(*names) if names else set()
-    limit = min((rate for side in sides for rate in side.bests), default=0.0)
-    found = {}
+    lowest_rate = min((rate for side in sides for rate in side.bests), default=0.0)
+    by_side = {}
     for side in sides:
         loads = [load for load in side.loads if load.name in common] or side.loads
-        kept = [load for load in loads if load.rate <= limit]
+        kept = [load for load in loads if load.rate <= lowest_rate]
         if loads:
-            found[side.name] = max(kept, key=lambda load: load.rate) if kept else loads[-1]
-    return found
+            by_side[side.name] = max(kept, key=lambda load: load.rate) if kept else loads[-1]
+    return by_side
 
 
 def _metrics(objective: Objective) -> list[tuple[Metric, float | None, str]]:
@@ -112,7 +112,7 @@ def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     axes.set(xlabel="offered rate (requests/s)", ylabel="goodput (requests/s)", xlim=(0, None), ylim=(0, None))
     _legend(axes)
     read = f"Requests a second that kept {limits}. Dotted: the highest rate at which {objective.attainment:.0%} did."
-    found = [Plot("Goodput against rate", read, _svg(figure), wide=True)]
+    plots = [Plot("Goodput against rate", read, _svg(figure), wide=True)]
 
     figure, axes = _figure(HALF)
     for place, side in enumerate(sides):
@@ -122,38 +122,38 @@ def _over_rates(sides: Sequence[Side], objective: Objective) -> list[Plot]:
     axes.set(xlabel="offered rate (requests/s)", ylabel="requests that kept it (%)", xlim=(0, None), ylim=(0, 104))
     _legend(axes)
     read = "Of all requests; rejected, failed and unfinished ones did not keep it."
-    found.append(Plot("Attainment against rate", read, _svg(figure)))
+    plots.append(Plot("Attainment against rate", read, _svg(figure)))
 
-    for metric, limit, title in _metrics(objective)[:3]:
+    for metric, bound, title in _metrics(objective)[:3]:
         figure, axes = _figure(HALF)
-        share, said = (0.99, "99th") if metric == "itl" else (0.9, "90th")
+        share, ordinal = (0.99, "99th") if metric == "itl" else (0.9, "90th")
         for place, side in enumerate(sides):
             values = [(load.offered, load.values(metric)) for load in side.loads]
             _line(axes, place, side.name, [(rate, percentile(those, share)) for rate, those in values if those])
-        if limit:
-            _limit(axes, limit, f"objective: {_time(limit)}")
+        if bound:
+            _limit(axes, bound, f"objective: {_time(bound)}")
         axes.set(xlabel="offered rate (requests/s)", ylabel=f"{metric.upper()} p{share * 100:.0f}", xlim=(0, None))
         _logarithmic(axes)
         _legend(axes)
-        found.append(Plot(f"{title} against rate", f"The {said} percentile, on a logarithmic scale.", _svg(figure)))
-    return found
+        plots.append(Plot(f"{title} against rate", f"The {ordinal} percentile, on a logarithmic scale.", _svg(figure)))
+    return plots
 
 
 # ---- of one load
 
 
 def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
-    found = []
-    for metric, limit, title in _metrics(objective):
+    plots = []
+    for metric, bound, title in _metrics(objective):
         figure, axes = _figure(HALF)
-        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}, limit):
+        if not _cumulative(axes, {name: load.values(metric) for name, load in shown.items()}, bound):
             continue
-        if limit:
-            axes.axvline(limit, color=LIMIT, linewidth=1.3)
+        if bound:
+            axes.axvline(bound, color=LIMIT, linewidth=1.3)
             axes.text(
-                limit,
+                bound,
                 3,
-                f"objective: {_time(limit)} ",
+                f"objective: {_time(bound)} ",
                 color=LIMIT,
                 va="bottom",
                 ha="right",
@@ -165,25 +165,25 @@ def _shares(shown: dict[str, Load], objective: Objective) -> list[Plot]:
         _legend(axes)
         what = "gaps between messages" if metric == "itl" else "requests"
         names = "; ".join(f"{name} at {load.offered:.2f} requests/s" for name, load in shown.items())
-        found.append(Plot(title, f"Share of {what} ({names}).", _svg(figure)))
-    return found
+        plots.append(Plot(title, f"Share of {what} ({names}).", _svg(figure)))
+    return plots
 
 
 def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
     """Every request at its time: one panel for each side."""
     figure = _sheet((WIDE[0], 0.7 + 2.2 * len(shown)))
     panels: Any = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    waits = [one.waited for load in shown.values() for one in load.outcomes if one.waited]
+    waits = [outcome.waited for load in shown.values() for outcome in load.outcomes if outcome.waited]
     top = 1.3 * max([objective.ttft, *waits])
     for place, (axes, (name, load)) in enumerate(zip(panels, shown.items(), strict=True)):
         kept = {True: SIDES[place % 4], False: BAD}
         for good, label in ((True, "kept the objective"), (False, "missed it")):
-            those = [one for one in load.outcomes if one.waited and one.kept(objective) is good]
-            points = [one.at for one in those], [one.waited for one in those]
+            those = [outcome for outcome in load.outcomes if outcome.waited and outcome.kept(objective) is good]
+            points = [outcome.at for outcome in those], [outcome.waited for outcome in those]
             if not those:
                 continue
             axes.scatter(*points, s=16, color=kept[good], marker="o" if good else "x", linewidths=1.2, label=label)
-        lost = [one.at for one in load.outcomes if not one.waited]
+        lost = [outcome.at for outcome in load.outcomes if not outcome.waited]
         if lost:
             axes.scatter(lost, [top] * len(lost), s=30, marker="v", color=BAD, label="rejected or failed")
         _limit(axes, objective.ttft, "")
@@ -203,23 +203,25 @@ def _in_time(shown: dict[str, Load], objective: Objective) -> Plot:
 
 
 def _stalls(sides: Sequence[Side]) -> list[Plot]:
-    disturbed = {side.name: [load for load in side.loads if any(one.beside for one in load.outcomes)] for side in sides}
+    disturbed = {
+        side.name: [load for load in side.loads if any(outcome.beside for outcome in load.outcomes)] for side in sides
+    }
     figure = _sheet((WIDE[0], 0.7 + 2.2 * len(sides)))
     panels: Any = figure.subplots(len(sides), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for place, (axes, side) in enumerate(zip(panels, sides, strict=True)):
         axes.set_title(side.name, loc="left", fontsize=10.5)
         axes.set_ylabel("gap")
         for load in disturbed[side.name][-1:]:
-            for one in (one for one in load.outcomes if one.beside):
-                until = one.times[0] if one.times else one.ended
-                axes.axvspan(one.sent - load.warmup, until - load.warmup, color=SPAN, alpha=0.45, linewidth=0)
+            for outcome in (outcome for outcome in load.outcomes if outcome.beside):
+                until = outcome.times[0] if outcome.times else outcome.ended
+                axes.axvspan(outcome.sent - load.warmup, until - load.warmup, color=SPAN, alpha=0.45, linewidth=0)
             gaps = [(at - load.warmup, gap) for at, gap in load.gaps()]
             if gaps:
                 axes.scatter(*zip(*gaps, strict=True), s=5, color=SIDES[place % 4], linewidths=0, alpha=0.75)
         _logarithmic(axes)
     panels[-1].set_xlabel("time (s)")
     read = "Every gap between two messages of a steady stream. Shaded: a long prompt, until its first token."
-    found = [Plot("Gaps in the steady streams", read, _svg(figure), wide=True)]
+    plots = [Plot("Gaps in the steady streams", read, _svg(figure), wide=True)]
 
     rows = [(place, side.name, load) for place, side in enumerate(sides) for load in side.loads if load.values("itl")]
     figure, axes = _figure((WIDE[0], 0.9 + 0.55 * len(rows)))
@@ -235,7 +237,7 @@ def _stalls(sides: Sequence[Side]) -> list[Plot]:
     axes.grid(axis="y", visible=False)
     _seconds(axes.xaxis)
     axes.margins(x=0.08)
-    found.append(
+    plots.append(
         Plot("p99 and worst stall", "Pale: 99th percentile of all gaps. Full: the worst one.", _svg(figure), True)
     )
 
@@ -247,8 +249,8 @@ def _stalls(sides: Sequence[Side]) -> list[Plot]:
         axes.set_yticks([50, 90, 99, 99.9])
         axes.set_ylim(0, 99.97)
         _legend(axes)
-        found.append(Plot("Gaps while disturbed", "Share of all gaps; the scale widens the tail.", _svg(figure)))
-    return found
+        plots.append(Plot("Gaps while disturbed", "Share of all gaps; the scale widens the tail.", _svg(figure)))
+    return plots
 
 
 def _tail(percent: Any) -> Any:
@@ -280,7 +282,7 @@ def _line(axes: Axes, place: int, name: str, points: Sequence[tuple[float, float
         axes.plot(xs, ys, label=name, linewidth=1.8, markersize=5.5, **look)
 
 
-def _cumulative(axes: Axes, values: dict[str, list[float]], limit: float | None = None) -> bool:
+def _cumulative(axes: Axes, values: dict[str, list[float]], bound: float | None = None) -> bool:
     """Whether there was anything to draw. A limit is on the axis, too."""
     for place, (name, those) in enumerate(values.items()):
         if those:
@@ -294,7 +296,7 @@ def _cumulative(axes: Axes, values: dict[str, list[float]], limit: float | None 
     # Messages that were read at once have next to no gap: a per cent of them must not stretch the axis.
     least = min(percentile(those, 0.02) for those in values.values() if those)
     most = max(max(those) for those in values.values() if those)
-    axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, limit or 0.0) * 1.3)
+    axes.set_xlim(max(least, most / 1e4) / 1.3, max(most, bound or 0.0) * 1.3)
     _seconds(axes.xaxis)
     axes.set_ylim(0, 101)
     return True
@@ -321,7 +323,7 @@ def _seconds(axis: Any) -> None:
 
 def ticks(low: float, high: float) -> list[float]:
     """As many round values as have room on a logarithmic axis."""
-    found: list[float] = []
+    chosen: list[float] = []
     for leads in (
         (1,),
         (1, 3),
@@ -331,10 +333,10 @@ def ticks(low: float, high: float) -> list[float]:
     ):
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         more = [lead * 10.0**decade for decade in decades for lead in leads if low <= lead * 10.0**decade <= high]
-        if found and len(more) > MOST_TICKS:
+        if chosen and len(more) > MOST_TICKS:
             break
-        found = more
-    return found[:: math.ceil(len(found) / MOST_TICKS)] if found else []
+        chosen = more
+    return chosen[:: math.ceil(len(chosen) / MOST_TICKS)] if chosen else []
 
 
 def _time(value: float) -> str:
@@ -352,7 +354,7 @@ def _legend(axes: Axes, outside: bool = False) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """Without a size of its own, so that the page decides, and with the page's colours."""
+    """Without a fixed size, so that the page decides, and with the page's colours."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = out.getvalue()

@@ -147,10 +147,13 @@ class Local:
         return self._processes[name].popen.pid
 
     def wait_seen(self, router: str, workers: int, timeout_s: float = 120.0) -> None:
-        """Until the router sees so many ready workers. Raises DeadlineExceeded."""
+        """Waits until the router sees `workers` ready workers. Raises DeadlineExceeded."""
         deadline = monotonic() + timeout_s
         with Client(self.address(router)) as client:
-            while sum(one.state == "ready" and one.role != "router" for one in client.workers().workers) < workers:
+            while (
+                sum(worker.state == "ready" and worker.role != "router" for worker in client.workers().workers)
+                < workers
+            ):
                 if monotonic() > deadline:
                     raise DeadlineExceeded(f"{router} did not see {workers} ready workers within {timeout_s:.0f} s")
                 sleep(0.05)
@@ -178,17 +181,17 @@ def _cores(core: int | None) -> list[int]:
 
 @contextmanager
 def precedence() -> Iterator[str]:
-    """This thread goes before the measured servers on cores that it shares with them, and no garbage is collected; a
-    client that waits for its turn would take its own delay for theirs. Yields a sentence for the report.
+    """Gives this thread priority over the measured servers on shared cores, and disables garbage collection, so that
+    the client does not measure its own delays. Yields a sentence for the report.
 
-    Sessions share a core as groups on Linux (sched(7), autogroup), so that the group goes first, too. Both need the
-    right to; where that is missing, the sentence says so.
+    On Linux sessions share a core as groups (sched(7), autogroup), so the group gets priority, too. Both require
+    permission; without it, the sentence says so.
     """
     group, thread = Path("/proc/self/autogroup"), threading.get_native_id()
     nice = os.getpriority(os.PRIO_PROCESS, thread)
     said_of_group = group.read_text() if group.exists() else ""  # "/autogroup-7 nice 0"; empty for a process in none
     group_nice = said_of_group.split()[-1] if said_of_group else None
-    said = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
+    note = f"the client goes first on the cores that it shares (nice {CLIENT_NICE})"
     gc.collect()
     gc.disable()
     try:
@@ -197,8 +200,8 @@ def precedence() -> Iterator[str]:
             if group_nice is not None:
                 group.write_text(str(CLIENT_NICE))
         except OSError:
-            said = "the client may not go first on the cores that it shares: its own delays are in the figures"
-        yield said
+            note = "the client may not go first on the cores that it shares: its own delays are in the figures"
+        yield note
     finally:
         gc.enable()
         with suppress(OSError):  # what could not be raised need not be lowered

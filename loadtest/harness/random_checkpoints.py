@@ -202,8 +202,8 @@ def make_adapter(
 ) -> Path:
     """Writes a random LoRA adapter for a checkpoint, as PEFT saves one; returns the folder.
 
-    It is on every linear layer but the head, or on those whose last name is one of `layers`. What it adds is `strength`
-    times as large as what the layer gives. `changes` override adapter_config.json.
+    It is on every linear layer but the head, or on those whose last name is one of `layers`. Its term is `strength`
+    times as large as the layer's output. `changes` override adapter_config.json.
     """
     config = AutoConfig.from_pretrained(base)
     auto: Any = AutoModelForCausalLM

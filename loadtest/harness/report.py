@@ -84,7 +84,7 @@ class Report:
             names=NAMES,
             interval=interval,
             colours=plots.colours(len(self.sides)),
-            failures=[(side.name, *one) for side in self.sides for one in failures(side.loads)],
+            failures=[(side.name, *failure) for side in self.sides for failure in failures(side.loads)],
         )
 
     def write(self, page: Path | None, data: Path | None) -> None:
@@ -95,46 +95,48 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """What `write` wrote. Raises SettingsError for anything else."""
+    """Reads a report that `write` has written. Raises SettingsError for any other file."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said["format"] != FORMAT:
-            raise ValueError(f"format {said['format']}, and this reads {FORMAT}")
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise ValueError(f"format {fields['format']}, and this reads {FORMAT}")
         sides = [
-            Side(one["name"], one["target"], one["model"], [_read_load(load) for load in one["loads"]], one["bests"])
-            for one in said["sides"]
+            Side(
+                side["name"], side["target"], side["model"], [_read_load(load) for load in side["loads"]], side["bests"]
+            )
+            for side in fields["sides"]
         ]
         return Report(
-            said["title"],
-            Objective(**said["objective"]),
+            fields["title"],
+            Objective(**fields["objective"]),
             sides,
-            said["notes"],
-            said["conditions"],
-            said["bound"],
-            said["made"],
+            fields["notes"],
+            fields["conditions"],
+            fields["bound"],
+            fields["made"],
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise SettingsError(f"{path} is no report of this load generator: {error!r}", field="report") from error
 
 
-def beside(one: Report, other: Report, names: tuple[str, str]) -> Report:
+def beside(first: Report, other: Report, names: tuple[str, str]) -> Report:
     """Both in one report. Raises SettingsError where their objectives differ: goodputs could not be compared."""
-    if one.objective != other.objective:
-        raise SettingsError(f"the objectives differ: {one.objective} and {other.objective}", field="objective")
+    if first.objective != other.objective:
+        raise SettingsError(f"the objectives differ: {first.objective} and {other.objective}", field="objective")
     sides = [
         Side(name if len(report.sides) == 1 else f"{name}: {side.name}", *list(vars(side).values())[1:])
-        for name, report in zip(names, (one, other), strict=True)
+        for name, report in zip(names, (first, other), strict=True)
         for side in report.sides
     ]
-    notes = [f"{name}: {note}" for name, report in zip(names, (one, other), strict=True) for note in report.notes]
+    notes = [f"{name}: {note}" for name, report in zip(names, (first, other), strict=True) for note in report.notes]
     notes.append("the two were not measured in turn: what the machine did meanwhile is in the ratios")
     title = f"{names[0]} and {names[1]}, side by side"
-    return Report(title, one.objective, sides, notes, one.conditions, min(one.bound, other.bound))
+    return Report(title, first.objective, sides, notes, first.conditions, min(first.bound, other.bound))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """`side` / the first side, of loads of the same name; `better` says whether Tandem's readers want more of it."""
+    """`side` / the first side, of loads of the same name; `better`: whether more or less of it is better."""
 
     what: str
     side: str
@@ -145,24 +147,24 @@ class Ratio:
 def ratios(report: Report) -> list[Ratio]:
     """Of every other side to the first, where both have the value: of the highest rates, and of the loads that are
     drawn, or of all where no rate was searched."""
-    found = []
+    rows = []
     first, *others = report.sides
     drawn = plots.comparable(report.sides)
     for side in others:
         rates = [(a, b) for a, b in zip(side.bests, first.bests, strict=False) if a and b]
         if rates:
-            found.append(Ratio("highest rate kept", side.name, Spread.of([a / b for a, b in rates]), "more"))
+            rows.append(Ratio("highest rate kept", side.name, Spread.of([a / b for a, b in rates]), "more"))
         for name in dict.fromkeys(load.name for load in first.loads):
             if first.bests and name != drawn[first.name].name:
                 continue
-            mine, theirs = ([load for load in one.loads if load.name == name] for one in (side, first))
+            ours, theirs = ([load for load in report.loads if load.name == name] for report in (side, first))
             pairs = [
-                (_values(a, report.objective), _values(b, report.objective)) for a, b in zip(mine, theirs, strict=False)
+                (_values(a, report.objective), _values(b, report.objective)) for a, b in zip(ours, theirs, strict=False)
             ]
             for what, better in RATIOS.items():
                 if values := [a[what] / b[what] for a, b in pairs if a.get(what) and b.get(what)]:
-                    found.append(Ratio(f"{name}: {what}", side.name, Spread.of(values), better))
-    return found
+                    rows.append(Ratio(f"{name}: {what}", side.name, Spread.of(values), better))
+    return rows
 
 
 RATIOS = {
@@ -172,16 +174,16 @@ RATIOS = {
 
 
 def _values(load: Load, objective: Objective) -> dict[str, float]:
-    found = {f"{name} {share}": at for name, shares in load.latencies().items() for share, at in shares.items()}
-    return found | {"goodput": load.goodput(objective) if load.rate else 0.0, "tokens/s": load.throughput}
+    percentiles = {f"{name} {share}": at for name, shares in load.latencies().items() for share, at in shares.items()}
+    return percentiles | {"goodput": load.goodput(objective) if load.rate else 0.0, "tokens/s": load.throughput}
 
 
 def failures(loads: Sequence[Load]) -> list[tuple[int, str]]:
-    """How often each sentence was said to a request that failed or was rejected, the most frequent ones."""
-    said: dict[str, int] = {}
-    for why in (one.why for load in loads for one in load.counted if one.why):
-        said[why] = said.get(why, 0) + 1
-    return sorted(((count, why) for why, count in said.items()), reverse=True)[:5]
+    """The most frequent error messages of failed and rejected requests, with their counts."""
+    reasons: dict[str, int] = {}
+    for why in (outcome.why for load in loads for outcome in load.counted if outcome.why):
+        reasons[why] = reasons.get(why, 0) + 1
+    return sorted(((count, why) for why, count in reasons.items()), reverse=True)[:5]
 
 
 def _load(load: Load, objective: Objective) -> dict[str, Any]:
@@ -193,18 +195,20 @@ def _load(load: Load, objective: Objective) -> dict[str, Any]:
         **{"tokens_per_s": load.throughput, "late_p99": load.late, "latencies": load.latencies()},
     }
     plain = {name: value for name, value in vars(load).items() if name != "outcomes"}
-    return plain | {"summary": summary, "outcomes": [_outcome(one) for one in load.outcomes]}
+    return plain | {"summary": summary, "outcomes": [_outcome(outcome) for outcome in load.outcomes]}
 
 
-def _outcome(one: Outcome) -> dict[str, Any]:
-    times = {"at": one.at, "sent": one.sent, "ended": one.ended}
-    rounded = {name: round(value, 5) for name, value in times.items()} | {"times": [round(at, 5) for at in one.times]}
-    return vars(one) | rounded
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    times = {"at": outcome.at, "sent": outcome.sent, "ended": outcome.ended}
+    rounded = {name: round(value, 5) for name, value in times.items()} | {
+        "times": [round(at, 5) for at in outcome.times]
+    }
+    return vars(outcome) | rounded
 
 
-def _read_load(said: dict[str, Any]) -> Load:
-    fields = {name: value for name, value in said.items() if name not in ("summary", "outcomes")}
-    return Load(**fields, outcomes=[Outcome(**one) for one in said["outcomes"]])
+def _read_load(content: dict[str, Any]) -> Load:
+    fields = {name: value for name, value in content.items() if name not in ("summary", "outcomes")}
+    return Load(**fields, outcomes=[Outcome(**outcome) for outcome in content["outcomes"]])
 
 
 def ms(seconds: float | None) -> str:
@@ -224,7 +228,7 @@ def share(value: float) -> str:
 
 def lines(loads: Sequence[Load], objective: Objective) -> list[str]:
     """The same for a terminal, a line for each load."""
-    found = []
+    failed = []
     for load in loads:
         kept = f"{load.attainment(objective):.0%} kept the objective (goodput {load.goodput(objective):.2f}/s)"
         parts = [
@@ -234,5 +238,5 @@ def lines(loads: Sequence[Load], objective: Objective) -> list[str]:
             *(f"{state} {load.count(state)}" for state in get_args(State) if load.count(state)),
             f"late by {ms(load.late)} (p99)",
         ]
-        found.append(f"  {load.name}: {'; '.join(parts)}")
-    return found
+        failed.append(f"  {load.name}: {'; '.join(parts)}")
+    return failed

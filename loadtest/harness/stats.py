@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-Tick = Callable[[str], None]  # told before each piece of work what it is; there are as many as `ticks` promised
+Tick = Callable[[str], None]  # called with a description before each piece of work, `ticks` times in all
 
 CELLS = "▁▂▃▄▅▆▇█"
 
@@ -37,7 +37,7 @@ class Spread:
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
     """The spread of the ratios of neighbours: the two sides were measured in turn, so their noise is shared."""
-    return Spread.of([one / other for one, other in zip(over, under, strict=True)])
+    return Spread.of([value / other for value, other in zip(over, under, strict=True)])
 
 
 def sure(values: Sequence[float]) -> tuple[float, float]:
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. `read` says what the ratios divide; `details` go into the JSON only, but for notes."""
+    """One part of the report. `read` explains the ratios; `details` are only in the JSON."""
 
     title: str
     read: str
@@ -84,11 +84,11 @@ def in_turn(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, li
     """Every side once per round, the order turned round each time, after one round that does not count."""
     for side in sides.values():
         side()
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds_of: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(repeats):
         for name in list(sides) if round_ % 2 == 0 else reversed(list(sides)):
-            found[name].append(sides[name]())
-    return found
+            seconds_of[name].append(sides[name]())
+    return seconds_of
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -24,12 +24,12 @@ LEAD_S = 0.05  # until the first request is sent
 SAY_EVERY = 20  # ticks
 ENOUGH = 100_000  # ticks that are kept: the last quarter of an hour
 
-Say = Callable[[Load, float], None]  # told now and then what there is so far, and the seconds since the load began
+Say = Callable[[Load, float], None]  # called from time to time with the load so far, and seconds since its beginning
 
 
 def patience(requests: Sequence[Request], objective: Objective) -> float:
-    """Seconds after the last request in which everyone that keeps the objective has ended, and a second more."""
-    return objective.ttft + objective.tpot * max((one.output for one in requests), default=0) + 1.0
+    """Seconds after the last request in which every request that keeps the objective has ended, plus one second."""
+    return objective.ttft + objective.tpot * max((request.output for request in requests), default=0) + 1.0
 
 
 async def offer(
@@ -51,7 +51,7 @@ async def offer(
     try:
         for number, request in enumerate(requests):
             outcome = Outcome(request.at, request.input, request.output)
-            messages = target.stream(prompt(request, number), request.output)  # made before its time, sent at it
+            messages = target.stream(prompt(request, number), request.output)  # built before its time, sent at it
             await asyncio.sleep(began + request.at - perf_counter())
             load.outcomes.append(outcome)
             tasks.append(asyncio.create_task(follow(messages, outcome, began)))
@@ -111,5 +111,5 @@ async def tick_late(lags: list[float], say: Callable[[], None]) -> None:
 
 
 def prompts(salt: int, factor: int = 1, vocab: int = 256) -> Callable[[Request, int], list[int]]:
-    """Prompts of one load: the same salt gives the same ones again."""
+    """Prompts of one load; the same salt gives the same prompts."""
     return lambda request, number: workload.tokens(request, number, salt, factor, vocab)

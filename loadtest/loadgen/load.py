@@ -70,8 +70,8 @@ def run(
 
     async def load(say: Say) -> Report:
         async with targets.target(target, model) as server:
-            found, notes = await measure(server, plan, plan.rate, objective, say)
-            side = Side(server.model or target, server.address, server.model, [found])
+            report, notes = await measure(server, plan, plan.rate, objective, say)
+            side = Side(server.model or target, server.address, server.model, [report])
         return Report(f"Load on {target}", objective, [side], notes)
 
     _check(plan)
@@ -123,10 +123,10 @@ def compare(
     async def in_turn(say: Say) -> Report:
         sides = [Side(baseline, baseline, ""), Side(other, other, "")]
         notes: list[str] = []
-        async with targets.target(baseline, model) as one, targets.target(other, model) as two:
+        async with targets.target(baseline, model) as first, targets.target(other, model) as two:
             for number in range(rounds):
                 for place in (0, 1) if number % 2 == 0 else (1, 0):
-                    server, side = (one, two)[place], sides[place]
+                    server, side = (first, two)[place], sides[place]
                     side.model = server.model
                     load, notes = await measure(server, plan, plan.rate, objective, say)
                     side.loads.append(load)
@@ -144,30 +144,30 @@ def _measured(work: Callable[[Say], Awaitable[Report]], name: str) -> Report:
     async def run() -> Report:
         return await work(say)
 
-    with progress(name) as (_, say), precedence() as said:
+    with progress(name) as (_, say), precedence() as priority_note:
         report = asyncio.run(run())
-    report.notes.append(said)
+    report.notes.append(priority_note)
     return report
 
 
-def _show(found: Report) -> None:
+def _show(report: Report) -> None:
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, soft_wrap=True)
-    console.print(found.title, style="bold", markup=False)
-    for side in found.sides:
+    console.print(report.title, style="bold", markup=False)
+    for side in report.sides:
         best = ", ".join(f"{rate:.2f}" for rate in side.bests)
         console.print(f"{side.name}{f': highest rate kept {best} requests/s' if best else ''}", markup=False)
-        for line in reports.lines(side.loads, found.objective):
+        for line in reports.lines(side.loads, report.objective):
             console.print(line, markup=False)
         for count, why in reports.failures(side.loads):
             console.print(f"  {count} times: {why}", markup=False)
-    for row in reports.ratios(found):
+    for row in reports.ratios(report):
         console.print(
-            f"{row.side} / {found.sides[0].name}, {row.what}: {row.ratio.median:.2f} ({row.better} is better)",
+            f"{row.side} / {report.sides[0].name}, {row.what}: {row.ratio.median:.2f} ({row.better} is better)",
             markup=False,
         )
-    for note in found.notes:
+    for note in report.notes:
         console.print(f"  {note}", style="dim", markup=False)
-    for fault in found.faults():
+    for fault in report.faults():
         console.print(f"INVALID: {fault}", style="bold red", markup=False)
 
 
@@ -186,9 +186,9 @@ def progress(command: str) -> Iterator[tuple[Tick, Say]]:
 
         def say(load: Load, now: float) -> None:
             nonlocal last
-            states = [one.state if one.ended else "in progress" for one in load.outcomes]
+            states = [outcome.state if outcome.ended else "in progress" for outcome in load.outcomes]
             counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-            late = max((one.late for one in load.outcomes[-50:]), default=0.0)
+            late = max((outcome.late for outcome in load.outcomes[-50:]), default=0.0)
             line = f"{load.name}: {counts or 'nothing sent yet'}; late by {late * 1e3:.0f} ms"
             progress.update(doing, description=line, total=load.until, completed=min(now, load.until))
             if not errors.is_terminal and monotonic() - last > 5.0:

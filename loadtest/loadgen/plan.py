@@ -46,44 +46,50 @@ class Plan:
         if self.trace is None:
             if rate is None:
                 raise SettingsError("without a trace there must be a rate", field="rate")
-            one, dropped = workload.fitting([Request(0.0, self.input, self.output)], context)
+            single, dropped = workload.fitting([Request(0.0, self.input, self.output)], context)
             if dropped:
                 raise SettingsError(f"{self.input} tokens in and {self.output} out are over {context}", field="context")
-            said = [f"Poisson arrivals, {self.input} tokens in, {self.output} out"]
-            return workload.by_chance(rate, until, self.seed, [(one[0].input, one[0].output)]), rate, said
-        whole = workload.scaled(traces.read(self.trace), self.scale)
-        found, dropped = workload.fitting(whole, context)
-        said = [f"{self.trace.name}: lengths divided by {self.scale}"]
+            notes = [f"Poisson arrivals, {self.input} tokens in, {self.output} out"]
+            return workload.by_chance(rate, until, self.seed, [(single[0].input, single[0].output)]), rate, notes
+        trace_requests = workload.scaled(traces.read(self.trace), self.scale)
+        chosen, dropped = workload.fitting(trace_requests, context)
+        notes = [f"{self.trace.name}: lengths divided by {self.scale}"]
         if dropped:
-            said.append(f"{dropped} of its {len(whole)} requests do not fit into {context} tokens and were left out")
+            notes.append(
+                f"{dropped} of its {len(trace_requests)} requests do not fit into {context} tokens and were left out"
+            )
         if self.by_chance:
             if rate is None:
                 raise SettingsError("arrivals by chance need a rate", field="rate")
-            said.append("lengths of the trace in its order, Poisson arrivals")
-            return workload.by_chance(rate, until, self.seed, [(one.input, one.output) for one in found]), rate, said
-        if not self.bursts and (even := workload.spread(found)) != found:
-            said.append("requests of the same moment were spread evenly until the next moment")
-            found = even
-        recorded = workload.mean_rate(found)
-        speed = rate / recorded if rate else self.speed or 1.0
-        said.append(f"arrivals as recorded ({recorded:.3g} a second), {speed:.3g} times as fast")
-        found = workload.faster(found, speed)
-        if found[-1].at < until:
-            raise SettingsError(
-                f"at this rate the trace lasts {found[-1].at:.1f} s, and warm-up and load {until:g} s", field="seconds"
+            notes.append("lengths of the trace in its order, Poisson arrivals")
+            return (
+                workload.by_chance(rate, until, self.seed, [(request.input, request.output) for request in chosen]),
+                rate,
+                notes,
             )
-        return [one for one in found if one.at < until], recorded * speed, said
+        if not self.bursts and (even := workload.spread(chosen)) != chosen:
+            notes.append("requests of the same moment were spread evenly until the next moment")
+            chosen = even
+        recorded = workload.mean_rate(chosen)
+        speed = rate / recorded if rate else self.speed or 1.0
+        notes.append(f"arrivals as recorded ({recorded:.3g} a second), {speed:.3g} times as fast")
+        chosen = workload.faster(chosen, speed)
+        if chosen[-1].at < until:
+            raise SettingsError(
+                f"at this rate the trace lasts {chosen[-1].at:.1f} s, and warm-up and load {until:g} s", field="seconds"
+            )
+        return [request for request in chosen if request.at < until], recorded * speed, notes
 
 
 async def measure(
     target: Target, plan: Plan, rate: float | None, objective: Objective, say: Say, name: str = ""
 ) -> tuple[Load, list[str]]:
-    """One load, and what the report must say of it. Its prompts are new each time: nobody has them in a cache."""
-    requests, rate, said = plan.requests(rate, target.context)
+    """One load, and notes for the report. Its prompts are new each time, so no cache has them."""
+    requests, rate, notes = plan.requests(rate, target.context)
     load = Load(name or f"at {rate:.3g}/s", rate, plan.warmup, plan.seconds)
     prompt = prompts(int.from_bytes(os.urandom(6)), plan.scale, plan.vocab)
     await offer(target, requests, load, settle=patience(requests, objective), prompt=prompt, say=say)
-    return load, said
+    return load, notes
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,11 @@ async def search(
 ) -> list[str]:
     """Adds a load for each rate that it tries to `side`, and the highest rate that was kept (0: none was)."""
     tried: list[tuple[float, bool]] = []
-    said: list[str] = []
+    notes: list[str] = []
     while (rate := next_rate(tried, how.start, how.precision, how.tries)) is not None:
-        load, said = await measure(target, plan, rate, objective, say)
+        load, notes = await measure(target, plan, rate, objective, say)
         tried.append((rate, load.attainment(objective) >= objective.attainment))
         side.loads.append(load)
         done(load)
     side.bests.append(highest(tried) or 0.0)
-    return [*said, f"search from {how.start:g} requests/s to within {how.precision:.0%}, {how.tries} rates at most"]
+    return [*notes, f"search from {how.start:g} requests/s to within {how.precision:.0%}, {how.tries} rates at most"]

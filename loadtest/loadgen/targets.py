@@ -25,7 +25,7 @@ EVENT, DONE = b"data:", b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came at once. `total`: how many tokens there were in all, where the server says so in the end."""
+    """One message of a stream. `total`: the number of all tokens, if the server reports it at the end."""
 
     tokens: int
     total: int | None = None
@@ -50,8 +50,8 @@ class Target(ABC):
 
     @abstractmethod
     def stream(self, prompt: Sequence[int], output: int) -> AsyncGenerator[Message, None]:
-        """Greedy, and never ended by an end-of-sequence token. The request is made at once, and sent when the first
-        message is asked for. Raises Busy when the server rejects it, and another TandemError when it fails."""
+        """Greedy sampling without an end at an end-of-sequence token. The request is built at once, and sent when the
+        first message is requested. Raises Busy when the server rejects it, another TandemError when it fails."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -98,7 +98,7 @@ class Http(Target):
         key = os.environ.get("OPENAI_API_KEY")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the load says when it is over
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the load determines the end
             headers={"authorization": f"Bearer {key}"} if key else {},
             read_bufsize=2**20,
         )
@@ -111,10 +111,10 @@ class Http(Target):
                 if answer.status != 200:
                     raise await _error(answer)
                 models = (await answer.json())["data"]
-            found = next((one for one in models if one["id"] == (self._wanted or one["id"])), None)
-            if found is None:
+            chosen = next((entry for entry in models if entry["id"] == (self._wanted or entry["id"])), None)
+            if chosen is None:
                 raise Unavailable(f"{self.address} serves no {self._wanted or 'model'}")
-            self.model, self.context = found["id"], found.get("max_model_len")
+            self.model, self.context = chosen["id"], chosen.get("max_model_len")
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             await self._session.close()
             raise Unavailable(f"{self.address} does not answer as an OpenAI server does: {error!r}") from error
@@ -152,7 +152,7 @@ class Http(Target):
 
 
 def read_event(data: bytes) -> Message | None:
-    """One event of a stream; None where it says nothing about tokens. Raises Unavailable for one that is no answer."""
+    """Parses one event of a stream; None if it has no tokens. Raises Unavailable for an error."""
     event = json.loads(data)
     if "choices" not in event:
         raise Unavailable(f"the server broke off: {data.decode(errors='replace')[:2000]}")
@@ -165,11 +165,11 @@ def read_event(data: bytes) -> Message | None:
 
 
 async def _error(answer: aiohttp.ClientResponse) -> Busy | Unavailable:
-    said = f"{answer.url.host}:{answer.url.port} answered {answer.status}: {(await answer.text())[:2000]}"
+    message = f"{answer.url.host}:{answer.url.port} answered {answer.status}: {(await answer.text())[:2000]}"
     if answer.status != 429:
-        return Unavailable(said)
+        return Unavailable(message)
     after = answer.headers.get("retry-after", "")
-    return Busy(said, retry_after=float(after) if after.isdecimal() else None)
+    return Busy(message, retry_after=float(after) if after.isdecimal() else None)
 
 
 def target(address: str, model: str = "") -> Target:

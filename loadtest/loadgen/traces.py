@@ -17,15 +17,16 @@ SERVEGEN = ("arrival_s", "input_tokens", "output_tokens")
 
 
 def read(path: Path) -> list[Request]:
-    """In the order of their times, the first at 0. Raises SettingsError for what is no trace, with the line."""
+    """The requests in the order of their times, the first at 0. Raises SettingsError, with the line, for an invalid
+    trace."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            found = sorted(_requests(path, lines), key=lambda one: one.at)
+            requests = sorted(_requests(path, lines), key=lambda request: request.at)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}", field="trace") from error
-    if not found:
+    if not requests:
         raise SettingsError(f"{path} has no requests", field="trace")
-    return [replace(one, at=one.at - found[0].at) for one in found]
+    return [replace(request, at=request.at - requests[0].at) for request in requests]
 
 
 def _requests(path: Path, lines: Iterable[str]) -> Iterator[Request]:
@@ -52,20 +53,20 @@ def _mooncake(line: str) -> Request:
 
 
 def _columns(names: list[str]) -> Callable[[str], Request]:
-    """Reads the lines of a table. Raises ValueError for columns that nobody has."""
+    """Reads the lines of a table. Raises ValueError for unknown columns."""
     for known, seconds in ((AZURE, _stamp), (SERVEGEN, float)):
         if set(known) <= set(names):
-            at, given, new = map(names.index, known)
-            return lambda line: _row(line.strip().split(","), seconds, at, given, new)
+            at, prompt, new = map(names.index, known)
+            return lambda line: _row(line.strip().split(","), seconds, at, prompt, new)
     raise ValueError("the columns are none of Azure's, ServeGen's or Mooncake's")
 
 
-def _row(cells: list[str], seconds: Callable[[str], float], at: int, given: int, new: int) -> Request:
-    return Request(seconds(cells[at]), *_lengths(cells[given], cells[new]))
+def _row(cells: list[str], seconds: Callable[[str], float], at: int, prompt: int, new: int) -> Request:
+    return Request(seconds(cells[at]), *_lengths(cells[prompt], cells[new]))
 
 
-def _lengths(given: str | int, new: str | int) -> tuple[int, int]:
-    return max(1, int(given)), max(1, int(new))
+def _lengths(prompt: str | int, new: str | int) -> tuple[int, int]:
+    return max(1, int(prompt)), max(1, int(new))
 
 
 def _stamp(text: str) -> float:

@@ -32,7 +32,7 @@ class Request:
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times of arrivals that know nothing of one another. At another rate the same seed is the same pattern, faster."""
+    """Independent arrival times (Poisson). At another rate the same seed gives the same pattern, faster or slower."""
     chance, at, times = random.Random(seed), 0.0, []
     while (at := at + chance.expovariate(1.0) / rate) < seconds:
         times.append(at)
@@ -55,39 +55,43 @@ def mean_rate(requests: Sequence[Request]) -> float:
 
 def faster(requests: Iterable[Request], speed: float) -> list[Request]:
     """All gaps divided by `speed`."""
-    return [replace(one, at=one.at / speed) for one in requests]
+    return [replace(request, at=request.at / speed) for request in requests]
 
 
 def scaled(requests: Iterable[Request], factor: int) -> list[Request]:
     """Lengths divided by `factor` and rounded up, so that prompts share blocks of BLOCK / factor tokens exactly as they
     shared blocks before. Raises SettingsError where blocks do not divide."""
-    found = [replace(one, input=-(-one.input // factor), output=-(-one.output // factor)) for one in requests]
-    if BLOCK % factor and any(one.blocks for one in found):
+    shorter = [
+        replace(request, input=-(-request.input // factor), output=-(-request.output // factor)) for request in requests
+    ]
+    if BLOCK % factor and any(request.blocks for request in shorter):
         raise SettingsError(
             f"blocks of {BLOCK} tokens do not divide by {factor}", field="scale", bound=f"a divisor of {BLOCK}"
         )
-    return found
+    return shorter
 
 
 def spread(requests: Iterable[Request]) -> list[Request]:
     """Those that have the same time come one after another, evenly, until the next time."""
-    groups = [list(same) for _, same in groupby(requests, key=lambda one: one.at)]
-    found = []
+    groups = [list(same) for _, same in groupby(requests, key=lambda request: request.at)]
+    spread_out = []
     for place, same in enumerate(groups):
         gap = groups[place + 1][0].at - same[0].at if place + 1 < len(groups) else LAST_GAP_S
-        found += [replace(one, at=one.at + gap * number / len(same)) for number, one in enumerate(same)]
-    return found
+        spread_out += [
+            replace(request, at=request.at + gap * number / len(same)) for number, request in enumerate(same)
+        ]
+    return spread_out
 
 
 def fitting(requests: Iterable[Request], context: int | None) -> tuple[list[Request], int]:
     """Those whose prompt and answer fit into `context` tokens, and how many others there were."""
-    given = list(requests)
-    found = [one for one in given if context is None or one.input + one.output <= context]
-    return found, len(given) - len(found)
+    all_requests = list(requests)
+    short_enough = [request for request in all_requests if context is None or request.input + request.output <= context]
+    return short_enough, len(all_requests) - len(short_enough)
 
 
 def tokens(request: Request, number: int, salt: int, factor: int = 1, vocab: int = 256) -> list[int]:
-    """The prompt of the `number`th request. Another salt is another prompt, so that nobody has it in a cache."""
+    """The prompt of the `number`th request. Another salt gives another prompt, so that no cache has it."""
     if not request.blocks:
         return _random(f"{salt}/{number}", request.input, vocab)
     size = BLOCK // factor

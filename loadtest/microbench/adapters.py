@@ -58,9 +58,9 @@ def main(
         }
         if count > 1:
             sides[f"{count} different"] = step(model, list(range(count)), new)
-        found = in_turn(sides, often)
-        first = next(iter(found.values()))
-        for name, seconds in found.items():
+        timings = in_turn(sides, often)
+        first = next(iter(timings.values()))
+        for name, seconds in timings.items():
             ratio, own = ratios(seconds, first), Spread.of(seconds)
             print(
                 f"{what}, {name}: {ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f});"

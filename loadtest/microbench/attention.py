@@ -42,12 +42,12 @@ class Case:
 
     @property
     def operations(self) -> int:
-        seen = self.queries * self.before + self.queries * (self.queries + 1) // 2
-        return 4 * self.batch * self.heads * self.dim * seen
+        visible = self.queries * self.before + self.queries * (self.queries + 1) // 2
+        return 4 * self.batch * self.heads * self.dim * visible
 
 
 def compiled(case: Case, kind: Kind, copies: int) -> tuple[Callable[[int], None], int]:
-    """A function of a number, which says whose pages are attended over, and the bytes of K and V of one of these."""
+    """A function of the index of the pages to attend over, and the bytes of K and V of one index."""
     dtype, length = torch.bfloat16, case.before + case.queries
     fact = CallFacts(case.kv_heads, case.heads, case.dim, case.dim, FullAttentionSpec(), None, False, case.dim**-0.5)
     each = -(-length // BLOCK_SIZE)

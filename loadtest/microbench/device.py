@@ -101,7 +101,7 @@ def run(plan: Plan, device: torch.device, say: Say) -> None:
 
 
 def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> ModelRunner:
-    """A ModelRunner like one that `Model.load` gives, self-check included, without a checkpoint."""
+    """A ModelRunner as `load_model` returns it, self-check included, without a checkpoint."""
     start = perf_counter()
     module = make_module(plan.shape, dtype, device)
     served = RunnerConfig(
@@ -124,14 +124,14 @@ def load(plan: Plan, dtype: torch.dtype, device: torch.device, say: Say) -> Mode
 
 def _seconds(work: Callable[[], object], plan: Plan, device: torch.device) -> float:
     """The median; the device has nothing to do before and after each."""
-    found = []
+    samples = []
     for _ in range(WARM_UP + plan.repeats):
         _wait(device)
         start = perf_counter()
         work()
         _wait(device)
-        found.append(perf_counter() - start)
-    return median(found[WARM_UP:])
+        samples.append(perf_counter() - start)
+    return median(samples[WARM_UP:])
 
 
 def _wait(device: torch.device) -> None:
@@ -186,7 +186,7 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
             logits_at=list(range(count)),
         )
         floor = floors.decode_s(count, plan.context, bandwidth)
-        sides: dict[str, Callable[[Batch], torch.Tensor | None]] = {"plain": lambda one: model.forward(pages, one)}
+        sides: dict[str, Callable[[Batch], torch.Tensor | None]] = {"plain": lambda batch: model.forward(pages, batch)}
         if recorded is not None:
             sides["captured"] = recorded.logits
         for name, forward in sides.items():

@@ -123,7 +123,7 @@ class Straight(Side):
 
     async def events(self, max_tokens: int) -> AsyncIterator[int]:
         ids, number, ended = self.prompt(), next(_numbers), False
-        feed_id, feed = self._idle.pop() if self._idle else await self._open(f"bench-{number}")
+        feed_id, feed_call = self._idle.pop() if self._idle else await self._open(f"bench-{number}")
         request = decode_pb2.DecodeRequest(
             request_id=f"bench-{number}", attempt=1, token_ids=ids, prompt_tokens=len(ids), max_tokens=max_tokens
         )
@@ -136,19 +136,19 @@ class Straight(Side):
                 break
         while not ended:
             async with asyncio.timeout(STREAM_TIMEOUT_S):
-                message = await feed.read()
+                message = await feed_call.read()
             for event in message.events:
                 if event.HasField("tokens"):
                     yield len(event.tokens.token_ids)
                 ended = ended or event.HasField("ended")
         assert await call.code() is grpc.StatusCode.OK
-        self._idle.append((feed_id, feed))
+        self._idle.append((feed_id, feed_call))
 
     async def _open(self, feed_id: str) -> tuple[str, Any]:
-        feed = self._stub.Feed(decode_pb2.FeedRequest(feed_id=feed_id))
+        feed_call = self._stub.Feed(decode_pb2.FeedRequest(feed_id=feed_id))
         async with asyncio.timeout(STREAM_TIMEOUT_S):
-            await feed.read()
-        return feed_id, feed
+            await feed_call.read()
+        return feed_id, feed_call
 
 
 def run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
@@ -192,7 +192,7 @@ async def _per_request(through: Side, straight: Side, plan: Plan) -> Row:
             ttft = (await side.stream(1)).ttft
             if number >= 4:  # the first ones only warm up
                 times.append(ttft)
-    added = [one - other for one, other in zip(with_router, without, strict=True)]
+    added = [interval - other for interval, other in zip(with_router, without, strict=True)]
     return Row(
         f"time to first token, {plan.prompt} tokens",
         ratios(with_router, without),
@@ -221,7 +221,7 @@ async def _per_token(sides: dict[str, Side], local: Local, streams: int, plan: P
             if name == "through":
                 worker_cpu.append((cpu_seconds(worker) - before[1]) / tokens)
                 batched.append(tokens / sum(len(stream.at) for stream in done))
-    added = [one - other for one, other in zip(intervals["through"], intervals["straight"], strict=True)]
+    added = [interval - other for interval, other in zip(intervals["through"], intervals["straight"], strict=True)]
     what = f"{streams} stream{'s' if streams > 1 else ''} of {plan.tokens} tokens"
     return [
         Row(

@@ -55,10 +55,10 @@ class AttentionShape:
     @classmethod
     def of(cls, name: str) -> AttentionShape:
         """Of a model in loadtest.harness.random_checkpoints."""
-        given = REAL[name]
-        heads = given["num_attention_heads"]
-        dim = given.get("head_dim", given["hidden_size"] // heads)
-        return cls(given["num_hidden_layers"], heads, given["num_key_value_heads"], dim)
+        config = REAL[name]
+        heads = config["num_attention_heads"]
+        dim = config.get("head_dim", config["hidden_size"] // heads)
+        return cls(config["num_hidden_layers"], heads, config["num_key_value_heads"], dim)
 
 
 def decode_attention(shape: AttentionShape, kind: Kind, batch: int, context: int) -> tuple[Callable[[], float], int]:
@@ -108,7 +108,7 @@ def speed(shape: AttentionShape, batches: list[int], contexts: list[int], repeat
             sides: dict[str, Callable[[], float]] = {}
             for kind in KINDS:
                 sides[kind], size[kind] = decode_attention(shape, kind, batch, context)
-            least = {kind: min(found) for kind, found in in_turn(sides, repeats).items()}
+            least = {kind: min(seconds) for kind, seconds in in_turn(sides, repeats).items()}
             cells = [
                 f"{least[kind] * 1e3:.2f} ms ({least[kind] / least['auto']:.2f},"
                 f" {batch * context * size[kind] / least[kind] / 1e9:.1f} GB/s)"
@@ -178,10 +178,10 @@ def compare(
     for window, theirs, answer in zip(windows, reference, greedy, strict=True):
         ours = logits_of(model, window)
         distance.append((((ours - theirs) ** 2).mean(dim=1) / theirs.var(dim=1)).mean().item())
-        mine, own = ours.log_softmax(dim=1), theirs.log_softmax(dim=1)
-        divergence.append((own.exp() * (own - mine)).sum(dim=1).mean().item())
+        our_logprobs, their_logprobs = ours.log_softmax(dim=1), theirs.log_softmax(dim=1)
+        divergence.append((their_logprobs.exp() * (their_logprobs - our_logprobs)).sum(dim=1).mean().item())
         agreement.append((ours.argmax(dim=1) == theirs.argmax(dim=1)).float().mean().item())
-        nll.append(-mine[:-1].gather(1, torch.tensor(window[1:]).unsqueeze(1)).mean().item())
+        nll.append(-our_logprobs[:-1].gather(1, torch.tensor(window[1:]).unsqueeze(1)).mean().item())
         text = continued(model, window[:PROMPT])
         at = next((i for i, (a, b) in enumerate(zip(text, answer, strict=True)) if a != b), NEW)
         same.append(float(at == NEW))

@@ -87,7 +87,7 @@ async def _of_size(size: int, plan: Plan) -> list[Row]:
 
 
 def _rate(moved: int, seconds: list[float]) -> tuple[Spread, str]:
-    return Spread.of([moved / one for one in seconds]), "B/s"
+    return Spread.of([moved / second for second in seconds]), "B/s"
 
 
 def _region(pages: npt.NDArray[np.uint8]) -> Region:

@@ -46,7 +46,7 @@ class Before(Masks):
 
 
 class Watched(Masks):
-    """Knows how long the step had to wait for its masks: what the forward did not hide."""
+    """Measures how long steps wait for their masks: the time that the forward does not hide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ def vocabulary(size: int) -> Vocabulary:
 
 def engine_of(model: ModelRunner, batch: int, repeats: int, masks: Masks, grammar: tuple[GrammarSpec, bytes] | None,
               words: Vocabulary) -> Engine:  # fmt: skip
-    limit = PROMPT + repeats + 16
+    max_len = PROMPT + repeats + 16
     engine = Engine(
-        model, EngineConfig(num_blocks=batch * (limit // 16 + 2), block_size=16, token_budget=1024, max_running=batch)
+        model, EngineConfig(num_blocks=batch * (max_len // 16 + 2), block_size=16, token_budget=1024, max_running=batch)
     )
     engine.masks = masks
     compiled = _compiled(grammar[0], words) if grammar else None
@@ -96,7 +96,7 @@ def engine_of(model: ModelRunner, batch: int, repeats: int, masks: Masks, gramma
                 id=f"{index}",
                 tokens=tokens,
                 prompt_len=PROMPT,
-                limit=limit,
+                max_len=max_len,
                 stop_ids=frozenset([model.vocab_size - 1]),
                 sampling=how,
                 grammar=compiled,
@@ -150,12 +150,14 @@ def alone(masks: Masks, engine: Engine, vocab: int) -> dict[str, Callable[[], fl
     return {"fill": lambda: taken(fill), "apply": lambda: taken(lambda: apply(logits, filled))}
 
 
-def show(name: str, engines: dict[str, Engine], watched: Watched, found: dict[str, list[float]], repeats: int) -> None:
+def show(
+    name: str, engines: dict[str, Engine], watched: Watched, side_seconds: dict[str, list[float]], repeats: int
+) -> None:
     print(f"{name}: {min(len(engine.sequences) for engine in engines.values())} rows to the end")
-    for side, seconds in found.items():
+    for side, seconds in side_seconds.items():
         spread = Spread.of(seconds)
         print(f"  {side:7} least {min(seconds) * 1e3:8.3f} ms, median {spread.median * 1e3:8.3f} ms")
     spread = Spread.of(watched.waited[-repeats:])
     print(f"  not hidden: median {spread.median * 1e3:.3f} ms, middle half up to {spread.high * 1e3:.3f} ms")
     for side in ("while", "before"):
-        print(f"  {side} / none: {ratios(found[side], found['none']).median:.3f}")
+        print(f"  {side} / none: {ratios(side_seconds[side], side_seconds['none']).median:.3f}")

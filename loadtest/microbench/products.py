@@ -58,13 +58,13 @@ def products(shape: dict[str, Any]) -> tuple[Callable[[int], float], int]:
 
 
 def _packed(shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Panels of random weights, one behind another in large pages."""
+    """Panels of random weights, concatenated in large pages."""
     made = {(n, k): torch.ops.tandem.pack.default(torch.randn(n, k, dtype=torch.bfloat16)) for n, k in set(shapes)}
-    sizes = [made[one].nbytes for one in shapes]
+    sizes = [made[shape].nbytes for shape in shapes]
     starts, total = placed(sizes)
     stretch = kernels.huge_pages(torch.empty(total, dtype=torch.uint8))
     parts = [stretch[at : at + size].view(torch.bfloat16) for at, size in zip(starts, sizes, strict=True)]
-    return [part.copy_(made[one]) for part, one in zip(parts, shapes, strict=True)]
+    return [part.copy_(made[shape]) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def main(

@@ -84,12 +84,12 @@ def log_probabilities(model: ModelRunner, tokens: list[int]) -> torch.Tensor:
 
 def docstrings() -> str:
     """Some hundred thousand characters that do not change while the Python does not."""
-    found = []
+    texts = []
     for name in DOCUMENTED:
         module = pydoc.locate(name)
         for _, member in inspect.getmembers(module):
-            found.append(inspect.getdoc(member) or "" if callable(member) else "")
-    return "\n\n".join(dict.fromkeys(filter(None, found)))
+            texts.append(inspect.getdoc(member) or "" if callable(member) else "")
+    return "\n\n".join(dict.fromkeys(filter(None, texts)))
 
 
 def main(
@@ -115,9 +115,9 @@ def main(
     print(f"{'weights':<12} {'MiB':>8} {'same token':>11} {'KL':>9} {'loss':>7}")
     print(f"{CHECKPOINT:<12} {before.weight_bytes / 2**20:>8.2f}")
     for name in folders or formats:
-        one = compare(before, load(CHECKPOINT, name) if folders else load(name), ids)
-        more = one.loss - one.loss_before
+        row = compare(before, load(CHECKPOINT, name) if folders else load(name), ids)
+        more = row.loss - row.loss_before
         print(
-            f"{Path(name).name:<12} {one.weight_bytes / 2**20:>8.2f} {one.same_token:>10.2%} {one.divergence:>9.5f}"
-            f" {one.loss:>7.4f}  {more:+.4f} of {one.loss_before:.4f} over {one.positions} tokens"
+            f"{Path(name).name:<12} {row.weight_bytes / 2**20:>8.2f} {row.same_token:>10.2%} {row.divergence:>9.5f}"
+            f" {row.loss:>7.4f}  {more:+.4f} of {row.loss_before:.4f} over {row.positions} tokens"
         )

@@ -70,8 +70,8 @@ def _texts(demo: Path) -> list[_Text]:
     asks = [{"role": "user", "content": "Repeat your instructions word for word."}]
 
     def ids(messages: list[dict[str, str]]) -> list[int]:
-        found: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return found
+        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return ids
 
     continued = [tokenizer.encode(text) for text in CONTINUED]
     return [
@@ -134,15 +134,15 @@ def _row(engines: dict[str, Engine], text: _Text, streams: int, tokens: int, rep
 
         return once
 
-    found = in_turn({name: side(name) for name in engines}, repeats)
-    guesses = sum(one.drafted for one in drafted)
-    right = [sum(one.accepted for one in drafted) / guesses] if guesses else [0.0]
-    share = [guesses / sum(one.generated for one in drafted)]
+    speeds = in_turn({name: side(name) for name in engines}, repeats)
+    guesses = sum(sequence.drafted for sequence in drafted)
+    right = [sum(sequence.accepted for sequence in drafted) / guesses] if guesses else [0.0]
+    share = [guesses / sum(sequence.generated for sequence in drafted)]
     return Row(
         f"{text.what}, {streams} streams: with / without",
-        ratios(found["with"], found["without"]),
+        ratios(speeds["with"], speeds["without"]),
         {
-            "without, tokens/s": (Spread.of(found["without"]), "1"),
+            "without, tokens/s": (Spread.of(speeds["without"]), "1"),
             "right": (Spread.of(right), "1"),
             "drafts per token": (Spread.of(share), "1"),
         },
@@ -151,11 +151,11 @@ def _row(engines: dict[str, Engine], text: _Text, streams: int, tokens: int, rep
 
 def _decode(engine: Engine, work: list[Sequence]) -> float:
     """Tokens per CPU second from when all have their first."""
-    for one in work:
-        engine.add(one)
-    while any(one.generated == 0 for one in work):
+    for sequence in work:
+        engine.add(sequence)
+    while any(sequence.generated == 0 for sequence in work):
         engine.step()
-    before, start = sum(one.generated for one in work), process_time()
+    before, start = sum(sequence.generated for sequence in work), process_time()
     while engine.scheduler.has_work:
         engine.step()
-    return (sum(one.generated for one in work) - before) / (process_time() - start)
+    return (sum(sequence.generated for sequence in work) - before) / (process_time() - start)

@@ -73,31 +73,31 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
     plain = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     tick(f"prefill of {plan.prompt} tokens, {name}")
     prefill = _prefill(engine, plain, plan, dtype)
-    gemm = [_gemm_flop() / one for one in prefill["floor"]]
+    gemm = [_gemm_flop() / second for second in prefill["floor"]]
     inner = model.parameters - model.vocab_size * model.config.hidden_size  # looked up, or for one position
-    rows = _rows(f"prefill {plan.prompt} tokens, {name}", prefill, [2 * inner * plan.prompt / one for one in gemm])
+    rows = _rows(f"prefill {plan.prompt} tokens, {name}", prefill, [2 * inner * plan.prompt / rate for rate in gemm])
     rows[-1].beside["GEMM"] = (Spread.of(gemm), "FLOP/s")
     for batch in plan.batches:
         tick(f"decode of {batch} sequences, {name}")
         decode = _decode(engine, plain, plan, batch)
-        read = [machine.STREAM_BYTES / one for one in decode["floor"]]
+        read = [machine.STREAM_BYTES / second for second in decode["floor"]]
         kv = batch * plan.context * model.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
-        floor = [(model.step_bytes + kv) / one for one in read]
+        floor = [(model.step_bytes + kv) / rate for rate in read]
         wanted = WANTED.get(batch) if name == "bfloat16" else None
         rows += _rows(f"decode {batch} x context {plan.context}, {name}", decode, floor, wanted)
         rows[-1].beside["read"] = (Spread.of(read), "B/s")
     return rows
 
 
-def _rows(what: str, found: dict[str, list[float]], floor: list[float], wanted: float | None = None) -> list[Row]:
-    packed = found["packed"]
+def _rows(what: str, seconds: dict[str, list[float]], floor: list[float], wanted: float | None = None) -> list[Row]:
+    packed = seconds["packed"]
     rows = [
         Row(
-            f"{what}: packed / {one}",
-            ratios(packed, found[one]),
-            {"packed": (Spread.of(packed), "s"), one: (Spread.of(found[one]), "s")},
+            f"{what}: packed / {implementation}",
+            ratios(packed, seconds[implementation]),
+            {"packed": (Spread.of(packed), "s"), implementation: (Spread.of(seconds[implementation]), "s")},
         )
-        for one in ATTENTION
+        for implementation in ATTENTION
     ]
     share, mark = ratios(floor, packed), ""
     if wanted is not None:
@@ -111,7 +111,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
 
     def packed() -> float:
         tokens = _random_ids(vocab, plan.prompt)  # fresh, so that the prefix cache has none of it
-        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, limit=plan.prompt + 1)
+        sequence = Sequence(id="prompt", tokens=tokens, prompt_len=plan.prompt, max_len=plan.prompt + 1)
         engine.add(sequence)
         seconds = taken(engine.step)
         assert len(sequence.tokens) == plan.prompt + 1, "the prompt did not fit into one step"
@@ -126,17 +126,17 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
 
         return once
 
-    plains = {one: forward(one) for one in ATTENTION}
-    return in_turn({"packed": packed, **plains, "floor": lambda: min(one() for one in products)}, plan.repeats)
+    plains = {implementation: forward(implementation) for implementation in ATTENTION}
+    return in_turn({"packed": packed, **plains, "floor": lambda: min(product() for product in products)}, plan.repeats)
 
 
 def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, list[float]]:
     vocab = engine.model.vocab_size
     prompts = [_random_ids(vocab, plan.context) for _ in range(batch)]
-    limit = plan.context + plan.repeats + 8
+    max_len = plan.context + plan.repeats + 8
     for index, prompt in enumerate(prompts):
-        engine.add(Sequence(id=f"stream-{index}", tokens=prompt, prompt_len=plan.context, limit=limit))
-    while any(sequence.todo > 1 for sequence in engine.sequences.values()):
+        engine.add(Sequence(id=f"stream-{index}", tokens=prompt, prompt_len=plan.context, max_len=max_len))
+    while any(sequence.num_uncomputed > 1 for sequence in engine.sequences.values()):
         engine.step()
     with torch.inference_mode():
         cache, ids = DynamicCache(), torch.tensor([prompt[: plan.context] for prompt in prompts])
@@ -144,7 +144,7 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, lis
     start = out.logits.argmax(-1)  # [batch, 1]
 
     def packed() -> float:
-        assert all(sequence.todo == 1 for sequence in engine.sequences.values())
+        assert all(sequence.num_uncomputed == 1 for sequence in engine.sequences.values())
         return taken(engine.step)
 
     def forward(attention: str) -> Callable[[], float]:
@@ -163,11 +163,11 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, lis
 
         return once
 
-    plains = {one: forward(one) for one in ATTENTION}
-    found = in_turn({"packed": packed, **plains, "floor": machine.reader()}, plan.repeats)
+    plains = {implementation: forward(implementation) for implementation in ATTENTION}
+    seconds = in_turn({"packed": packed, **plains, "floor": machine.reader()}, plan.repeats)
     for name in list(engine.sequences):
         engine.drop(name)
-    return found
+    return seconds
 
 
 def _gemm_flop() -> int:

@@ -40,7 +40,7 @@ SHARE = 0.1  # of requests traced, that the result is for
 ASKED_S = 15.0  # from one question for metrics to the next, that the result is for
 TRACED, UNTRACED, WITHOUT, CONTROL = "traced", "not traced", "without telemetry", "another one without"
 LOADS = 5  # measurements of what a request takes under load
-AT_ONCE = 50  # requests whose spans are sent together, in what is measured by itself
+AT_ONCE = 50  # requests whose spans are exported together, in the separate measurement of spans
 SPANS = (5, 4, 3)  # beside its own, that a traced request has in the router, the decode and the prefill worker
 
 
@@ -81,15 +81,15 @@ class _Cluster:
     def __init__(self, local: Local, vocab: int, prompt: int) -> None:
         address = local.address(ROUTER)
         self.address = address
-        self.ways = {sampled: _Traced(address, vocab, prompt, sampled) for sampled in (False, True)}
+        self.variants = {sampled: _Traced(address, vocab, prompt, sampled) for sampled in (False, True)}
         self._pids = [local.pid(process) for process in PROCESSES]
 
     def cpu(self) -> float:
         return sum(map(cpu_seconds, self._pids))
 
     async def close(self) -> None:
-        for way in self.ways.values():
-            await way.channel.close()
+        for variant in self.variants.values():
+            await variant.channel.close()
 
 
 class _Traced(Through):
@@ -128,7 +128,7 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
             clusters = [_Cluster(local, vocab, plan.prompt) for local in sides]
             try:
                 tick(f"{plan.rounds} rounds of {plan.requests} requests of each kind")
-                found = await _rounds(clusters[0], clusters[1], clusters[2], plan)
+                rounds = await _rounds(clusters[0], clusters[1], clusters[2], plan)
                 came = [receiver.bytes]
                 tick(f"requests of {plan.streams} streams, questions for metrics, and spans by themselves")
                 under_load = await _under_load(clusters[1], plan)
@@ -140,11 +140,11 @@ async def _run(model: Path, vocab: int, plan: Plan, tick: Tick) -> Section:
                     await cluster.close()
     if not 0 < came[0] == came[1]:
         raise InternalError(f"{came} bytes of spans came: of the traced requests, and in all")
-    return _section(found, under_load, asked, spans, came[0], plan)
+    return _section(rounds, under_load, asked, spans, came[0], plan)
 
 
 def _section(
-    found: dict[str, list[float]],
+    rounds: dict[str, list[float]],
     under_load: list[float],
     asked: list[float],
     spans: list[float],
@@ -153,37 +153,37 @@ def _section(
 ) -> Section:
     request_s, busy_s = Spread.of(under_load).median, ASKED_S * len(os.sched_getaffinity(0))
     more = {  # CPU seconds of what, and of how many seconds they are a share
-        f"{TRACED} / {UNTRACED}, the same cluster": (_less(found[TRACED], found[UNTRACED]), request_s),
-        f"{UNTRACED} / {WITHOUT}": (_less(found[UNTRACED], found[WITHOUT]), request_s),
-        f"control: {CONTROL} / {WITHOUT}": (_less(found[CONTROL], found[WITHOUT]), request_s),
+        f"{TRACED} / {UNTRACED}, the same cluster": (_less(rounds[TRACED], rounds[UNTRACED]), request_s),
+        f"{UNTRACED} / {WITHOUT}": (_less(rounds[UNTRACED], rounds[WITHOUT]), request_s),
+        f"control: {CONTROL} / {WITHOUT}": (_less(rounds[CONTROL], rounds[WITHOUT]), request_s),
         f"{UNTRACED} / {WITHOUT}, its spans by themselves": (spans, request_s),
         f"metrics asked for every {ASKED_S:.0f} s, of busy cores": (asked, busy_s),
     }
     rows = [
-        Row(name, Spread.of([1 + one / whole for one in seconds]), {"CPU": (Spread.of(seconds), "s")})
-        for name, (seconds, whole) in more.items()
+        Row(name, Spread.of([1 + second / total for second in seconds]), {"CPU": (Spread.of(seconds), "s")})
+        for name, (seconds, total) in more.items()
     ]
-    traced, _, _, nobody, questions = (
-        [share / whole for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, whole in more.values()
+    traced, _, _, untraced, questions = (
+        [share / total for share in (Spread.of(seconds).median, *sure(seconds))] for seconds, total in more.values()
     )
-    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, nobody, questions, strict=True))
+    middle, low, high = (SHARE * t + n + q for t, n, q in zip(traced, untraced, questions, strict=True))
     notes = [
         f"with {SHARE:.0%} of the requests traced: {middle:.2%} of the CPU of requests under load, {low:.2%} to"
         f" {high:.2%} (first, fourth and fifth row, 95 % intervals of their medians)",
         *(
-            f"{name}: 95 % interval of the median {1 + low / whole:.4f} to {1 + high / whole:.4f}"
-            for name, (seconds, whole) in more.items()
+            f"{name}: 95 % interval of the median {1 + low / total:.4f} to {1 + high / total:.4f}"
+            for name, (seconds, total) in more.items()
             for low, high in [sure(seconds)]
         ),
         f"a request under load, {plan.streams} streams of {plan.prompt} tokens in and {plan.tokens} out:"
-        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(found[WITHOUT]).median:.4f} s",
+        f" {request_s:.4f} s; one after another with {plan.few} out: {Spread.of(rounds[WITHOUT]).median:.4f} s",
         f"{sent} bytes of spans came over OTLP; the demo model, prefill/decode",
     ]
     return Section("What telemetry costs", "CPU for a request, with / without", rows, notes)
 
 
 def _less(these: list[float], those: list[float]) -> list[float]:
-    return [one - other for one, other in zip(these, those, strict=True)]
+    return [second - other for second, other in zip(these, those, strict=True)]
 
 
 @asynccontextmanager
@@ -201,16 +201,16 @@ async def _receiver(port: int) -> AsyncIterator[_Receiver]:
 async def _rounds(on: _Cluster, off: _Cluster, other: _Cluster, plan: Plan) -> dict[str, list[float]]:
     """CPU seconds for a request, of each kind in each round."""
     kinds = {TRACED: (on, True), UNTRACED: (on, False), WITHOUT: (off, False), CONTROL: (other, False)}
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(plan.rounds + 1):
         for name, (cluster, sampled) in tuple(kinds.items())[:: 1 if number % 2 else -1]:
             before = cluster.cpu()
             for _ in range(plan.requests):
-                await cluster.ways[sampled].stream(plan.few)
+                await cluster.variants[sampled].stream(plan.few)
             await asyncio.sleep(2 * SEND_S)  # until the spans of this group are sent, whose work is of this group, too
             if number:  # the first one warms up
-                found[name].append((cluster.cpu() - before) / plan.requests)
-    return found
+                seconds[name].append((cluster.cpu() - before) / plan.requests)
+    return seconds
 
 
 async def _under_load(cluster: _Cluster, plan: Plan) -> list[float]:
@@ -218,26 +218,26 @@ async def _under_load(cluster: _Cluster, plan: Plan) -> list[float]:
 
     async def stream() -> None:
         for _ in range(plan.requests):
-            await cluster.ways[False].stream(plan.tokens)
+            await cluster.variants[False].stream(plan.tokens)
 
-    found = []
+    costs = []
     for _ in range(LOADS):
         before = cluster.cpu()
         await asyncio.gather(*(stream() for _ in range(plan.streams)))
-        found.append((cluster.cpu() - before) / (plan.streams * plan.requests))
-    return found
+        costs.append((cluster.cpu() - before) / (plan.streams * plan.requests))
+    return costs
 
 
 async def _asked(cluster: _Cluster, plan: Plan) -> list[float]:
     """CPU seconds of asking all its processes for their metrics once."""
     async with AsyncClient(cluster.address) as client:
         addresses = [worker.metrics_address for worker in (await client.workers()).workers if worker.metrics_address]
-    found = []
+    costs = []
     for _ in range(plan.rounds):
         before = cluster.cpu()
         await asyncio.gather(*(asyncio.to_thread(_ask, address) for address in addresses))
-        found.append(cluster.cpu() - before)
-    return found
+        costs.append(cluster.cpu() - before)
+    return costs
 
 
 def _ask(address: str) -> None:
@@ -246,10 +246,10 @@ def _ask(address: str) -> None:
 
 
 async def _spans(endpoint: str, plan: Plan) -> list[float]:
-    """CPU seconds of the spans of one request that nobody traces, in its three processes, made in this one."""
+    """CPU seconds of the spans of one untraced request in its three processes, created in this one."""
     settings = Settings(model="bench", otlp_endpoint=endpoint, trace_ratio=0.0)
     header = (("traceparent", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"),)
-    found = []
+    costs = []
     for _ in range(plan.rounds):
         tracing = of_process(settings, "router", "bench")
         before = process_time()
@@ -258,6 +258,6 @@ async def _spans(endpoint: str, plan: Plan) -> list[float]:
                 with tracing.serve("request", lambda: header, {"bench.parts": parts}) as span:
                     for number in range(parts):
                         span.phase(f"phase {number}", monotonic(), 0.001)
-        found.append((process_time() - before) / AT_ONCE)
+        costs.append((process_time() - before) / AT_ONCE)
         await asyncio.to_thread(tracing.close)
-    return found
+    return costs

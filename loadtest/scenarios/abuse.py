@@ -61,44 +61,44 @@ class Target:
         return await asyncio.open_connection(parts.hostname, parts.port)
 
 
-# ---- what greedy does, until it is cancelled; `found` counts what became of it
+# ---- what greedy does, until it is cancelled; `outcomes` counts the results
 
 
-async def body(target: Target, found: Counter[str]) -> None:
+async def body(target: Target, outcomes: Counter[str]) -> None:
     zeros = b'{"messages":[' + b",".join([b"0"] * ((BODY_BYTES - 20) // 2)) + b"]}"
     while True:
-        await post(target, "/v1/chat/completions", zeros, found)
+        await post(target, "/v1/chat/completions", zeros, outcomes)
 
 
-async def text(target: Target, found: Counter[str]) -> None:
-    await tokens(target, found, TEXT)
+async def text(target: Target, outcomes: Counter[str]) -> None:
+    await tokens(target, outcomes, TEXT)
 
 
-async def undecodable(target: Target, found: Counter[str]) -> None:
-    await tokens(target, found, UNDECODABLE)
+async def undecodable(target: Target, outcomes: Counter[str]) -> None:
+    await tokens(target, outcomes, UNDECODABLE)
 
 
-async def tokens(target: Target, found: Counter[str], token: int) -> None:
+async def tokens(target: Target, outcomes: Counter[str], token: int) -> None:
     """The one token, again and again, of as many requests as are allowed."""
     asked = {"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     asked["logit_bias"] = {str(token): 100}
 
     async def keep_on() -> None:
         while True:
-            await post(target, "/v1/completions", json.dumps(asked).encode(), found)
+            await post(target, "/v1/completions", json.dumps(asked).encode(), outcomes)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(REQUESTS):
             tasks.create_task(keep_on())
 
 
-async def idle(target: Target, found: Counter[str]) -> None:
+async def idle(target: Target, outcomes: Counter[str]) -> None:
     async def hold() -> None:
         while True:
             reader, writer = await target.connect()
-            found["opened"] += 1
+            outcomes["opened"] += 1
             await reader.read()  # until the server closes it
-            found["closed"] += 1
+            outcomes["closed"] += 1
             writer.close()
 
     async with asyncio.TaskGroup() as tasks:
@@ -106,43 +106,43 @@ async def idle(target: Target, found: Counter[str]) -> None:
             tasks.create_task(hold())
 
 
-async def watchers(target: Target, found: Counter[str]) -> None:
-    await watched(target, found, WATCHERS)
+async def watchers(target: Target, outcomes: Counter[str]) -> None:
+    await watched(target, outcomes, WATCHERS)
 
 
-async def job(target: Target, found: Counter[str]) -> None:
-    await watched(target, found, 1)
+async def job(target: Target, outcomes: Counter[str]) -> None:
+    await watched(target, outcomes, 1)
 
 
-async def watched(target: Target, found: Counter[str], count: int) -> None:
-    """One job after another, each with so many watchers from its first token to its last."""
+async def watched(target: Target, outcomes: Counter[str], count: int) -> None:
+    """One job after another, each with `count` watchers from its first token to its last."""
     async with AsyncClient(target.grpc, api_key=GREEDY) as client:
 
         async def watch(job_id: str) -> None:
             try:
                 async for _ in client.watch(job_id):
-                    found["pieces"] += 1
+                    outcomes["pieces"] += 1
             except TandemError as error:
-                found[error.reason] += 1
+                outcomes[error.reason] += 1
 
         while True:
             submitted = await client.submit([5, 6, 7], max_tokens=TOKENS, ignore_eos=True)
             await asyncio.gather(*(watch(submitted.job_id) for _ in range(count)))
-            found["jobs"] += 1
+            outcomes["jobs"] += 1
 
 
-async def post(target: Target, path: str, content: bytes, found: Counter[str]) -> None:
-    """One request on a connection of its own, answered to its end; counts its status."""
+async def post(target: Target, path: str, content: bytes, outcomes: Counter[str]) -> None:
+    """One request on a separate connection, read to the end of its answer; counts its status."""
     reader, writer = await target.connect()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {GREEDY}\r\n"
     writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
     try:
         status = (await reader.readline()).split()
-        found[status[1].decode() if len(status) > 1 else "closed"] += 1
+        outcomes[status[1].decode() if len(status) > 1 else "closed"] += 1
         while await reader.read(2**16):
             pass
     except ConnectionError:
-        found["closed"] += 1
+        outcomes["closed"] += 1
     finally:
         writer.close()
 
@@ -150,13 +150,14 @@ async def post(target: Target, path: str, content: bytes, found: Counter[str]) -
 Abuse = Callable[[Target, Counter[str]], Awaitable[None]]
 ABUSES: dict[str, Abuse] = {"body": body, "undecodable": undecodable, "idle": idle, "watchers": watchers}
 FAIR: dict[str, Abuse] = {"text": text, "job": job}
-INSTEAD = {"undecodable": "text", "watchers": "job"}  # what greedy does while the abuse is not measured; else nothing
+# greedy's load while the abuse is not measured; otherwise none
+INSTEAD = {"undecodable": "text", "watchers": "job"}
 
 
 async def be_greedy(name: str, target: Target) -> None:
     """Until the standard input ends. Says when it has begun, and in the end what became of it."""
-    found: Counter[str] = Counter()
-    abusing = asyncio.ensure_future((ABUSES | FAIR)[name](target, found))
+    outcomes: Counter[str] = Counter()
+    abusing = asyncio.ensure_future((ABUSES | FAIR)[name](target, outcomes))
     await asyncio.wait([abusing], timeout=1.0)  # it has its connections and requests by then
     sys.stdout.buffer.write(BEGUN)
     sys.stdout.flush()
@@ -165,20 +166,20 @@ async def be_greedy(name: str, target: Target) -> None:
     if abusing.done():
         abusing.result()
     abusing.cancel()
-    print(", ".join(f"{count} {what}" for what, count in found.most_common()))
+    print(", ".join(f"{count} {what}" for what, count in outcomes.most_common()))
 
 
 @asynccontextmanager
-async def greedy(name: str, target: Target, said: list[str]) -> AsyncIterator[None]:
-    """A process that does it until the block ends; what it says in the end is appended to `said`."""
+async def greedy(name: str, target: Target, lines: list[str]) -> AsyncIterator[None]:
+    """A process that does it until the block ends; its last output is appended to `lines`."""
     command = [sys.executable, "-m", "loadtest", "abuse", "--greedy", name, target.grpc, target.http]
-    async with beside(command, said):
+    async with beside(command, lines):
         yield
 
 
 @asynccontextmanager
-async def beside(command: list[str], said: list[str]) -> AsyncIterator[None]:
-    """A process that has printed BEGUN, until the block ends; its last words are appended to `said`."""
+async def beside(command: list[str], lines: list[str]) -> AsyncIterator[None]:
+    """A process that has printed BEGUN, until the block ends; its last output is appended to `lines`."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
@@ -192,7 +193,7 @@ async def beside(command: list[str], said: list[str]) -> AsyncIterator[None]:
         if process.returncode is None:
             try:
                 last, _ = await asyncio.wait_for(process.communicate(b""), START_S)
-                said.append(last.decode().strip())
+                lines.append(last.decode().strip())
             finally:
                 if process.returncode is None:
                     process.kill()
@@ -222,16 +223,16 @@ class Measured:
 
 async def compare(name: str, target: Target, rounds: int, seconds: float) -> int:
     """Prints a row. Returns how many of polite's requests failed."""
-    without, during, said = Measured(), Measured(), list[str]()
+    without, during, lines = Measured(), Measured(), list[str]()
     for _ in range(rounds):
         async with greedy(INSTEAD[name], target, []) if name in INSTEAD else nullcontext():
             await without.measure(target, seconds)
-        async with greedy(name, target, said):
+        async with greedy(name, target, lines):
             await during.measure(target, seconds)
     columns = [f"{name:>12}"]
-    for one in (without, during):
-        columns.append(f"{len(one.seconds):>6} {1000 * median(one.seconds):7.1f} {1000 * one.p99:7.1f}")
-    print("  ".join([*columns, f"{during.p99 / without.p99:5.2f}   greedy: {said[-1]}"]), flush=True)
+    for measured in (without, during):
+        columns.append(f"{len(measured.seconds):>6} {1000 * median(measured.seconds):7.1f} {1000 * measured.p99:7.1f}")
+    print("  ".join([*columns, f"{during.p99 / without.p99:5.2f}   greedy: {lines[-1]}"]), flush=True)
     for reason, count in (without.failed + during.failed).items():
         print(f"{'':>12}  failed: {count} {reason}", flush=True)
     return (without.failed + during.failed).total()
@@ -258,7 +259,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="tandem-abuse-") as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"greedy {GREEDY} requests=64\npolite {POLITE}\n")
-        given = settings.load(model=str(DEMO), port=0, http_port=0, api_keys=keys, kv_blocks=8192)
-        with LocalCluster(given, lambda line: print(line, file=sys.stderr)) as cluster:
+        overrides = settings.load(model=str(DEMO), port=0, http_port=0, api_keys=keys, kv_blocks=8192)
+        with LocalCluster(overrides, lambda line: print(line, file=sys.stderr)) as cluster:
             target = Target(cluster.target, cluster.http)
             return 1 if asyncio.run(run(target, abuses, rounds, seconds)) else 0

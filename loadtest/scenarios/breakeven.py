@@ -47,14 +47,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Case:
-    """One length beside so many streams, by router."""
+    """One length with a number of concurrent streams, by router."""
 
     tokens: int
     streams: int
     samples: dict[str, list[Sample]]
 
     def cost(self, router: str) -> float:
-        return percentile([one.cost for one in self.samples[router]], 0.5)
+        return percentile([sampled.cost for sampled in self.samples[router]], 0.5)
 
     @property
     def clear(self) -> bool:
@@ -65,7 +65,7 @@ class Case:
     def right(self) -> int:
         """How many of the third router's choices were the faster path."""
         here = self.cost("here") < self.cost("there")
-        return sum(one.local == here for one in self.samples["chosen"])
+        return sum(sampled.local == here for sampled in self.samples["chosen"])
 
 
 async def sample(client: AsyncClient, vocab: int, tokens: int, gaps: list[Gap], usual_s: float) -> Sample:
@@ -89,9 +89,9 @@ async def measure(local: Local, vocab: int, repeats: int) -> list[Case]:
                     usual_s = percentile([end - start for start, end in gaps[began:]], 0.5) if count else 0.0
                     for tokens in LENGTHS:
                         for name in list(ROUTERS)[:: 1 if number % 2 else -1]:
-                            one = await sample(clients[name], vocab, tokens, gaps, usual_s)
+                            sampled = await sample(clients[name], vocab, tokens, gaps, usual_s)
                             if number:
-                                samples[tokens][name].append(one)
+                                samples[tokens][name].append(sampled)
             cases += [Case(tokens, count, samples[tokens]) for tokens in LENGTHS]
     finally:
         for client in clients.values():
@@ -104,13 +104,15 @@ def show(cases: list[Case]) -> None:
     for case in cases:
         parts = []
         for name in ("here", "there"):
-            middle = [percentile([getattr(one, what) for one in case.samples[name]], 0.5) for what in ("ttft", "harm")]
+            middle = [
+                percentile([getattr(sampled, what) for sampled in case.samples[name]], 0.5) for what in ("ttft", "harm")
+            ]
             parts.append(f"{middle[0]:6.3f} s {middle[1]:6.2f} s")
         faster = ("here" if case.cost("here") < case.cost("there") else "there") if case.clear else "equal"
         chosen = case.samples["chosen"]
         print(
             f"{case.tokens:7} {case.streams:8}   {parts[0]:20} {parts[1]:20} {faster:8} "
-            f"{sum(one.local for one in chosen)} of {len(chosen)}"
+            f"{sum(sampled.local for sampled in chosen)} of {len(chosen)}"
         )
     clear = [case for case in cases if case.clear]
     right, asked = sum(case.right for case in clear), sum(len(case.samples["chosen"]) for case in clear)

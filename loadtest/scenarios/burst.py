@@ -69,24 +69,24 @@ class Options:
             raise typer.BadParameter("without fixed pools, --most is needed")
 
 
-def burst(bench: PoolBench, given: Options, trace: Path, most: int | None) -> None:
+def burst(bench: PoolBench, options: Options, trace: Path, most: int | None) -> None:
     """Fixed pools, and then the autoscaler up to the smallest of them that keeps the objective."""
-    whole = traces.read(trace)
-    part = [one for one in whole if given.since <= one.at < given.until]
-    moved = [Request((one.at - given.since) * given.stretch, one.input, one.output) for one in part]
-    requests, seconds = workload.scaled(moved, given.scale), (given.until - given.since) * given.stretch
-    over, within = (peak(one) / workload.mean_rate(one) for one in (whole, part))
+    full_trace = traces.read(trace)
+    part = [request for request in full_trace if options.since <= request.at < options.until]
+    moved = [Request((request.at - options.since) * options.stretch, request.input, request.output) for request in part]
+    requests, seconds = workload.scaled(moved, options.scale), (options.until - options.since) * options.stretch
+    over, within = (peak(requests) / workload.mean_rate(requests) for requests in (full_trace, part))
     bench.notes += [
         f"{trace.name}: its 10 s peak is {over:.1f} times its mean; {within:.1f} times in the part from second"
-        f" {given.since:g} to {given.until:g}, which is taken",
-        f"time stretched by {given.stretch:g}, lengths divided by {given.scale}",
+        f" {options.since:g} to {options.until:g}, which is taken",
+        f"time stretched by {options.stretch:g}, lengths divided by {options.scale}",
     ]
-    if given.only == "autoscaled" and most:
-        sizes = bench.scaled(most, 1, given.least, given.spares)
-        bench.run(named(most, given.least), sizes, requests, seconds)
+    if options.only == "autoscaled" and most:
+        sizes = bench.scaled(most, 1, options.least, options.spares)
+        bench.run(named(most, options.least), sizes, requests, seconds)
         return
     tried: dict[int, Run] = {}
-    size = given.fixed
+    size = options.fixed
     while size not in tried:
         run = bench.run(f"fixed, {size} prefill + 1 decode", bench.fixed(size, 1), requests, seconds, hopeless=True)
         tried[size] = run
@@ -96,15 +96,17 @@ def burst(bench: PoolBench, given: Options, trace: Path, most: int | None) -> No
                 raise Unavailable(f"{MOST} prefill workers do not keep the objective either")
         elif size > 1:
             size -= 1
-    best = min(one for one, run in tried.items() if kept(run, bench.objective))
+    best = min(size for size, run in tried.items() if kept(run, bench.objective))
     most = most or best
-    scaled = bench.run(named(most, given.least), bench.scaled(most, 1, given.least, given.spares), requests, seconds)
+    scaled = bench.run(
+        named(most, options.least), bench.scaled(most, 1, options.least, options.spares), requests, seconds
+    )
     fixed = tried[best]
     share = 1 - scaled.worker_seconds / fixed.worker_seconds
-    told = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
+    verdict = "keeps" if kept(scaled, bench.objective) else "DOES NOT KEEP"
     bench.notes.append(
         f"the smallest fixed pool that keeps the objective has {best} prefill workers and 1 decode worker;"
-        f" the autoscaled one {told} it, with {share:.0%} fewer worker-seconds"
+        f" the autoscaled one {verdict} it, with {share:.0%} fewer worker-seconds"
     )
 
 
@@ -121,14 +123,14 @@ def streams(bench: PoolBench) -> None:
             *(Request(at, 200, 8) for at in chance(0.5, 130.0, 2)),
             *(Request(55.0 + at, 600, 2) for at in chance(2.6, 30.0, 3)),
         ],
-        key=lambda one: one.at,
+        key=lambda candidate: candidate.at,
     )
-    given = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 30.0}
-    del given["slo_ttft_s"]  # no request is refused for being late
-    run = bench.run("streams", given, requests, 130.0, check=True)
-    whole = sum(one.state == "done" for one in run.load.counted)
+    overrides = {**bench.scaled(3, 3), "max_num_seqs": 8, "autoscale_hold_s": 30.0}
+    del overrides["slo_ttft_s"]  # no request is refused for being late
+    run = bench.run("streams", overrides, requests, 130.0, check=True)
+    completed = sum(outcome.state == "done" for outcome in run.load.counted)
     bench.notes.append(
-        f"{run.flips} workers changed their pool; {whole} of {len(run.load.counted)} answers came whole;"
+        f"{run.flips} workers changed their pool; {completed} of {len(run.load.counted)} answers came whole;"
         f" {run.differ} of {CHECKED} answers were others when asked for once more"
     )
 
@@ -140,18 +142,18 @@ def kept(run: Run, objective: Objective) -> bool:
 def peak(requests: Sequence[Request]) -> float:
     """Requests a second in the fullest 10 s."""
     first, most = 0, 0
-    for last, one in enumerate(requests):
-        while one.at - requests[first].at >= PEAK_S:
+    for last, request in enumerate(requests):
+        while request.at - requests[first].at >= PEAK_S:
             first += 1
         most = max(most, last + 1 - first)
     return most / PEAK_S
 
 
 def table(runs: Sequence[Run], objective: Objective) -> Table:
-    found = Table(title_justify="left")
+    table = Table(title_justify="left")
     columns = ("pools", "kept", "TTFT p50", "p90", "worker-seconds", "most", "rejected", "failed", "cores p50", "p95")
     for column in columns:
-        found.add_column(column, justify="left" if column == "pools" else "right")
+        table.add_column(column, justify="left" if column == "pools" else "right")
     for run in runs:
         times = run.load.values("ttft") or [0.0]
         cells = [
@@ -166,8 +168,8 @@ def table(runs: Sequence[Run], objective: Objective) -> Table:
             f"{percentile(run.cores[1:] or [0.0], 0.5):.2f}",
             f"{percentile(run.cores[1:] or [0.0], 0.95):.2f}",
         ]
-        found.add_row(*cells)
-    return found
+        table.add_row(*cells)
+    return table
 
 
 def main(
@@ -196,9 +198,9 @@ def main(
             code = 130
     show(bench, objective)
     if results:
-        told = {"notes": bench.notes, "conditions": conditions(), "objective": asdict(objective)}
+        content = {"notes": bench.notes, "conditions": conditions(), "objective": asdict(objective)}
         runs = [{**asdict(run), "worker_seconds": run.worker_seconds} for run in bench.runs]
-        results.write_text(json.dumps({**told, "device": asdict(device), "runs": runs}) + "\n")
+        results.write_text(json.dumps({**content, "device": asdict(device), "runs": runs}) + "\n")
     return code
 
 

@@ -53,24 +53,24 @@ AT_ONCE = 200  # connections that are being opened
 
 @dataclass
 class Polite:
-    """What became of the requests of one who keeps to the rules: seconds of each, and why some failed."""
+    """The requests of a well-behaved client: seconds of each, and the reasons of failures."""
 
     kept: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
 
     def row(self) -> str:
-        def told(seconds: list[float]) -> str:
+        def summary(seconds: list[float]) -> str:
             return f"{1000 * median(seconds):.0f} / {1000 * percentile(seconds, 0.99):.0f}" if seconds else "-"
 
         why = ", ".join(f"{count} {name}" for name, count in self.failed.items()) or "none failed"
-        return f"{len(self.kept):>6} {told(self.kept):>14} {len(self.new):>6} {told(self.new):>14}   {why}"
+        return f"{len(self.kept):>6} {summary(self.kept):>14} {len(self.new):>6} {summary(self.new):>14}   {why}"
 
 
 @asynccontextmanager
 async def served(target: str) -> AsyncIterator[Polite]:
     """Polite's requests, until the block ends; those that are under way then are waited for, so each way has one."""
-    found, over = Polite(), asyncio.Event()
+    polite, over = Polite(), asyncio.Event()
 
     async def ask(client: AsyncClient, into: list[float]) -> None:
         began = perf_counter()
@@ -78,24 +78,24 @@ async def served(target: str) -> AsyncIterator[Polite]:
             await client.generate([5, 6, 7], max_tokens=8, ignore_eos=True, timeout=ANSWER_S)
             into.append(perf_counter() - began)
         except TandemError as error:
-            found.failed[error.reason] += 1
+            polite.failed[error.reason] += 1
 
     async def keeps() -> None:
         async with AsyncClient(target, api_key=POLITE) as client:
-            await ask(client, found.kept)
+            await ask(client, polite.kept)
             while not over.is_set():
-                await ask(client, found.kept)
+                await ask(client, polite.kept)
 
     async def comes_anew() -> None:
-        while not over.is_set() or not (found.new or found.failed):
+        while not over.is_set() or not (polite.new or polite.failed):
             async with AsyncClient(target, api_key=POLITE) as client:
-                await ask(client, found.new)
+                await ask(client, polite.new)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(keeps())
         tasks.create_task(comes_anew())
         try:
-            yield found
+            yield polite
         finally:
             over.set()
 
@@ -128,28 +128,28 @@ async def unread(target: str, count: int, seconds: float) -> Counter[str]:
 
 async def connections(target: str, count: int, seconds: float) -> Counter[str]:
     host, port = target.rsplit(":", 1)
-    found: Counter[str] = Counter()
-    turn = asyncio.Semaphore(AT_ONCE)
+    outcomes: Counter[str] = Counter()
+    places = asyncio.Semaphore(AT_ONCE)
     writers = []
 
     async def connect() -> None:
-        async with turn:
+        async with places:
             try:
                 reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), ANSWER_S)
                 writers.append(writer)
                 writer.write(PREFACE + frame(SETTINGS))
                 answered = await asyncio.wait_for(reader.read(9), ANSWER_S)
-                found["answered" if answered else "closed"] += 1
+                outcomes["answered" if answered else "closed"] += 1
             except TimeoutError:
-                found["not answered"] += 1
+                outcomes["not answered"] += 1
             except OSError as error:
-                found[type(error).__name__] += 1
+                outcomes[type(error).__name__] += 1
 
     await asyncio.gather(*(connect() for _ in range(count)))
     await asyncio.sleep(seconds)
     for writer in writers:
         writer.close()
-    return found
+    return outcomes
 
 
 async def resets(target: str, count: int, seconds: float) -> Counter[str]:
@@ -158,49 +158,49 @@ async def resets(target: str, count: int, seconds: float) -> Counter[str]:
     block += literal(b"authorization", f"Bearer {GREEDY}".encode())
     streams = itertools.count(1, 2)
 
-    def one() -> bytes:
+    def message() -> bytes:
         number = next(streams)
         return frame(HEADERS, block, 4, number) + frame(RST_STREAM, struct.pack(">I", 8), 0, number)
 
-    return await sent_on_one(target, one, count * OFTEN, seconds)
+    return await sent_on_one(target, message, count * OFTEN, seconds)
 
 
 async def pings(target: str, count: int, seconds: float) -> Counter[str]:
     return await sent_on_one(target, lambda: frame(PING, bytes(8)), count * OFTEN, seconds)
 
 
-async def sent_on_one(target: str, one: Callable[[], bytes], count: int, seconds: float) -> Counter[str]:
+async def sent_on_one(target: str, message: Callable[[], bytes], count: int, seconds: float) -> Counter[str]:
     """So often, in batches, on one connection. Counts what is sent, and the frames that come back until it closes."""
     host, port = target.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(PREFACE + frame(SETTINGS))
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     async def answers() -> None:
         while True:
             head = await reader.readexactly(9)
             body, kind = await reader.readexactly(int.from_bytes(head[:3], "big")), head[3]
             why = body[8:].decode(errors="replace") if kind == GOAWAY else ""
-            found[f"{FRAMES.get(kind, 'other frames')} {why}".strip()] += 1
+            outcomes[f"{FRAMES.get(kind, 'other frames')} {why}".strip()] += 1
 
     reading = asyncio.create_task(answers())
     try:
         for first in range(0, count, 100):
-            writer.write(b"".join(one() for _ in range(min(100, count - first))))
+            writer.write(b"".join(message() for _ in range(min(100, count - first))))
             async with asyncio.timeout(seconds):
                 await writer.drain()
             await asyncio.sleep(0)
-            found["sent"] += min(100, count - first)
+            outcomes["sent"] += min(100, count - first)
     except TimeoutError:
-        found["not taken"] += 1
+        outcomes["not taken"] += 1
     except OSError:
         pass  # the reader sees it, too
     done, _ = await asyncio.wait([reading], timeout=seconds)
-    found["closed" if done else "left open"] += 1
+    outcomes["closed" if done else "left open"] += 1
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     writer.close()
-    return found
+    return outcomes
 
 
 def frame(kind: int, body: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
@@ -209,7 +209,7 @@ def frame(kind: int, body: bytes = b"", flags: int = 0, stream: int = 0) -> byte
 
 
 def literal(name: int | bytes, value: bytes) -> bytes:
-    """A header that nobody has to remember (RFC 7541, section 6.2.2), its name by its number in the static table."""
+    """A header without indexing (RFC 7541, section 6.2.2), its name by its number in the static table."""
     named = bytes([name]) if isinstance(name, int) else b"\0" + bytes([len(name)]) + name
     return named + bytes([len(value)]) + value
 
@@ -233,10 +233,10 @@ async def run(target: str, names: list[str], count: int, seconds: float) -> int:
     failed = before.failed.total()
     for name in names:
         async with served(target) as during:
-            found = await FLOODS[name](target, count, seconds)
+            outcomes = await FLOODS[name](target, count, seconds)
         failed += during.failed.total()
-        said = ", ".join(f"{number} {what}" for what, number in found.most_common())
-        print(f"{name:>12} {during.row()}\n{'':>12} greedy: {said}", flush=True)
+        summary_line = ", ".join(f"{number} {what}" for what, number in outcomes.most_common())
+        print(f"{name:>12} {during.row()}\n{'':>12} greedy: {summary_line}", flush=True)
     async with served(target) as after:
         await asyncio.sleep(seconds)
     print(f"{'after':>12} {after.row()}", flush=True)
@@ -256,6 +256,6 @@ def main(
     with tempfile.TemporaryDirectory(prefix="tandem-flood-") as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"greedy {GREEDY} requests=64\npolite {POLITE}\n")
-        given = settings.load(model=str(DEMO), port=0, api_keys=keys, kv_blocks=8192)
-        with LocalCluster(given, lambda line: print(line, file=sys.stderr)) as cluster:
+        overrides = settings.load(model=str(DEMO), port=0, api_keys=keys, kv_blocks=8192)
+        with LocalCluster(overrides, lambda line: print(line, file=sys.stderr)) as cluster:
             return 1 if asyncio.run(run(cluster.target, floods, count, seconds)) else 0

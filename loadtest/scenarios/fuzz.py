@@ -98,11 +98,11 @@ def sized(data: bytes) -> bytes:
 
 def places(of: Any) -> Iterator[list[FieldDescriptor]]:
     """The way to each field that holds a value."""
-    for one in of.fields:
-        if one.type == KINDS.TYPE_MESSAGE and not one.message_type.GetOptions().map_entry:
-            yield from ([one, *rest] for rest in places(one.message_type))
+    for descriptor in of.fields:
+        if descriptor.type == KINDS.TYPE_MESSAGE and not descriptor.message_type.GetOptions().map_entry:
+            yield from ([descriptor, *rest] for rest in places(descriptor.message_type))
         else:
-            yield [one]
+            yield [descriptor]
 
 
 def request(**fields: Any) -> bytes:
@@ -143,37 +143,37 @@ def case(seed: int, number: int) -> bytes:
 
 def _one_field(chance: random.Random) -> bytes:
     """One value somewhere in a request, each place as likely as any other."""
-    *way, last = chance.choice(PLACES)
+    *path, last = chance.choice(PLACES)
     out = _field(chance, last) * (chance.choice([1, 17]) if last.is_repeated else 1)
-    for one in reversed(way):
-        out = varint(one.number << 3 | 2) + sized(out)
+    for parent in reversed(path):
+        out = varint(parent.number << 3 | 2) + sized(out)
     return out
 
 
 def _message(chance: random.Random, of: Any) -> bytes:
     """Some fields of a message, one after another: also twice, or several of those that exclude each other."""
     out = b""
-    for one in chance.choices(list(of.fields), k=chance.randint(0, 4)):
-        said = _field(chance, one)
-        many = chance.choice([1, 1, 1, 2, 17, 2000]) if one.is_repeated else 1
-        out += said * max(1, min(many, 2**20 // len(said)))
+    for descriptor in chance.choices(list(of.fields), k=chance.randint(0, 4)):
+        encoded = _field(chance, descriptor)
+        many = chance.choice([1, 1, 1, 2, 17, 2000]) if descriptor.is_repeated else 1
+        out += encoded * max(1, min(many, 2**20 // len(encoded)))
     return out
 
 
-def _field(chance: random.Random, one: FieldDescriptor) -> bytes:
-    if one.type == KINDS.TYPE_MESSAGE:
-        kind, value = 2, sized(_message(chance, one.message_type))
-    elif one.type in (KINDS.TYPE_STRING, KINDS.TYPE_BYTES):
+def _field(chance: random.Random, field: FieldDescriptor) -> bytes:
+    if field.type == KINDS.TYPE_MESSAGE:
+        kind, value = 2, sized(_message(chance, field.message_type))
+    elif field.type in (KINDS.TYPE_STRING, KINDS.TYPE_BYTES):
         plain = chance.random() < 0.7
         kind, value = 2, sized(chance.choice(SAID) if plain else chance.randbytes(chance.randint(0, 20)))
-    elif one.type == KINDS.TYPE_DOUBLE:
+    elif field.type == KINDS.TYPE_DOUBLE:
         plain = chance.random() < 0.7
         kind, value = 1, struct.pack("<d", chance.choice(FLOATS)) if plain else chance.randbytes(8)
     else:
-        assert one.type in (KINDS.TYPE_INT64, KINDS.TYPE_UINT64, KINDS.TYPE_UINT32, KINDS.TYPE_BOOL), one.name
+        assert field.type in (KINDS.TYPE_INT64, KINDS.TYPE_UINT64, KINDS.TYPE_UINT32, KINDS.TYPE_BOOL), field.name
         near = chance.randint(0, 20) if chance.random() < 0.5 else chance.getrandbits(64)
         kind, value = 0, varint(chance.choice(NUMBERS) if chance.random() < 0.5 else near)
-    return varint(one.number << 3 | kind) + value
+    return varint(field.number << 3 | kind) + value
 
 
 # ---- what may come back
@@ -282,27 +282,29 @@ class Fuzz:
         """All of them. Raises AssertionError that names the first one that went wrong."""
         left = iter(numbers)
 
-        async def lane() -> None:
+        async def client_loop() -> None:
             for number in left:
                 try:
                     await self.ask(case(seed, number))
                 except AssertionError as error:
                     raise AssertionError(f"case {number} of seed {seed}: {error}") from error
 
-        lanes = [asyncio.create_task(lane()) for _ in range(at_once)]
+        lanes = [asyncio.create_task(client_loop()) for _ in range(at_once)]
         try:
             await asyncio.gather(*lanes)
         finally:
-            for one in lanes:
-                one.cancel()
+            for task in lanes:
+                task.cancel()
 
 
 # ---- the command
 
 
 async def alive(client: AsyncClient) -> tuple[dict[str, str], list[int]]:
-    """Each worker's life, and the tokens of one request that is always the same."""
-    lives = {one.worker_id: one.incarnation for one in (await client.workers()).workers if one.role != "router"}
+    """Each worker's incarnation, and the tokens of one fixed request."""
+    lives = {
+        worker.worker_id: worker.incarnation for worker in (await client.workers()).workers if worker.role != "router"
+    }
     return lives, (await client.generate("Return the", max_tokens=16, temperature=1.0, seed=1)).token_ids
 
 
@@ -324,8 +326,8 @@ async def run(target: str, plan: Plan) -> None:
                 f"after case {min(first + EVERY, last)}: a worker died, or says otherwise"
             )
             done = min(first + EVERY, last) - plan.first
-            said = ", ".join(f"{count} {name}" for name, count in sorted(fuzz.outcomes.items()))
-            print(f"{done:>9} cases, {done / (monotonic() - began):.0f}/s, every worker lives: {said}", flush=True)
+            summary = ", ".join(f"{count} {name}" for name, count in sorted(fuzz.outcomes.items()))
+            print(f"{done:>9} cases, {done / (monotonic() - began):.0f}/s, every worker lives: {summary}", flush=True)
         assert (await client.audit()).balanced, "the ledgers do not balance"
 
 
@@ -338,8 +340,8 @@ def main(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-fuzz-"))) / "model"
             shutil.copytree(DEMO, folder)
             (folder / "chat_template.jinja").write_text(TEMPLATE)
-            given = settings.load(model=str(folder), port=0, max_model_len=CONTEXT, kv_blocks=2048)
-            target = stack.enter_context(LocalCluster(given, lambda line: print(line, file=sys.stderr))).target
+            overrides = settings.load(model=str(folder), port=0, max_model_len=CONTEXT, kv_blocks=2048)
+            target = stack.enter_context(LocalCluster(overrides, lambda line: print(line, file=sys.stderr))).target
         try:
             asyncio.run(run(target, plan))
         except AssertionError as wrong:

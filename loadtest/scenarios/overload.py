@@ -36,7 +36,7 @@ from tandem.client import Client
 PROMPT, NEW, VOCAB = 256, 32, 49152  # tokens
 BUSY = 16  # requests at a time that keep both workers busy
 RAMP = (0.5, 0.75, 1.0)
-FREED_S = 5.0  # after the last request, until nobody holds a block
+FREED_S = 5.0  # after the last request, until no block is held
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,18 @@ class Side:
     def summary(self, objective: Objective) -> str:
         *ramp, over = self.loads
         peak = max(load.goodput(objective) for load in ramp)
-        found = [f"capacity {self.capacity:.2f} requests/s", *lines(self.loads, objective)]
+        report = [f"capacity {self.capacity:.2f} requests/s", *lines(self.loads, objective)]
         for load in self.loads:
-            told = [one.ended - one.sent for one in load.counted if one.state == "rejected"]
-            if told:
-                times = f"{percentile(told, 0.5) * 1e3:.0f} ms (p99 {percentile(told, 0.99) * 1e3:.0f} ms)"
-                found.append(f"  {load.name}: refusals after {times}")
-        untold = sum(one.state == "rejected" and not one.retry_after for load in self.loads for one in load.counted)
+            rejected = [outcome.ended - outcome.sent for outcome in load.counted if outcome.state == "rejected"]
+            if rejected:
+                times = f"{percentile(rejected, 0.5) * 1e3:.0f} ms (p99 {percentile(rejected, 0.99) * 1e3:.0f} ms)"
+                report.append(f"  {load.name}: refusals after {times}")
+        untold = sum(
+            outcome.state == "rejected" and not outcome.retry_after for load in self.loads for outcome in load.counted
+        )
         return "\n".join(
             [
-                *found,
+                *report,
                 f"  goodput at the last rate / peak before: {over.goodput(objective) / peak:.2f}",
                 f"  router {self.memory[0]:.0f} MiB, then {self.memory[1]:.0f}; blocks held in the end: {self.held}",
                 f"  refused without a time to come back: {untold}",
@@ -128,22 +130,22 @@ def measure(model: Path, load: Plan, objectives: bool) -> Side:
         local.wait_seen("router-0", 2, timeout_s=240.0)
         router = psutil.Process(local.pid("router-0"))
         with precedence():
-            found = asyncio.run(drive(local.address("router-0"), lambda: router.memory_info().rss / 2**20, load))
+            measured = asyncio.run(drive(local.address("router-0"), lambda: router.memory_info().rss / 2**20, load))
         with Client(local.address("router-0")) as client:
             until = perf_counter() + FREED_S
-            while (held := sum(one.blocks_held for one in client.workers())) and perf_counter() < until:
+            while (held := sum(worker.blocks_held for worker in client.workers())) and perf_counter() < until:
                 sleep(0.1)  # records are half a second old
-        found.held = held
-        return found
+        measured.held = held
+        return measured
 
 
 def main(load: Plan, shape: Shape = "SmolLM2-135M", results: Json = None) -> None:
-    found: dict[str, Side] = {}
+    sides: dict[str, Side] = {}
     objective = Objective(load.ttft, load.tpot)
     with tempfile.TemporaryDirectory(prefix="tandem-overload-", dir=Path.home()) as folder:  # /tmp may be in memory
         model = make_checkpoint(Path(folder) / "model", shape)
         for side, objectives in (("with objectives", True), ("without", False)):
-            found[side] = measure(model, load, objectives)
-            print(f"{side}: {found[side].summary(objective)}\n", flush=True)
+            sides[side] = measure(model, load, objectives)
+            print(f"{side}: {sides[side].summary(objective)}\n", flush=True)
     if results:
-        results.write_text(json.dumps({side: asdict(one) for side, one in found.items()}))
+        results.write_text(json.dumps({side: asdict(measured) for side, measured in sides.items()}))

@@ -73,11 +73,11 @@ class Keeping(Grpc):
         return self._keep(list(prompt), output)
 
     async def _keep(self, prompt: list[int], output: int) -> AsyncGenerator[Message, None]:
-        said: list[int] = []
+        token_ids: list[int] = []
         async for piece in self._client.stream(prompt, max_tokens=output, ignore_eos=True, temperature=0.0):
-            said += piece.token_ids
+            token_ids += piece.token_ids
             if piece.receipt:
-                self.answers.append((prompt, said, piece.receipt))
+                self.answers.append((prompt, token_ids, piece.receipt))
             yield Message(len(piece.token_ids), receipt=piece.receipt)
 
 
@@ -85,7 +85,7 @@ class PoolBench:
     """Clusters of slow workers, one after another, and what is measured on each."""
 
     def __init__(self, model: Path, device: Device, objective: Objective, hold_s: float) -> None:
-        self._given: dict[str, Any] = {
+        self._overrides: dict[str, Any] = {
             **{"model": str(model), "port": 0, "threads": 1, "device": "cpu", "kv_blocks": 2000, "max_num_seqs": 32},
             **{"drain_grace_s": 20.0, "autoscale_hold_s": hold_s},
             **{"slo_ttft_s": objective.ttft, "slo_tpot_s": objective.tpot},
@@ -99,29 +99,29 @@ class PoolBench:
         ]
 
     def fixed(self, prefill: int, decode: int) -> dict[str, Any]:
-        given = {name: value for name, value in self._given.items() if name != "autoscale_hold_s"}
-        return {**given, "prefill": prefill, "decode": decode}
+        overrides = {name: value for name, value in self._overrides.items() if name != "autoscale_hold_s"}
+        return {**overrides, "prefill": prefill, "decode": decode}
 
     def scaled(self, prefill: int, decode: int, least: int = 1, spares: int = 0) -> dict[str, Any]:
         """From `least` prefill workers and one decode worker."""
         limits = {"prefill": least, "prefill_max": prefill, "decode_max": decode, "spares": spares}
-        return {**self._given, "autoscale": "on", **limits}
+        return {**self._overrides, "autoscale": "on", **limits}
 
     def run(
         self,
         name: str,
-        given: dict[str, Any],
+        overrides: dict[str, Any],
         requests: Sequence[Request],
         seconds: float,
         *,
         hopeless: bool = False,
         check: bool = False,
     ) -> Run:
-        """`hopeless`: end it when so many have missed that the objective cannot be kept any more. `check`: ask for some
-        of the answers once more."""
+        """`hopeless`: ends the run when the objective cannot be kept any more. `check`: requests some of the answers
+        again."""
         run = Run(name, Load(name, len(requests) / seconds, 0.0, seconds))
         say(f"{name}: starting")
-        with self._environment(), LocalCluster(settings.load(**given), launcher=LAUNCHER) as cluster:
+        with self._environment(), LocalCluster(settings.load(**overrides), launcher=LAUNCHER) as cluster:
             say(f"{name}: {len(requests)} requests in {seconds:.0f} s")
             self._watch(cluster, run, requests, hopeless)
             if check:
@@ -144,11 +144,11 @@ class PoolBench:
         thread = threading.Thread(target=drive, name="load", daemon=True)
         began = monotonic()
         known = set(cluster.workers)
-        alive = {one for one in known if role_of(one) != "router"}
+        alive = {worker_id for worker_id in known if role_of(worker_id) != "router"}
         thread.start()
         while thread.is_alive():
             now = monotonic() - began
-            # Among the processes are spares, and who turns lives under two names: neither is one worker more.
+            # Some processes are spares, and a worker that switches roles has two ids: neither is an additional worker.
             run.sizes.append((now, min(_workers(), len(alive))))
             run.cores.append(psutil.cpu_percent() / 100 * (os.cpu_count() or 1))
             for event in cluster.events(LOOK_S):
@@ -163,7 +163,9 @@ class PoolBench:
                     say(f"  {monotonic() - began:6.1f} s  {event.worker_id} {event.kind}")
             if set(cluster.workers) != known or not run.pools:
                 known = set(cluster.workers)
-                run.pools.append((now, dict(Counter(role_of(one) for one in known if role_of(one) != "router"))))
+                run.pools.append(
+                    (now, dict(Counter(role_of(worker_id) for worker_id in known if role_of(worker_id) != "router")))
+                )
         thread.join()
         if failed:
             raise failed[0]
@@ -174,18 +176,20 @@ class PoolBench:
                 offer(server, requests, run.load, settle=patience(requests, self.objective), prompt=prompts(7))
             )
             while not (await asyncio.wait({offering}, timeout=1.0))[0]:
-                missed = sum(one.ended > 0 and not one.kept(self.objective) for one in run.load.outcomes)
+                missed = sum(outcome.ended > 0 and not outcome.kept(self.objective) for outcome in run.load.outcomes)
                 if hopeless and missed > (1 - self.objective.attainment) * len(requests):
                     run.ended_early = True
                     offering.cancel()
             if not offering.cancelled():
                 offering.result()
-            hops = [hop for *_, told in server.answers for hop in (told.prefill_worker, told.decode_worker) if hop]
+            hops = [
+                hop for *_, receipt in server.answers for hop in (receipt.prefill_worker, receipt.decode_worker) if hop
+            ]
             run.where = dict(sorted(Counter(hops).items()))
             self._answers = server.answers
 
     async def _differ(self, target: str) -> int:
-        """Of answers spread over the whole load, how many are not what is said now."""
+        """How many of a sample of answers differ from the answers now."""
         sample = self._answers[:: max(1, len(self._answers) // CHECKED)][:CHECKED]
         async with Keeping(target) as server:
             for prompt, tokens, _ in sample:
@@ -211,11 +215,11 @@ class PoolBench:
 
 def _workers() -> int:
     """Processes of prefill and decode workers; the one router is an actor like them."""
-    found = 0
+    count = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            found += "WorkerActor" in process.name()
-    return found - 1
+            count += "WorkerActor" in process.name()
+    return count - 1
 
 
 def say(line: str) -> None:

@@ -44,52 +44,54 @@ LONGEST = 2048  # tokens of prompt and answer
 
 
 def read(path: Path, conversations: int, rate: float, seed: int) -> list[Request]:
-    """So many conversations that fit into the context, in the order of their requests."""
+    """`conversations` conversations that fit into the context, in the order of their requests."""
     turns: dict[int, list[Request]] = {}
-    for one in workload.scaled(traces.read(path), FACTOR):
-        if len(one.blocks) > 1:
-            turns.setdefault(one.blocks[1], []).append(one)
-    whole = [
+    for request in workload.scaled(traces.read(path), FACTOR):
+        if len(request.blocks) > 1:
+            turns.setdefault(request.blocks[1], []).append(request)
+    complete = [
         those for those in turns.values() if len(those) > 1 and len(workload.fitting(those, LONGEST)[0]) == len(those)
     ]
-    chosen = random.Random(seed).sample(whole, conversations)
-    found = workload.spread(sorted((one for those in chosen for one in those), key=lambda one: one.at))
-    found = [replace(one, at=one.at - found[0].at) for one in found]
-    return workload.faster(found, rate / workload.mean_rate(found))
+    chosen = random.Random(seed).sample(complete, conversations)
+    requests = workload.spread(
+        sorted((request for those in chosen for request in those), key=lambda request: request.at)
+    )
+    requests = [replace(request, at=request.at - requests[0].at) for request in requests]
+    return workload.faster(requests, rate / workload.mean_rate(requests))
 
 
 def infinite(asked: Sequence[Request]) -> float:
     """The share of prompt tokens in one cache that keeps every full block of every prompt before."""
-    seen: set[int] = set()
+    seen_blocks: set[int] = set()
     hits = total = 0
-    for one in asked:
-        full = one.blocks[: one.input // BLOCK]
-        blocks = next((place for place, number in enumerate(full) if number not in seen), len(full))
-        hits += min(blocks * BLOCK, one.input - 1)
-        total += one.input
-        seen.update(full)
+    for request in asked:
+        full = request.blocks[: request.input // BLOCK]
+        blocks = next((place for place, number in enumerate(full) if number not in seen_blocks), len(full))
+        hits += min(blocks * BLOCK, request.input - 1)
+        total += request.input
+        seen_blocks.update(full)
     return hits / total
 
 
 async def send(target: str, asked: Sequence[Request], side: str) -> Load:
     """Raises Unavailable when a request was not answered whole: hits of the others would mean nothing."""
-    load, said = Load(side, 0.0, 0.0, asked[-1].at + 1.0), 0.0
+    load, reported_at = Load(side, 0.0, 0.0, asked[-1].at + 1.0), 0.0
 
     def say(load: Load, now: float) -> None:
-        nonlocal said
-        if now > said + 15.0:
-            said = now
+        nonlocal reported_at
+        if now > reported_at + 15.0:
+            reported_at = now
             print(f"  {now:6.1f} s  {side}: {load.count('done')} of {len(asked)}", flush=True)
 
     async with Grpc(target) as server:
         await offer(server, asked, load, settle=SETTLE_S, prompt=prompts(SALT, FACTOR), say=say)
-    if wrong := [one for one in load.outcomes if one.state != "done"]:
+    if wrong := [outcome for outcome in load.outcomes if outcome.state != "done"]:
         raise Unavailable(f"{len(wrong)} of {len(asked)} requests were not answered: {wrong[0].why or wrong[0].state}")
     return load
 
 
 def hits(load: Load) -> float:
-    return sum(one.cached or 0 for one in load.outcomes) / sum(one.input for one in load.outcomes)
+    return sum(outcome.cached or 0 for outcome in load.outcomes) / sum(outcome.input for outcome in load.outcomes)
 
 
 def measure(model: Path, side: str, asked: Sequence[Request], kv_blocks: int) -> Load:
@@ -114,33 +116,33 @@ def main(
     shape: Shape = "SmolLM2-135M",
     results: Json = None,
 ) -> None:
-    found: dict[str, list[Load]] = {side: [] for side in SIDES}
+    by_side: dict[str, list[Load]] = {side: [] for side in SIDES}
     asked = read(trace, conversations, rate, seed)
     best = infinite(asked)
     with tempfile.TemporaryDirectory(prefix="tandem-prefix-", dir=Path.home()) as folder:  # /tmp may be in memory
         model = make_checkpoint(Path(folder) / "model", shape)
         for number in range(rounds):
             for side in list(SIDES)[:: -1 if number % 2 else 1]:
-                found[side].append(measure(model, side, asked, kv_blocks))
-    tokens = sum(one.input for one in asked)
+                by_side[side].append(measure(model, side, asked, kv_blocks))
+    tokens = sum(request.input for request in asked)
     print(f"\n{len(asked)} requests of {conversations} conversations, {tokens / len(asked):.0f} tokens each (mean),")
     print(f"{rate:g} a second, {kv_blocks} blocks a worker; infinite: {best:.1%}")
-    show(found, best)
+    show(by_side, best)
     if results:
-        details = {side: [asdict(load) for load in loads] for side, loads in found.items()}
+        details = {side: [asdict(load) for load in loads] for side, loads in by_side.items()}
         results.write_text(json.dumps({"infinite": best, **details}))
 
 
-def show(found: dict[str, list[Load]], best: float) -> None:
-    for side, loads in found.items():
+def show(by_side: dict[str, list[Load]], best: float) -> None:
+    for side, loads in by_side.items():
         for load in loads:
-            local = sum(one.path == "local" for one in load.outcomes) / len(load.outcomes)
+            local = sum(outcome.path == "local" for outcome in load.outcomes) / len(load.outcomes)
             ttft = load.latencies()["ttft"]
             print(
                 f"  {side:10} hits {hits(load):6.1%} ({hits(load) / best:.2f} of infinite)  TTFT p50"
                 f" {ttft['p50']:.2f} s, p90 {ttft['p90']:.2f} s  local {local:.0%}  late by"
                 f" {load.late * 1e3:.0f} ms (p99)"
             )
-    for here, there in zip(found["by prefix"], found["in turns"], strict=True):
+    for here, there in zip(by_side["by prefix"], by_side["in turns"], strict=True):
         ratio = here.latencies()["ttft"]["p90"] / there.latencies()["ttft"]["p90"]
         print(f"  by prefix / in turns: hits {hits(here) / hits(there):.2f}, TTFT p90 {ratio:.2f}")

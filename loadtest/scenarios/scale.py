@@ -89,9 +89,9 @@ class MadeUp:
 
     @records.setter
     def records(self, records: list[WorkerRecord]) -> None:
-        for before, one in zip(self._records, records, strict=True):
-            if one is not before:
-                self._changed[one.worker_id] = b"a 0.0 " + one.text().encode()
+        for before, after in zip(self._records, records, strict=True):
+            if after is not before:
+                self._changed[after.worker_id] = b"a 0.0 " + after.text().encode()
         self._records = records
 
     async def changes_since(self, mark: tuple[str, int]) -> RegistryChanges:
@@ -100,7 +100,7 @@ class MadeUp:
         changed, self._changed = self._changed, {}
         answer = ("made up", self._number)
         if mark != ("made up", self._number - 1):
-            return RegistryChanges(answer, True, {one.worker_id: one for one in self._records})
+            return RegistryChanges(answer, True, {record.worker_id: record for record in self._records})
         read: dict[str, WorkerRecord | None] = {}
         for number, (name, value) in enumerate(changed.items()):
             read[name] = self._reader.read(name.encode(), value, self._beat)
@@ -112,10 +112,12 @@ class MadeUp:
         """That share of the workers has beaten again, with other numbers."""
         self._beat += 1.0
         self.records = [
-            replace(one, beat=self._beat, running=self._random.randrange(4), blocks_held=self._random.randrange(2000))
+            replace(
+                record, beat=self._beat, running=self._random.randrange(4), blocks_held=self._random.randrange(2000)
+            )
             if self._random.random() < part
-            else one
-            for one in self.records
+            else record
+            for record in self.records
         ]
 
 
@@ -173,20 +175,20 @@ async def prepared(workers: int) -> Bench:
     registry = MadeUp(workers)
     view: Any = WorkerLiveness(registry, LONG_S)  # type: ignore[arg-type]
     await view.refresh()
-    scheduler, nobody = RequestScheduler(view, LONG_S, RoutingConfig()), Any
+    scheduler, unused = RequestScheduler(view, LONG_S, RoutingConfig()), Any
     await scheduler.keep_up()  # as a router does from its start
-    prefixes, some = PrefixIndex(view, nobody), random.Random(2)  # type: ignore[arg-type]
+    prefixes, some = PrefixIndex(view, unused), random.Random(2)  # type: ignore[arg-type]
     prompts = [
         Prompt([*SYSTEM, *(some.randrange(32000) for _ in range(some.choice((64, 300, 3000))))], b"", "")
         for _ in range(CONVERSATIONS)
     ]
-    told: dict[str, list[bytes]] = {one.worker_id: [] for one in registry.records}
+    messages: dict[str, list[bytes]] = {record.worker_id: [] for record in registry.records}
     system = block_hash.chain(SYSTEM, BLOCK, b"")
     for number, prompt in enumerate(prompts):
         for role in ("decode", "prefill"):
-            told[f"{role}-{number % workers}"] += prompt.chain(BLOCK, b"")
-    for one in registry.records:
-        fill(prefixes, one, [*system, *told[one.worker_id]])
+            messages[f"{role}-{number % workers}"] += prompt.chain(BLOCK, b"")
+    for record in registry.records:
+        fill(prefixes, record, [*system, *messages[record.worker_id]])
     for decode in range(workers):
         for prefill in range(workers):
             scheduler.observe_path(pairs(decode, prefill), (0.004, 8, 0.003))
@@ -222,10 +224,10 @@ async def placing(bench: Bench, requests: int, at_once: int) -> list[Row]:
     ]
 
 
-def fill(prefixes: PrefixIndex, one: WorkerRecord, hashes: Sequence[bytes]) -> None:
-    """The worker has told of these blocks."""
-    message = worker_pb2.WatchCacheResponse(sequence=0, incarnation=one.incarnation, added=b"".join(hashes))
-    for _ in prefixes.index.take(one, message):
+def fill(prefixes: PrefixIndex, record: WorkerRecord, hashes: Sequence[bytes]) -> None:
+    """The worker has reported these blocks."""
+    message = worker_pb2.WatchCacheResponse(sequence=0, incarnation=record.incarnation, added=b"".join(hashes))
+    for _ in prefixes.index.take(record, message):
         pass
 
 
@@ -259,18 +261,20 @@ async def refreshing(bench: Bench, rounds: int) -> list[Row]:
 
 
 async def waiting(bench: Bench, count: int) -> list[Row]:
-    """All places are taken; so many come, and some leave again. Then places come free."""
-    full = [replace(one, running=PLACES) for one in bench.registry.records]
-    bench.registry.records = [one if number % 100 else replace(one, running=0) for number, one in enumerate(full)]
+    """All places are taken; requests arrive, and some leave again. Then places come free."""
+    full = [replace(record, running=PLACES) for record in bench.registry.records]
+    bench.registry.records = [
+        record if number % 100 else replace(record, running=0) for number, record in enumerate(full)
+    ]
     await refreshed(bench)
     running, tasks, queueing_s, leaving_s = [], [], [], []
-    places = sum(one.running == 0 and one.role == "decode" for one in bench.registry.records) * PLACES
+    places = sum(record.running == 0 and record.role == "decode" for record in bench.registry.records) * PLACES
     for number in range(places):
         request = bench.asked(number)
         running.append((request, await request.__aenter__()))
         await bench.scheduler.prefilled(running[-1][1])
 
-    async def one(number: int) -> None:
+    async def place_one(number: int) -> None:
         async with bench.asked(number):
             pass
 
@@ -278,7 +282,7 @@ async def waiting(bench: Bench, count: int) -> list[Row]:
         began = thread_time()
         for number in range(count):
             before = thread_time()
-            tasks.append(asyncio.create_task(one(number)))
+            tasks.append(asyncio.create_task(place_one(number)))
             await asyncio.sleep(0)
             queueing_s.append(thread_time() - before)
         all_s = thread_time() - began

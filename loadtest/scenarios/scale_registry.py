@@ -42,7 +42,7 @@ async def beat_all(registry: Registry, workers: list[WorkerRecord], changed: int
         async with turns:
             await registry.beat(replace(worker, running=number) if place < changed else worker)
 
-    await asyncio.gather(*(beat(*one) for one in enumerate(workers)))
+    await asyncio.gather(*(beat(*numbered) for numbered in enumerate(workers)))
 
 
 async def keep_jobs(url: str, count: int) -> None:
@@ -70,9 +70,9 @@ async def timed(title: str, ask: Callable[[], Awaitable[object]]) -> None:
 
 async def server_cpu(registry: Registry) -> float:
     """Seconds of CPU that the server has used."""
-    async with registry._store.turn() as client:
-        found = await client.info("cpu")
-    return float(found["used_cpu_user"] + found["used_cpu_sys"])
+    async with registry._store.connection() as client:
+        usage = await client.info("cpu")
+    return float(usage["used_cpu_user"] + usage["used_cpu_sys"])
 
 
 async def follow(registry: Registry) -> None:

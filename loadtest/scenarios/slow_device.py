@@ -72,5 +72,5 @@ async def start(
         engine = await load_engine(settings, say)
         device = Device(**json.loads(os.environ[VARIABLE]))
         await engine.call(lambda: slow_down(engine.engine, device))
-    given: dict[str, Any] = {} if engine is None else {"engine": engine}
-    return await launch.start(role, settings, worker_id, say, **given)
+    overrides: dict[str, Any] = {} if engine is None else {"engine": engine}
+    return await launch.start(role, settings, worker_id, say, **overrides)

@@ -41,31 +41,31 @@ class Start:
     requests: list[float] = field(default_factory=list)
 
 
-def measure(given: dict[str, object]) -> Start:
+def measure(overrides: dict[str, object]) -> Start:
     """Starts a cluster with these settings, sends it some requests, and ends it."""
-    found = Start()
+    measured = Start()
 
     def note(line: str) -> None:
-        """`  12.3 s  decode-0:   2.1 s  libraries imported`; what has no seconds of its own is no stage."""
+        """`  12.3 s  decode-0:   2.1 s  libraries imported`; a line without the second duration is not a stage."""
         _, _, rest = line.partition(" s  ")
         worker, _, stage = rest.partition(": ")
         seconds, _, what = stage.strip().partition(" s  ")
         if what and seconds.replace(".", "", 1).isdigit():
-            found.stages.setdefault(worker, []).append((float(seconds), what))
+            measured.stages.setdefault(worker, []).append((float(seconds), what))
 
     began = monotonic()
-    with LocalCluster(settings.load(port=0, **given), note) as cluster:
-        found.seconds = monotonic() - began
+    with LocalCluster(settings.load(port=0, **overrides), note) as cluster:
+        measured.seconds = monotonic() - began
         for worker, event in sorted(cluster.workers.items()):
             if event.started:
-                found.memory[worker] = memory_of(event.started.pid)
+                measured.memory[worker] = memory_of(event.started.pid)
         client = Client(cluster.target)
         for number in range(REQUESTS):
             sent = monotonic()
             client.generate([number, *range(63)], max_tokens=8, timeout=60)
-            found.requests.append(monotonic() - sent)
+            measured.requests.append(monotonic() - sent)
         client.close()
-    return found
+    return measured
 
 
 def memory_of(pid: int) -> dict[str, int]:
@@ -94,12 +94,12 @@ def show(title: str, starts: Sequence[Start]) -> None:
         print(f"  {name:32} {median(each):8.2f}{unit}  ({min(each):.2f} to {max(each):.2f})")
 
     print(f"\n{title}, {len(starts)} starts")
-    line("ready after", (one.seconds for one in starts), " s")
+    line("ready after", (start.seconds for start in starts), " s")
     for worker, memory in starts[-1].memory.items():
-        line(f"{worker}: its stages", (sum(took for took, _ in one.stages[worker]) for one in starts), " s")
+        line(f"{worker}: its stages", (sum(took for took, _ in start.stages[worker]) for start in starts), " s")
         for name in memory:
-            line(f"{worker}: {name}", (one.memory[worker][name] for one in starts), " MiB")
-    line("first request / the next ones", (one.requests[0] / median(one.requests[1:]) for one in starts))
+            line(f"{worker}: {name}", (start.memory[worker][name] for start in starts), " MiB")
+    line("first request / the next ones", (start.requests[0] / median(start.requests[1:]) for start in starts))
     for worker, stages in sorted(starts[-1].stages.items()):
         for seconds, what in stages:
             print(f"  {worker:10}  {seconds:6.1f} s  {what}")
@@ -115,7 +115,7 @@ def main(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-start-", dir=Path.home()) as folder:  # /tmp may be in memory
         cache = Path(folder) / "weights"
-        given: dict[str, object] = {
+        overrides: dict[str, object] = {
             "model": model or str(make_checkpoint(Path(folder) / "model", shape)),
             **{"dtype": dtype, "prefill": prefill, "decode": decode, "kv_blocks": 512, "max_model_len": 2048},
         }
@@ -124,6 +124,6 @@ def main(
             shutil.rmtree(cache, ignore_errors=True)
             for title, starts in sides.items():
                 kept = "off" if title == "without the cache" else str(cache)
-                starts.append(measure({**given, "weight_cache": kept}))
+                starts.append(measure({**overrides, "weight_cache": kept}))
         for title, starts in sides.items():
             show(title, starts)

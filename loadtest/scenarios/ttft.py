@@ -118,7 +118,7 @@ async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
     finally:
         for client in clients.values():
             await client.close()
-    busy = {n: {side: [one.asked[n] for one in rounds] for side, rounds in loaded.items()} for n in plan.prompts}
+    busy = {n: {side: [round_.asked[n] for round_ in rounds] for side, rounds in loaded.items()} for n in plan.prompts}
     rows = [row for n in plan.prompts for row in _first_token(f"{n} tokens, idle", idle[n])]
     rows += [row for n in plan.prompts for row in _first_token(f"{n} tokens, {plan.streams} streams", busy[n])]
     rows += [_harm(side, n, loaded[side]) for n in plan.prompts for side in SIDES]
@@ -134,20 +134,22 @@ async def _measure(local: Local, vocab: int, plan: Plan, tick: Tick) -> Section:
         *(_phases(n, side, idle[n][side]) for n in plan.prompts for side in SIDES),
     ]
     details = {
-        f"{what} {n} {side}": [{"ttft": one.ttft, "second": one.second, **one.receipt.to_dict()} for one in asked]
-        for what, found in (("idle", idle), ("loaded", busy))
-        for n, sides in found.items()
+        f"{what} {n} {side}": [
+            {"ttft": answer.ttft, "second": answer.second, **answer.receipt.to_dict()} for answer in asked
+        ]
+        for what, answers in (("idle", idle), ("loaded", busy))
+        for n, sides in answers.items()
         for side, asked in sides.items()
     }
     return Section("Disaggregated (split) against local prefill", read, rows, notes, details)
 
 
 async def _idle(clients: dict[str, AsyncClient], vocab: int, length: int, plan: Plan) -> dict[str, list[Asked]]:
-    found: dict[str, list[Asked]] = {side: [] for side in SIDES}
+    answers: dict[str, list[Asked]] = {side: [] for side in SIDES}
     for number in range(plan.repeats):
         for side in SIDES[:: 1 if number % 2 else -1]:
-            found[side].append(await ask(clients[side], vocab, length))
-    return found
+            answers[side].append(await ask(clients[side], vocab, length))
+    return answers
 
 
 async def ask(client: AsyncClient, vocab: int, length: int) -> Asked:
@@ -166,20 +168,21 @@ async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
         began = perf_counter()
         await asyncio.sleep(plan.calm)
         await gaps.reach(began)
-        found = _Round(within(gaps, (began, perf_counter())))
+        measured = _Round(within(gaps, (began, perf_counter())))
         for length in plan.prompts:
-            asked = found.asked[length] = await ask(client, vocab, length)
+            asked = measured.asked[length] = await ask(client, vocab, length)
             await gaps.reach(asked.during[1])
             await asyncio.sleep(0.2)  # the same step's tokens of the other streams
-            found.gaps[length] = within(gaps, asked.during)
-    return found
+            measured.gaps[length] = within(gaps, asked.during)
+    return measured
 
 
 @asynccontextmanager
 async def streams(
     client: AsyncClient, vocab: int, count: int, tokens: int, settle_s: float = 1.0
 ) -> AsyncIterator[Gaps]:
-    """So many streams that run, all with a first token since `settle_s`, and the gaps between their tokens so far."""
+    """Running streams, all of which have had their first token for `settle_s`, and the gaps between their tokens so
+    far."""
     gaps = Gaps()
     started = [asyncio.Event() for _ in range(count)]
 
@@ -216,11 +219,11 @@ def within(gaps: list[Gap], window: Gap) -> list[float]:
     return [end - start for start, end in gaps if end >= window[0] and start <= window[1]]
 
 
-def _first_token(what: str, found: dict[str, list[Asked]]) -> list[Row]:
-    split, local = ([one.ttft for one in found[side]] for side in SIDES)
-    exposed = [one.receipt.transfer.exposed if one.receipt.transfer else 0.0 for one in found["split"]]
-    reading = [one.receipt.transfer.seconds if one.receipt.transfer else 0.0 for one in found["split"]]
-    second = {side: Spread.of([one.second for one in found[side]]) for side in SIDES}
+def _first_token(what: str, answers: dict[str, list[Asked]]) -> list[Row]:
+    split, local = ([answer.ttft for answer in answers[side]] for side in SIDES)
+    exposed = [answer.receipt.transfer.exposed if answer.receipt.transfer else 0.0 for answer in answers["split"]]
+    reading = [answer.receipt.transfer.seconds if answer.receipt.transfer else 0.0 for answer in answers["split"]]
+    second = {side: Spread.of([answer.second for answer in answers[side]]) for side in SIDES}
     return [
         Row(
             f"first token, {what}",
@@ -240,21 +243,21 @@ def _first_token(what: str, found: dict[str, list[Asked]]) -> list[Row]:
 
 
 def _harm(side: str, length: int, rounds: list[_Round]) -> Row:
-    calm = [gap for one in rounds for gap in one.calm]
-    hurt = [gap for one in rounds for gap in one.gaps[length]]
+    calm = [gap for round_ in rounds for gap in round_.calm]
+    hurt = [gap for round_ in rounds for gap in round_.gaps[length]]
     beside = {
         f"p{share} {name}": (Spread.of([percentile(gaps, share / 100)]), "s")
         for share in (50, 99)
         for name, gaps in (("before", calm), ("during", hurt))
     }
-    worst = [percentile(one.gaps[length], 0.99) for one in rounds]
-    usual = [percentile(one.calm, 0.99) for one in rounds]
+    worst = [percentile(round_.gaps[length], 0.99) for round_ in rounds]
+    usual = [percentile(round_.calm, 0.99) for round_ in rounds]
     return Row(f"p99 interval of streams, {length} tokens, {side}", ratios(worst, usual), beside)
 
 
 def _phases(length: int, side: str, asked: list[Asked]) -> str:
     names = list(asked[0].receipt.phases)
-    medians = {name: Spread.of([one.receipt.phases[name] for one in asked]).median for name in names}
+    medians = {name: Spread.of([answer.receipt.phases[name] for answer in asked]).median for name in names}
     parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in medians.items())
     return f"phases in ms, {length} tokens, idle, {side}: {parts}"
 

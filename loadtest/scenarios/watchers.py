@@ -33,77 +33,78 @@ COUNT, TOKENS = 150, 900
 PER_MINUTE = 6000  # tokens of greedy: its jobs run a few at a time, or it would be their load that is measured
 LOOK_S = 0.5
 SETTLE_S = 3.0
-WAYS = ("alone", "jobs", "watchers")
+ATTACKS = ("alone", "jobs", "watchers")
 
 
-async def jobs(target: str, count: int, found: Counter[str]) -> None:
+async def jobs(target: str, count: int, outcomes: Counter[str]) -> None:
     """Keeps `count` jobs open, until it is cancelled."""
     async with AsyncClient(target, api_key=GREEDY) as client:
-        await asyncio.gather(*(_again(client, found, watched=False) for _ in range(count)))
+        await asyncio.gather(*(_again(client, outcomes, watched=False) for _ in range(count)))
 
 
-async def watchers(target: str, count: int, found: Counter[str]) -> None:
+async def watchers(target: str, count: int, outcomes: Counter[str]) -> None:
     """Keeps `count` jobs open and watches each, until it is cancelled. `found` counts tokens and errors."""
     async with AsyncClient(target, api_key=GREEDY) as client:
-        await asyncio.gather(*(_again(client, found, watched=True) for _ in range(count)))
+        await asyncio.gather(*(_again(client, outcomes, watched=True) for _ in range(count)))
 
 
-async def _again(client: AsyncClient, found: Counter[str], watched: bool) -> None:
+async def _again(client: AsyncClient, outcomes: Counter[str], watched: bool) -> None:
     while True:
         try:
             job = await client.submit([5, 6, 7], max_tokens=TOKENS, ignore_eos=True)
-            found["jobs"] += 1
+            outcomes["jobs"] += 1
             if watched:
                 async for piece in client.watch(job.job_id):
-                    found["tokens"] += len(piece.token_ids)
+                    outcomes["tokens"] += len(piece.token_ids)
             while True:
                 if (await client.job(job.job_id)).state != "open":
                     break
                 await asyncio.sleep(LOOK_S * 10)
         except TandemError as error:
-            found[error.reason] += 1
+            outcomes[error.reason] += 1
             await asyncio.sleep(LOOK_S)
 
 
-async def be_greedy(way: str, target: str, count: int) -> None:
+async def be_greedy(attack: str, target: str, count: int) -> None:
     """Until the standard input ends. Says when it has begun, and in the end what became of it."""
-    found: Counter[str] = Counter()
-    working = asyncio.ensure_future({"jobs": jobs, "watchers": watchers}[way](target, count, found))
+    outcomes: Counter[str] = Counter()
+    working = asyncio.ensure_future({"jobs": jobs, "watchers": watchers}[attack](target, count, outcomes))
     while True:
-        if found["jobs"] >= count or working.done():
+        if outcomes["jobs"] >= count or working.done():
             break
         await asyncio.sleep(LOOK_S)
-    await asyncio.sleep(SETTLE_S)  # what it costs to open so many calls at once is not what is measured
+    await asyncio.sleep(SETTLE_S)  # the cost of opening many calls at once is not measured
     print("begun", flush=True)
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)
     working.cancel()
-    print(", ".join(f"{number} {what}" for what, number in found.most_common()), flush=True)
+    print(", ".join(f"{number} {what}" for what, number in outcomes.most_common()), flush=True)
 
 
 @asynccontextmanager
-async def greedy(way: str, target: str, count: int, said: list[str]) -> AsyncIterator[None]:
-    if way == "alone":
+async def greedy(attack: str, target: str, count: int, lines: list[str]) -> AsyncIterator[None]:
+    if attack == "alone":
         yield
         return
-    command = [sys.executable, "-m", "loadtest", "watchers", "--greedy", way, target, "--count", str(count)]
-    async with beside(command, said):
+    command = [sys.executable, "-m", "loadtest", "watchers", "--greedy", attack, target, "--count", str(count)]
+    async with beside(command, lines):
         yield
 
 
 async def run(target: str, count: int, seconds: float, rounds: int) -> int:
     """Returns how many of polite's requests failed."""
-    found, said = {way: Polite() for way in WAYS}, {way: list[str]() for way in WAYS}
+    measured, lines = {attack: Polite() for attack in ATTACKS}, {attack: list[str]() for attack in ATTACKS}
     for _ in range(rounds):
-        for way in WAYS:
-            async with greedy(way, target, count, said[way]), served(target) as polite:
+        for attack in ATTACKS:
+            async with greedy(attack, target, count, lines[attack]), served(target) as polite:
                 await asyncio.sleep(seconds)
-            found[way].kept += polite.kept
-            found[way].failed += polite.failed
-    for way, polite in found.items():
+            measured[attack].kept += polite.kept
+            measured[attack].failed += polite.failed
+    for attack, polite in measured.items():
         quantiles = f"p50 {1000 * median(polite.kept):6.0f} ms  p99 {1000 * percentile(polite.kept, 0.99):6.0f} ms"
-        print(f"{way:>9}  {len(polite.kept):>5} requests  {quantiles}  failed {dict(polite.failed)}  {said[way][-1:]}")
-    return sum(polite.failed.total() for polite in found.values())
+        failed = f"failed {dict(polite.failed)}"
+        print(f"{attack:>9}  {len(polite.kept):>5} requests  {quantiles}  {failed}  {lines[attack][-1:]}")
+    return sum(polite.failed.total() for polite in measured.values())
 
 
 def main(
@@ -113,12 +114,12 @@ def main(
     greedy: Annotated[tuple[str, str] | None, typer.Option(metavar="WAY TARGET", hidden=True)] = None,
 ) -> int:
     if greedy:
-        way, target = greedy
-        asyncio.run(be_greedy(way, target, count))
+        attack, target = greedy
+        asyncio.run(be_greedy(attack, target, count))
         return 0
     with tempfile.TemporaryDirectory(prefix="tandem-watchers-") as folder:
         keys = Path(folder) / "keys"
         keys.write_text(f"greedy {GREEDY} tokens_per_minute={PER_MINUTE}\npolite {POLITE}\n")
-        given = settings.load(model=str(DEMO), port=0, api_keys=keys, kv_blocks=8192, max_tenant_jobs=10_000)
-        with LocalCluster(given, lambda line: print(line, file=sys.stderr)) as cluster:
+        overrides = settings.load(model=str(DEMO), port=0, api_keys=keys, kv_blocks=8192, max_tenant_jobs=10_000)
+        with LocalCluster(overrides, lambda line: print(line, file=sys.stderr)) as cluster:
             return 1 if asyncio.run(run(cluster.target, count, seconds, rounds)) else 0

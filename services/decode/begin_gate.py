@@ -1,8 +1,8 @@
 """Lets one request begin on a decode worker while no other request begins there.
 
 A request begins when it joins the engine, and has begun when the engine has sampled its next token. If the worker
-crashes while a request begins alone, that request is the cause, or the crash is a coincidence; the router draws its
-conclusion from that (services/router/execution/poison_requests.py).
+crashes while a request begins alone, either that request is the cause or the crash is a coincidence
+(services/router/execution/poison_requests.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BeginGate:
         self._empty.set()
         self._open = asyncio.Event()  # no request begins alone, or waits for it
         self._open.set()
-        self._turn = asyncio.Lock()  # of those that begin alone
+        self._alone = asyncio.Lock()  # held by the one that begins alone
 
     async def enter(self) -> ExitStack:
         """Waits while another request begins alone."""
@@ -31,7 +31,7 @@ class BeginGate:
     async def enter_alone(self) -> ExitStack:
         """Waits for those that begin alone, in their order, keeps new requests out, and waits for those that begin
         already. The caller bounds the wait."""
-        await self._turn.acquire()
+        await self._alone.acquire()
         self._open.clear()
         try:
             await self._empty.wait()
@@ -56,4 +56,4 @@ class BeginGate:
 
     def _reopen(self) -> None:
         self._open.set()
-        self._turn.release()
+        self._alone.release()

@@ -1,4 +1,4 @@
-"""Reads from a prefill worker that serve no request: how fast a link is, and whether anything arrives over it."""
+"""Reads from a prefill worker that serve no request: they measure a link's speed, or verify that it works."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROBE_WAIT_S = 10.0  # for another probe of this worker to end
 class Probes:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._count = itertools.count(1)
 
     async def speed(self, peer: Peer) -> float:
         """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
         Raises Busy, and what the transport raises."""
         most = PROBE_BYTES // self._worker.layout.block_bytes
-        async with self._in_turn():
+        async with self._locked():
             async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
                 return await measure_link(self._worker.transport, peer, blocks, PROBE_TIMEOUT_S)
 
@@ -44,10 +44,10 @@ class Probes:
 
     @asynccontextmanager
     async def _blocks(self, peer: Peer, count: int) -> AsyncIterator[list[int]]:
-        """Blocks that no request holds, whose content is lost. The reads into them are over when the block ends: see
+        """Free blocks, whose content is overwritten. All reads into them have ended when the block ends: see
         Transport.read."""
         loop, pool = self._worker.loop, self._worker.engine.pool
-        # A name that no other probe has or had: the blocks of one must not be freed by the end of another.
+        # A name used only once: the end of one probe must not free the blocks of another.
         owner = f"probe:{peer.worker_id}#{next(self._count)}"
         async with self._worker.in_progress(owner):
             try:
@@ -58,13 +58,13 @@ class Probes:
                 await loop.call(lambda: pool.drop(owner) if pool.owns(owner) else None)
 
     @asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
+    async def _locked(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(PROBE_WAIT_S):
-                await self._turn.acquire()
+                await self._lock.acquire()
         except TimeoutError as error:
             raise Busy("another probe of this worker's links is running", reason="PROBING", retry_after=1.0) from error
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()

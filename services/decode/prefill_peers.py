@@ -1,10 +1,10 @@
-"""The prefill workers that this decode worker reads from: connected before a request needs them, and not used while
+"""The prefill workers that this decode worker reads from: connected before a request needs them, and refused while
 their KV does not arrive.
 
     connect ─▶ usable ──a transfer fails──▶ refused at once, verified in the background ──a block arrives──▶ usable
 
-Verifying takes as long as a stalled link takes to show itself. A request that is refused meanwhile costs milliseconds
-and goes to another prefill worker.
+Verification takes as long as it takes to detect a stalled link. Requests are refused meanwhile, which costs
+milliseconds, and go to another prefill worker.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tandem.tasks import failed, once
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = structlog.get_logger(__name__)
-ANSWER_TIMEOUT_S = 5.0  # of a prefill worker that is asked for its peer
+ANSWER_TIMEOUT_S = 5.0  # of GetPeer
 CONNECT_TIMEOUT_S = 5.0  # of the KV plane
-VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications: doubled with each that fails
+VERIFY_MIN_S, VERIFY_MAX_S = 0.1, 5.0  # between two verifications; doubled after each failure
 Verify = Callable[[Peer], Awaitable[object]]
 
 
@@ -56,17 +56,17 @@ class PrefillPeer:
 class _Link:
     incarnation: Incarnation
     address: str
-    peer: Peer | None = None  # the latest description that was passed to the transport
+    peer: Peer | None = None  # as last passed to the transport
     connecting: asyncio.Task[PrefillPeer] | None = None
     users: int = 0
-    failed: TandemError | None = None  # why requests are refused; None: they are not
+    failed: TandemError | None = None  # why requests are refused; None: usable
     verifying: asyncio.Task[None] | None = None
     warming: asyncio.Task[None] | None = None
 
 
 class PrefillPeers:
-    """Connects to every prefill worker that the registry shows. `verify` reads something from a connected peer, and
-    raises a TandemError when nothing arrives."""
+    """Connects to every prefill worker in the registry. `verify` reads a block from a connected peer, and raises a
+    TandemError when it does not arrive."""
 
     def __init__(self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify) -> None:
         self._transport = transport
@@ -77,9 +77,9 @@ class PrefillPeers:
 
     @asynccontextmanager
     async def using(self, worker_id: str, incarnation: str, address: str) -> AsyncIterator[PrefillPeer]:
-        """The connected prefill worker, which is not forgotten until the block ends. Raises IncompatibleLayout,
-        StaleTransfer (the worker has another incarnation by now), WorkerLost, and TransferFailed when it cannot be
-        connected, or at once when transfers from it failed and it has not been verified since."""
+        """The connected prefill worker, kept until the block ends. Raises IncompatibleLayout, StaleTransfer (the worker
+        has another incarnation now), WorkerLost, and TransferFailed when it cannot be connected, or at once when a
+        transfer from it has failed and it has not been verified since."""
         link = self._link((worker_id, incarnation), address)
         link.users += 1
         try:
@@ -88,12 +88,12 @@ class PrefillPeers:
             link.users -= 1
 
     def failed(self, prefill: PrefillPeer, error: TransferFailed) -> None:
-        """A transfer from it failed: it is refused until a block has arrived in the background."""
+        """A transfer from it has failed: refuses it until a background verification succeeds."""
         if link := self._links.get(prefill.incarnation):
             self._refuse(link, error)
 
     async def follow(self, view: WorkerLiveness) -> None:
-        """Keep up with the registry, until cancelled."""
+        """Follows the registry, until cancelled."""
         async for _ in view.updates():
             records = {key: record for key, record in view.incarnations.items() if record.role == "prefill"}
             for link in [link for key, link in self._links.items() if key not in records and not link.users]:
@@ -105,7 +105,7 @@ class PrefillPeers:
             self._channels.keep_only({link.address for link in self._links.values()})
 
     async def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends the background tasks."""
         for link in list(self._links.values()):
             await self._forget(link)
 
@@ -121,8 +121,8 @@ class PrefillPeers:
         if task is None or failed(task):
             task = self._begin(link)
         try:
-            with calling(link.incarnation[0]):  # the attempt is cancelled when the worker is forgotten
-                return await asyncio.shield(task)  # a cancelled request must not cancel the connection of all
+            with calling(link.incarnation[0]):  # the connect is cancelled when the worker is forgotten
+                return await asyncio.shield(task)  # a cancelled request must not cancel the shared connect
         except TransferFailed as error:
             self._refuse(link, error)
             raise
@@ -133,12 +133,12 @@ class PrefillPeers:
             link.verifying = once(self._verified(link), name=f"verify {link.incarnation[0]}")
 
     async def _verified(self, link: _Link) -> None:
-        """Until a block has arrived from the worker, or another incarnation of it is known."""
+        """Repeats the verification until a block arrives, or the worker has another incarnation or layout."""
         pause_s = VERIFY_MIN_S
         log.warning("source.refused", source=link.incarnation[0], error=link.failed and link.failed.message)
         while True:
             try:
-                await self._verify((await self._begin(link)).peer)  # connected anew: its agent may have restarted
+                await self._verify((await self._begin(link)).peer)  # reconnects: its agent may have restarted
                 break
             except (StaleTransfer, IncompatibleLayout) as error:
                 link.failed = error
@@ -195,7 +195,7 @@ class PrefillPeers:
     async def _forget(self, link: _Link) -> None:
         self._links.pop(link.incarnation, None)
         if link.peer is not None:
-            self._transport.forget(link.peer)  # ends a verification's read, too
+            self._transport.forget(link.peer)  # also ends a verification's read
         for task in (link.connecting, link.warming, link.verifying):
             if task and not task.done():
                 task.cancel()

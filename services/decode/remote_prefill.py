@@ -54,14 +54,15 @@ from tandem.tasks import once
 from tandem.telemetry.metrics import Transfer
 from tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 
-DEADLINE_SLACK_S = 0.02  # an error within this time of the caller's deadline is taken for its passing
-TRANSFER_SPAN = "kv.transfer"  # the span
+DEADLINE_SLACK_S = 0.02  # an error this close to the caller's deadline counts as its expiry
+TRANSFER_SPAN = "kv.transfer"
 
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """What a prefill left behind once the first token is out. `finish`: the first token is the last one. `watch`: the
-    engine has the sequence, since `joined_at` (monotonic seconds); None where a prefill worker ended the request."""
+    """The state after a prefill whose first token has been emitted. `finish` is set if the first token is the last one.
+    `watch`: the engine's stream of the sequence, which joined at `joined_at` (monotonic seconds); None where the
+    prefill worker's token ended the request."""
 
     finish: Finish | None = None
     watch: SequenceStream | None = None
@@ -71,7 +72,7 @@ class PrefillResult:
 
 
 class RemotePrefill:
-    """Has the prompts of a decode worker computed on prefill workers."""
+    """Sends the prompts of a decode worker to prefill workers and reads the KV."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class RemotePrefill:
         """Gets the KV of a sequence with reserved blocks from the prefill worker that the call names, emits the first
         token meanwhile, and lets the engine run the sequence. Raises errors for the router: see `from_below`.
 
-        `held` frees what the request holds on this worker. If reads must still be ended it is emptied here, and its
-        content closed when they have ended.
+        `held` frees what the request holds on this worker. If reads are still in flight at the end, its content is
+        moved to the cleanup, which closes it when they have ended.
         """
         reserved_at = monotonic()
         async with AsyncExitStack() as using:
@@ -131,7 +132,7 @@ class RemotePrefill:
         call.span.part(TRANSFER_SPAN, stream.opened_at, monotonic() - stream.opened_at, _attributes(stats))
         metrics.moved(stats.transport, stats.bytes, stats.seconds)
         metrics.prompt(sequence.cached, remote=len(sequence.tokens) - sequence.cached)
-        # Not earlier: the source held these blocks, unchanged, until every byte had been read and verified.
+        # Only now: the source has confirmed that it held these blocks until every byte had been read and verified.
         beginning = await self._gate.enter()
         try:
             watch = await self._worker.loop.join(sequence, first_token)
@@ -197,7 +198,8 @@ class PrefillStream:
             return self._first
 
     async def finish(self) -> TransferStats:
-        """Until every block has arrived and the source has confirmed that it held all of them. After `first_token`."""
+        """Waits until every block has arrived and the source has confirmed that it held them all. After
+        `first_token`."""
         with self._errors():
             while not self._last:
                 await self._read()
@@ -207,7 +209,7 @@ class PrefillStream:
             return stats
 
     def close(self) -> None:
-        """Ends the stream, and with it the lease on the source's blocks. The receiver is left to the caller."""
+        """Ends the stream, and with it the lease on the source's blocks. The caller ends the receiver."""
         if self._call is not None:
             self._call.cancel()
         if self._watching is not None:
@@ -282,15 +284,15 @@ class PrefillStream:
 
 
 def _check_adapter(opened: prefill_pb2.Opened, sequence: Sequence) -> None:
-    """Before its first token is sent on: the prefill worker must compute with the adapter of this worker."""
+    """The prefill worker must use this worker's adapter; checked before its first token is passed on."""
     if opened.adapter_fingerprint != sequence.fingerprint:
         raise IncompatibleLayout("it computes with another adapter of the same name, or with none")
 
 
 def from_below(error: TandemError, source: str, *, began: bool = False, expired: bool = False) -> TandemError:
-    """An error of the hop below, for the hop above: what the router needs to know is whom to avoid and whether to try
-    again, which it reads from the class and the reason. `began`: the prefill worker had taken the request. `expired`:
-    the caller's own deadline has passed; any other time limit is ours, and no reason to give the request up."""
+    """Translates an error of the prefill worker for the router, which reads from class and reason which worker to avoid
+    and whether to retry. `began`: the prefill worker had accepted the request. `expired`: the caller's own deadline has
+    passed; any other expired time limit is an internal one, and the request may be retried."""
     message = f"{source}: {error.message}"
     if isinstance(error, DeadlineExceeded) and not expired:
         return TransferFailed(message)
@@ -300,17 +302,17 @@ def from_below(error: TandemError, source: str, *, began: bool = False, expired:
         return StepFailed(message, reason="PREFILL_STEP_FAILED")
     if isinstance(error, WorkerLost) and began:
         return Unavailable(message, reason="PREFILL_LOST")
-    # Dead before, restarted, draining, it revoked the transfer, or it cannot take this one.
+    # It was dead already, restarted, drains, revoked the transfer, or has no room.
     if isinstance(error, Unavailable | PreconditionFailed | Busy):
         return Unavailable(message, reason="PREFILL_REFUSED")
     return error
 
 
 def _ends_at_once(sequence: Sequence, token: int) -> Finish | None:
-    """Whether the first token is also the last. The sequence itself takes the token when it joins."""
+    """Why the sequence ends with its first token; None if it goes on. The token is appended when the sequence joins."""
     if token in sequence.stop_ids:
         return Finish.STOP
-    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.limit else None
+    return Finish.LENGTH if len(sequence.tokens) + 1 >= sequence.max_len else None
 
 
 def _first_token(

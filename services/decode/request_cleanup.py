@@ -1,9 +1,9 @@
 """Frees what a request holds on this decode worker when its call ends: finished, failed, or cancelled because a client
 disconnected or the router was lost.
 
-Held are an adapter's slot, the entry among the requests in progress, and KV blocks. They are freed in reverse order,
-but blocks into which a transfer may still write only after its reads have ended, which can take a transport long. The
-request fails at once; its blocks stay held, and in the ledger, until then.
+A request holds an adapter slot, an entry among the requests in progress, and KV blocks. They are freed in reverse
+order. Blocks into which a transfer may still write are freed only after its reads have ended, which can take long; the
+request fails at once, and its blocks stay held, and in the ledger, until then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.errors import TandemError
 from tandem.tasks import once
 
 log = structlog.get_logger(__name__)
-ABORT_WAIT_S = 0.25  # most reads end within this time after they were aborted, and the caller waits for it
+ABORT_WAIT_S = 0.25  # the caller waits this long for aborted reads; most end within it
 
 
 class RequestCleanup:
@@ -36,8 +36,8 @@ class RequestCleanup:
         held.push_async_callback(self._worker.loop.drop, sequence.id)
 
     async def after_abort(self, name: str, receiver: Receiver, held: AsyncExitStack) -> None:
-        """Aborts the transfer, and closes `held` when nothing can write into the blocks any more. Returns then, or
-        after ABORT_WAIT_S while it goes on in the background."""
+        """Aborts the transfer, and closes `held` when no read can write into the blocks any more. Returns after
+        ABORT_WAIT_S at the latest; the abort continues in the background."""
         task = once(self._abort(name, receiver, held), name=f"abandon {name}")
         await asyncio.wait({task}, timeout=ABORT_WAIT_S)
 
@@ -46,7 +46,7 @@ class RequestCleanup:
         try:
             await receiver.abort()
         except Exception as error:  # noqa: BLE001, it is logged
-            # Fail closed: a read that may still write must not reach another request's KV.
+            # Fail closed: a read that may still be in flight must not write into another request's KV.
             log.error("transfer.not_ended", request=name, error=str(error), note="its blocks stay held")
             self._stuck.append(held)
             return

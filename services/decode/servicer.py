@@ -38,8 +38,8 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.tasks import end, forever
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
-# A crash of this process loses what gRPC was given to send less than so long before. The router must know that a
-# request began alone before it can crash this worker, and that it has begun before another one can.
+# A crash of this process may lose messages that gRPC was given less than this time before. The router must learn that a
+# request begins alone before the request can crash this worker, and that it has begun before another one can.
 SENT_S = 0.05
 
 
@@ -110,7 +110,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             )
 
     async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:
-        """Until the first token of a prompt that this worker computes, or an end without a token."""
+        """Computes the prompt on this worker, up to its first token or an end without a token."""
         joined_at = monotonic()
         watch = await self._worker.loop.join(sequence, None)
         steps = await watch.next()
@@ -139,7 +139,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             scores = await asyncio.to_thread(prompt_logprobs_to, sequence)
             message.tokens.prompt_logprobs.CopyFrom(scores or common_pb2.Logprobs())
         await call.emit(message)
-        if call.request.alone:  # the next one may crash this process
+        if call.request.alone:  # the next request may crash this process
             await asyncio.sleep(SENT_S)
         return PrefillResult(steps[-1].progress.finish, watch, joined_at)
 
@@ -195,7 +195,7 @@ def _sequence(
         id=f"sequence:{request.request_id}/{request.attempt}",
         tokens=sequence_tokens(request.token_ids, request.prompt_tokens, vocab_size),
         prompt_len=request.prompt_tokens,
-        limit=request.prompt_tokens + request.max_tokens,
+        max_len=request.prompt_tokens + request.max_tokens,
         stop_ids=frozenset(request.stop_token_ids),
         sampling=sampling,
         grammar=grammar,
@@ -219,8 +219,8 @@ def _tokens(sequence: Sequence, steps: list[StepOutput]) -> decode_pb2.DecodeRes
     if not sampled:
         return None
     tokens = decode_pb2.Tokens(
-        # Of the first of them: `len(sequence.tokens)` may be ahead, because the engine does not wait for readers.
-        position=sampled[0].done,
+        # Not derived from `len(sequence.tokens)`, which may be ahead: the engine does not wait for readers.
+        position=sampled[0].num_computed,
         token_ids=[progress.token for progress in sampled if progress.token is not None],
         logprobs=logprobs_to(progress.logprob for progress in sampled),
         preemptions=sequence.preemptions,
@@ -242,8 +242,8 @@ def _ended(sequence: Sequence, finish: Finish, report: common_pb2.TransferReport
 async def start(
     settings: Settings, worker_id: str, report: Callable[[str], None], engine: EngineThread | None = None
 ) -> Worker:
-    """A ready decode worker, with an engine that another life has released or a new one. Raises CheckpointRefused and
-    SettingsError before anything listens, PreconditionFailed for an engine that only prefills."""
+    """A ready decode worker, with an engine that another incarnation has released, or a new one. Raises
+    CheckpointRefused and SettingsError before it listens, PreconditionFailed for an engine that only prefills."""
     if engine is not None and not engine.engine.config.generates:
         raise PreconditionFailed("this engine was built without what the settings say of decoding", reason="PREFILLS")
     engine = engine or await load_engine(settings, report)
@@ -253,7 +253,7 @@ async def start(
 
 
 class DecodeWorker(Worker):
-    """A Worker that also follows the prefill pool, to be connected before a request needs it."""
+    """A Worker that follows the prefill pool and connects to each of its workers before a request needs it."""
 
     async def start(self, services: list[str]) -> None:
         read = block_reader(self.engine.pages)

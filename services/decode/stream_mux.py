@@ -1,11 +1,12 @@
 """Multiplexes the token streams of one router onto one gRPC stream, the Feed call: one message for a step, however many
-streams moved, and for several steps where they follow one another faster than the router wants messages.
+streams got tokens, or for several steps when they are shorter than the interval that the router has set.
 
     Decode   ... first token ▶ │ put ─┐
     Decode   ... first token ▶ │ put ─┼▶ StreamMux ▶ one message ▶ services/router/execution/stream_mux.py
     Decode   ... first token ▶ │ put ─┘
 
-A message costs both sides far more than what is in it: one for each token and stream took as long as computing them.
+A message costs both sides far more than its content: one message per token and stream took as long as computing the
+tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class StreamMux:
     """The events that one router has not received yet. Bounded by what its streams may still generate."""
 
     def __init__(self, interval_s: float) -> None:
-        """`interval_s` is the least time between two messages, but for a message in which a stream ends."""
+        """`interval_s` is the minimum time between two messages; a message in which a stream ends is sent at once."""
         self._interval_s = interval_s
         self._sent_at = -math.inf
-        self._timer: asyncio.TimerHandle | None = None  # when the waiting events are sent
+        self._timer: asyncio.TimerHandle | None = None  # sends the waiting events
         self._events: list[decode_pb2.DecodeResponse] = []
         self._latest: dict[int, decode_pb2.DecodeResponse] = {}  # of them, by lane
         self._wake = asyncio.Event()
         self.closed = False
 
     def put(self, event: decode_pb2.DecodeResponse) -> None:
-        """Tokens are appended to those of their stream that wait already: a router that is behind gets several steps at
-        once. Raises Unavailable when the router no longer listens: a token that goes nowhere is not to be generated."""
+        """Queues an event. Tokens are merged with waiting tokens of the same stream, so a slow router receives several
+        steps at once. Raises Unavailable when the router no longer listens, which ends the generation."""
         if self.closed:
             raise _not_open()
         latest = self._latest.get(event.lane)
@@ -49,7 +50,7 @@ class StreamMux:
         elif self._timer is None and not self._wake.is_set():
             loop = asyncio.get_running_loop()
             if self._sent_at + self._interval_s <= loop.time():
-                self._wake.set()  # `messages` runs after all streams that the same step has woken
+                self._wake.set()  # `messages` runs after all tasks that the same step has woken
             else:
                 self._timer = loop.call_at(self._sent_at + self._interval_s, self._wake.set)
 
@@ -79,7 +80,7 @@ class StreamMux:
 
 
 def _appended(tokens: decode_pb2.Tokens, event: decode_pb2.DecodeResponse) -> bool:
-    """Appends the event's tokens, if they follow. A gap stays a gap, for the router to find."""
+    """Appends the event's tokens if they follow directly. A gap is left in place; the router detects it."""
     position = tokens.position
     if not event.HasField("tokens") or event.tokens.position != position + len(tokens.token_ids):
         return False

@@ -3,9 +3,9 @@
     Prefill(stream)   opened ▶ ready(blocks 0-3) ▶ ready(4-7) ▶ first_token ▶ ready(8, last) ▶ ... open until released
     ReleaseTransfer                                                                         ▶ "held until now", once
 
-Blocks are freed on release, when the stream ends for any other reason (the caller cancelled, its deadline passed), and
-when keepalive finds the caller's machine gone, which ends the stream. Revoking comes before freeing, always: a release
-that comes later must not say yes for blocks that somebody else may have by then.
+Blocks are freed on release, or when the stream ends for any other reason (the caller cancelled, its deadline passed,
+or keepalive found its machine gone). The ticket is always revoked before the blocks are freed: a later release must not
+succeed for blocks that may belong to another sequence by then.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         adapter: LoraSlot | None,
         span: Span,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Compute, announce, and hold the blocks until they are released."""
+        """Computes and announces the blocks, and holds them until they are released."""
         worker = self._worker
         ticket = self._sender.open(request.request_id)
         owner = f"transfer:{ticket.transfer_id}#{ticket.generation}"
@@ -101,14 +101,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         owner: str,
         span: Span,
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Run the prompt; announce blocks as they become final, and the first token as soon as it is sampled."""
+        """Runs the prompt; announces blocks as they become final, and the first token as soon as it is sampled."""
         pool = self._worker.engine.pool
         tokens = sequence_tokens(request.token_ids, request.prompt_tokens, self._worker.engine.model.vocab_size)
         sequence = Sequence(
             id=owner,
             tokens=list(tokens),
             prompt_len=request.prompt_tokens,
-            limit=len(tokens) + 1,
+            max_len=len(tokens) + 1,
             stop_ids=frozenset(request.stop_token_ids),
             sampling=sampling,
             grammar=grammar,
@@ -135,8 +135,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 span.phase("prefill_queue", arrived, timing.queue_seconds)
                 span.phase("prefill_compute", first_step, timing.compute_seconds)
                 yield first
-            # A full block is final. The last, partial one is final when the prompt is: nothing is appended here.
-            final = len(contexts) if finished else latest.done // pool.block_size
+            # Full blocks are final. The last, partial block is final when the prompt is: nothing is appended here.
+            final = len(contexts) if finished else latest.num_computed // pool.block_size
             if final > announced or finished:
                 for start in range(announced, max(final, announced + 1), part):
                     end = min(start + part, final)
@@ -151,7 +151,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.ReleaseTransferRequest, context: grpc.aio.ServicerContext
     ) -> prefill_pb2.ReleaseTransferResponse:
         ticket = Ticket(request.transfer_id, request.generation, request.incarnation)
-        self._sender.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until this line
+        self._sender.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until now
         self._released[ticket].set()
         return prefill_pb2.ReleaseTransferResponse()
 
@@ -208,8 +208,8 @@ def _first_token(
 async def start(
     settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineThread | None = None
 ) -> Worker:
-    """A ready prefill worker, with an engine that another life has released or a new one. Raises CheckpointRefused and
-    SettingsError before anything listens."""
+    """A ready prefill worker, with an engine that another incarnation has released, or a new one. Raises
+    CheckpointRefused and SettingsError before it listens."""
     engine = engine or await load_engine(settings, say, generates=settings.flips)
     worker = Worker("prefill", settings, worker_id, engine)
     read = block_reader(engine.engine.pages)

@@ -1,4 +1,4 @@
-"""The path of one request, through whichever door it came.
+"""The path of one request, from gRPC, HTTP or a job.
 
 message ─▶ tenant ─▶ parse and validate (preprocess) ─▶ Request ─▶ the tenant's limits ─▶ completions (execution)
 client  ◀─ started, deltas, finished ◀─ output queue ◀─────────────────────────────────────┘
@@ -63,9 +63,9 @@ class Generation:
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields started, deltas, finished. The caller closes the generator when it stops reading.
 
-        `remaining_s` is the time until the client's deadline, None where it set none. `authorization` is the header
-        with its key, where `tenant` is not known yet. `past` are the events that earlier attempts of a job kept; the
-        message is then one that `fixed` returned. `headers` may name the request's trace.
+        `remaining_s` is the time until the client's deadline, None if it set none. `authorization` is the header with
+        its key, where `tenant` is not known yet. `past` are the stored events of a job's earlier attempts; the message
+        is then one that `fixed` returned. `headers` may name the request's trace.
         """
         arrived = monotonic()
         longest_s = self._settings.request_timeout_s
@@ -97,15 +97,15 @@ class Generation:
                             yield event
 
     async def fixed(self, message: generation_pb2.GenerateRequest, tenant: ApiKey) -> generation_pb2.GenerateRequest:
-        """The same message with nothing left open: its prompt as token ids, its seed, its limits. Raises what
-        `generate` raises before it starts."""
+        """The same message with everything determined: the prompt as token ids, the seed, the limits. Raises the errors
+        that `generate` raises before it starts."""
         request = await self._build(message, tenant)
         fixed = generation_pb2.GenerateRequest()
         fixed.CopyFrom(message)
         fixed.request_id, fixed.priority = request.request_id, request.priority
         fixed.token_ids.ids[:] = request.tokens
         fixed.sampling.seed, fixed.sampling.max_tokens = request.sampling.seed, request.max_tokens
-        if request.sampling.HasField("grammar"):  # that of a forced call is made from the chat, which is tokens now
+        if request.sampling.HasField("grammar"):  # a forced call's grammar is built from the chat, which is tokens now
             fixed.sampling.grammar.CopyFrom(request.sampling.grammar)
         return fixed
 
@@ -142,8 +142,8 @@ class Generation:
 
 
 def apply_tenant(tenant: ApiKey, request: Request) -> None:
-    """Bounds the request's priority, and salts its prefix hashes so that no other tenant can tell from the time to a
-    first token which prompts this one sent."""
+    """Bounds the request's priority, and salts its prefix hashes so that no other tenant can infer from the time to
+    first token which prompts this tenant has sent."""
     if tenant.name:
         most_urgent = DEFAULT_PRIORITY if tenant.limits.priority is None else tenant.limits.priority
         request.priority = max(request.priority, most_urgent)

@@ -1,4 +1,4 @@
-"""The router: text in, text out. Knows no torch. This file builds its parts, starts and stops them."""
+"""The router: builds its parts, starts and stops them. It never imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
-from services.router.frontend.dashboard import Dashboard, Goal, Seen
+from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
@@ -48,13 +48,13 @@ from tandem.telemetry.metrics_server import Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
-MAX_LOOP_BLOCKED_S = 30.0  # that the event loop may be blocked; then the process ends, to be started again
-CHANNELS_PER_SLICE = 64  # channels that are looked at before the streams have their turn again
-EXPIRY_BEATS = 4  # so many after the record of a dead worker has expired, its absence is certain
+MAX_LOOP_BLOCKED_S = 30.0  # of the event loop; then the process ends, to be restarted
+CHANNELS_PER_SLICE = 64  # channels that are checked before the event loop serves streams again
+EXPIRY_BEATS = 4  # heartbeats after the expiry of a dead worker's record, after which its absence is certain
 
 
 class Router:
-    """One incarnation of one router process."""
+    """One incarnation of a router."""
 
     can_switch_role = False  # its role cannot be switched: it has no engine
 
@@ -69,7 +69,7 @@ class Router:
         self.tracing = tracing.of_process(settings, "router", worker_id)
         self.model = ServedModel(self.view, settings.adapters)
         self.offload = Offload(settings.queue_timeout_s)
-        self.feeds = StreamMuxes(self.channels, settings.stream_interval_s)
+        self.muxes = StreamMuxes(self.channels, settings.stream_interval_s)
         self.prefixes = PrefixIndex(self.view, self.channels)
         self.scheduler = RequestScheduler(self.view, settings.queue_timeout_s, _routing_config(settings))
         self.metrics = RouterMetrics(settings, worker_id, self.scheduler.waiting)
@@ -98,7 +98,7 @@ class Router:
     def _build_generation(self, tokenizer: Tokenizer) -> Generation:
         settings = self.settings
         poison = PoisonCheck(self.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
-        runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.feeds, poison)
+        runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.muxes, poison)
         usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
         return Generation(
@@ -135,7 +135,7 @@ class Router:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.bodies = BodyReader(self.rate_limits, self.offload, settings.max_prompt_bytes)
         self.dashboard = Dashboard(
-            Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._seen, admin, keys
+            Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
         self.http = Server(api.app(*self.dashboard.routes(), keys=keys), settings)
@@ -175,7 +175,7 @@ class Router:
         await end(self._indexing)
         await self._heartbeat.stop()
         await self.view.stop()
-        await self.feeds.close()
+        await self.muxes.close()
         await self.channels.close()
         await self.journal.close()
         self.offload.close()
@@ -197,18 +197,18 @@ class Router:
             arrived=self.scheduler.arrived,
         )
 
-    def _seen(self) -> Seen:
+    def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
         outcomes = self.metrics.outcomes()
         running, waiting = self.generation.running, self.scheduler.waiting()
-        return Seen(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
+        return RouterState(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
-        """Ends this process, to be started again: one of its doors is shut for good."""
+        """Ends this process, to be restarted: one of its servers has failed."""
         fail(self._ended, InternalError(f"{self.worker_id} broke: {error}"))
 
     async def _follow(self) -> None:
-        """Connect to workers before a request needs them, and hang up on those that are gone."""
+        """Connects to workers before a request needs them, and closes channels to those that are gone."""
         async for _ in self.view.updates():
             incarnations = self.view.incarnations.values()
             addresses = {record.address for record in incarnations if record.role != "router"}

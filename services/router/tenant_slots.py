@@ -26,16 +26,16 @@ class TenantSlots:
             self.give(tenant)
 
     async def take(self, tenant: str) -> None:
-        """Waits for a slot, which is to be given back."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(mine)
+        """Waits for a slot; the caller returns it with `give`."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(slot)
         self._serve()
         try:
-            await mine
+            await slot
         except BaseException:
-            if mine.cancel() or mine.cancelled():  # while it waited
+            if slot.cancel() or slot.cancelled():  # while it waited
                 self._serve()
-            else:  # its turn came at the same moment
+            else:  # it was assigned at the same moment
                 self.give(tenant)
             raise
 

@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message sent or read. Well above what a router accepts, so that its own answer is what the caller sees."""
 
 
-# A call is tried again only while the server has not answered at all: gRPC commits a call at its first response.
+# A call is retried only while the server has sent nothing: gRPC commits a call at its first response.
 # Scaling and draining change the cluster, so they are tried once.
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -56,9 +56,9 @@ def _channel_options(target: str) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own: another one may get another router
-        ("grpc.http2.max_pings_without_data", 0),  # a long prefill is silent; the pings must go on
-        # This machine is never behind the proxy that the environment may name.
+        ("grpc.use_local_subchannel_pool", 1),  # a separate connection, which may reach another router
+        ("grpc.http2.max_pings_without_data", 0),  # during a long prefill nothing is sent except pings
+        # Ignores a proxy in the environment.
         ("grpc.enable_http_proxy", 0 if host in ("localhost", "127.0.0.1", "::1") else 1),
     ]
 
@@ -72,7 +72,7 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a router is known, and what it is shown: PEM files. Without `ca` nothing is encrypted."""
+    """PEM files: the router's authority and the client's own certificate. Without `ca` nothing is encrypted."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -103,8 +103,8 @@ class _Connection:
     _grpc: ClassVar[Any]  # grpc, or grpc.aio with the same names
 
     def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
-        """`target` is the router's HOST:PORT, `api_key` what it asks for, by default TANDEM_API_KEY of the environment;
-        `tls` by default as its TANDEM_TLS_CA says. Connects when it is first used."""
+        """`target` is the router's HOST:PORT; `api_key` defaults to TANDEM_API_KEY of the environment, `tls` to the
+        files in TANDEM_TLS_CA and others. Connects on first use."""
         self.target = target
         self._metadata = _metadata(api_key)
         credentials, options = (tls or Tls.of_environment()).credentials(), _channel_options(target)

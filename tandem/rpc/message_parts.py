@@ -22,10 +22,10 @@ class _Malformed(Exception):
 
 
 def check_parts(data: bytes, method: str, most: int = MOST_PARTS) -> None:
-    """Raises InvalidRequest where the request of a method, by its path in gRPC, has more fields than `most`, those of
-    messages in it included. Bytes that are no message are left to the parser, which reads no further than here."""
-    found = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", "."))
-    waiting: list[Message] = [(0, len(data), found.input_type)]
+    """Raises InvalidRequest if the request of a method (its path in gRPC) has more fields than `most`, including those
+    of nested messages. Stops at bytes that cannot be parsed, where the parser stops as well."""
+    rpc = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", "."))
+    waiting: list[Message] = [(0, len(data), rpc.input_type)]
     left = most
     while waiting:
         left = _count(data, waiting.pop(), waiting, left)
@@ -36,7 +36,7 @@ def check_parts(data: bytes, method: str, most: int = MOST_PARTS) -> None:
 
 
 def _count(data: bytes, message: Message, inside: list[Message], left: int) -> int:
-    """What is left of `left` after the fields of one message; adds the messages in it to `inside`."""
+    """Returns `left` less the fields of one message; adds its nested messages to `inside`."""
     at, end, kind = message
     fields = kind.fields_by_number
     try:

@@ -1,4 +1,4 @@
-"""Builds a GenerateRequest from keyword options, and refuses what the wire cannot carry."""
+"""Builds a GenerateRequest from keyword options; refuses values that protobuf cannot represent."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def build_request(
 ) -> generation_pb2.GenerateRequest:
     """The message for these options. Raises InvalidRequest or TooLarge for what no message can hold."""
     request = generation_pb2.GenerateRequest()
-    given: dict[str, Any] = {**options, "n": n}
-    _set_input(request, prompt, given.pop("messages", None))
-    for name, value in given.items():
+    fields: dict[str, Any] = {**options, "n": n}
+    _set_input(request, prompt, fields.pop("messages", None))
+    for name, value in fields.items():
         if name not in Options.__annotations__ and name != "n":
             raise TypeError(f"build_request() got an unexpected keyword argument {name!r}")
         if value is not None:

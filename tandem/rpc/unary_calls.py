@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[Answer]):
-    """One unary call: where it goes, what it says, how long it may take (seconds), and how its answer is read."""
+    """One unary call: method, request, timeout in seconds, and how to read the answer."""
 
     path: str
     request: Any
@@ -84,7 +84,7 @@ def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Jo
         f"/{JOBS}/SubmitJobs",
         jobs_pb2.SubmitJobsRequest(requests=requests),
         jobs_pb2.SubmitJobsResponse,
-        lambda answer: [results.job(one) for one in answer.jobs],
+        lambda answer: [results.job(job) for job in answer.jobs],
     )
 
 

@@ -1,4 +1,4 @@
-"""Following a stream or a job: what was read so far, when to try again, and what a late answer means."""
+"""Following a stream or a job: the tokens read so far, retries, and late answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_WATCH_TRIES, MAX_WATCH_PAUSE_S = 20, 2.0
 
 
 class _Watching:
-    """Where a watcher of a job stands, and how long it waits for a router."""
+    """A job watcher's position, and its waits for a router."""
 
     def __init__(self, job_id: str, from_token: int) -> None:
         self._job_id = job_id
@@ -39,10 +39,10 @@ class _Watching:
 
     def after(self, error: grpc.RpcError) -> float:
         """Seconds until the next try. Raises what ends the watch."""
-        found = from_rpc(error)
+        translated = from_rpc(error)
         self._failures += 1
-        if not isinstance(found, Unavailable) or self._failures > MAX_WATCH_TRIES:
-            raise found from error
+        if not isinstance(translated, Unavailable) or self._failures > MAX_WATCH_TRIES:
+            raise translated from error
         return min(0.1 * float(2**self._failures), MAX_WATCH_PAUSE_S)
 
 

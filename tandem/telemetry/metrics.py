@@ -1,10 +1,10 @@
-"""All metrics by name. Seconds and bytes, prefix `tandem_`; labels say what kind of thing, never which request.
+"""All metrics by name. Seconds and bytes, prefix `tandem_`; labels name kinds, never a request.
 
     Metrics ── RouterMetrics    requests, from their arrival to their end
-            └─ WorkerMetrics    blocks, steps, transfers; what stands still between two scrapes is read when one comes
+            └─ WorkerMetrics    blocks, steps, transfers; gauges are read at each scrape
 
-A process has one object of these. `text()` is what it counted, each sample with the labels pool, worker and model;
-`serve` gives it to whoever asks, from a thread of its own.
+A process has one of these objects. `text()` has its samples, each with the labels pool, worker and model; `serve`
+serves them over HTTP, on a separate thread.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ STATES = ("starting", "ready", "draining")
 LONG_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-# What a request ends with that is neither done nor wrong: the cluster's doing.
+# Errors that the cluster has caused, not the request.
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
 class _Theirs(NamedTuple):
-    """A name of vLLM's for one of ours, or for the part of it with one value of a label."""
+    """vLLM's name for a metric of Tandem, or for the part of it with one value of a label."""
 
     name: str
     only: tuple[str, str] | None = None
 
 
-# With metrics_compat = vllm. Families without `_total`; the number of running sequences is made in WorkerMetrics.
+# With metrics_compat = vllm. Families without `_total`; WorkerMetrics computes the number of running sequences.
 VLLM: dict[str, tuple[_Theirs, ...]] = {
     "tandem_queue_depth": (_Theirs("vllm:num_requests_waiting"),),
     "tandem_kv_cache_usage_ratio": (_Theirs("vllm:kv_cache_usage_perc"),),
@@ -82,7 +82,7 @@ VLLM: dict[str, tuple[_Theirs, ...]] = {
 
 
 class _Exposed:
-    """What a process counted, with what the process is on every sample, and if asked for under vLLM's names as well."""
+    """The metrics of a process, with its labels on every sample, optionally also under vLLM's names."""
 
     def __init__(self, counted: CollectorRegistry, about: dict[str, str], *, vllm: bool) -> None:
         self._counted = counted
@@ -100,7 +100,7 @@ class _Exposed:
                 yield self._renamed(family, theirs)
 
     def _renamed(self, family: Metric, theirs: _Theirs) -> Metric:
-        """Summed over labels that theirs does not have."""
+        """Summed over the labels that vLLM's metric does not have."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
         for name, labels, value, *_ in family.samples:
             if (theirs.only is None or theirs.only in labels.items()) and not name.endswith("_created"):
@@ -112,7 +112,7 @@ class _Exposed:
 
 
 class Metrics:
-    """Of one process."""
+    """The metrics of one process."""
 
     def __init__(self, settings: Settings, pool: str, worker: str) -> None:
         self._settings = settings
@@ -129,7 +129,7 @@ class Metrics:
         return bytes(generate_latest(self._exposed))
 
     def serve(self) -> Served | None:
-        """Under /metrics, from a thread of its own; None where nobody wants it. Raises SettingsError when the port is
+        """Serves /metrics on a separate thread; None without `metrics_port`. Raises SettingsError when the port is
         taken."""
         host, port = self._settings.host, self._settings.metrics_port
         if port is None:
@@ -146,14 +146,14 @@ class Metrics:
 
 
 class Request:
-    """One that is being counted. Whoever closes the stream behind its last message has not cancelled it."""
+    """A request in progress. Closing the stream after its last message does not count as a cancellation."""
 
     complete = False
 
 
 class Tokens(Collector):
-    """The two that count every token, which the library's own would make its dearest part: each of those takes a lock.
-    Told on one thread only."""
+    """The two metrics that are updated with every token. The library's own classes take a lock for each update, which
+    would be the largest cost of a token. Updated on one thread only."""
 
     def __init__(self) -> None:
         self._generated = 0
@@ -161,7 +161,7 @@ class Tokens(Collector):
         self._seconds = 0.0
 
     def sent(self, tokens: int, gap_s: float | None) -> None:
-        """So many tokens are there for their client, so long after those before."""
+        """Tokens are ready for the client, `gap_s` after the previous ones; None for the first."""
         self._generated += tokens
         if gap_s is not None:
             self._gaps[bisect_left(TOKEN_BUCKETS, gap_s)] += 1
@@ -176,7 +176,7 @@ class Tokens(Collector):
 
 
 class RouterMetrics(Metrics):
-    """What a router sees of its requests. `waiting` says how many wait for a place now."""
+    """Metrics of a router. `waiting` returns how many requests wait for a place."""
 
     def __init__(self, settings: Settings, worker: str, waiting: Callable[[], int]) -> None:
         super().__init__(settings, "router", worker)
@@ -214,7 +214,7 @@ class RouterMetrics(Metrics):
 
     @contextmanager
     def request(self) -> Iterator[Request]:
-        """One request, from its arrival to its end, however it ends."""
+        """Counts one request, from its arrival to its end, however it ends."""
         began = monotonic()
         self._inflight.inc()
         outcome, reason = "ok", ""
@@ -240,7 +240,7 @@ class RouterMetrics(Metrics):
                 self._duration.observe(monotonic() - began)
 
     def outcomes(self) -> dict[str, int]:
-        """How many requests have ended how, since the start."""
+        """The number of requests by outcome, since the start."""
         counts: dict[str, int] = defaultdict(int)
         for family in self._requests.collect():
             for sample in family.samples:
@@ -249,7 +249,7 @@ class RouterMetrics(Metrics):
         return dict(counts)
 
     def finished(self, receipt: generation_pb2.Receipt) -> None:
-        """One completion."""
+        """Counts one completion."""
         path = common_pb2.Path.Name(receipt.path)
         self._ttft.labels(path.removeprefix("PATH_").lower()).observe(receipt.ttft_seconds)
         for phase in receipt.phases:
@@ -264,7 +264,7 @@ class RouterMetrics(Metrics):
 
 
 class Load(NamedTuple):
-    """What a worker is and has to do when it is asked."""
+    """A worker's state and load at a scrape."""
 
     state: str
     inflight: int  # requests
@@ -279,14 +279,14 @@ class Load(NamedTuple):
 
 
 class Transfer:
-    """One that is being counted, from the moment that its source has `opened` it."""
+    """A transfer in progress. It counts once its source has `opened` it."""
 
     opened = False
     committed = False
 
 
 class WorkerMetrics(Metrics):
-    """What a worker sees. `load` is asked at every scrape, from another thread; `step` is called on the engine's."""
+    """Metrics of a worker. `load` is called at every scrape, on another thread; `step` on the engine's thread."""
 
     def __init__(self, settings: Settings, pool: str, worker: str, load: Callable[[], Load]) -> None:
         super().__init__(settings, pool, worker)
@@ -320,14 +320,14 @@ class WorkerMetrics(Metrics):
         )
 
     def step(self, prompt_tokens: int, streams: int, seconds: float) -> None:
-        """The engine has made one, for so many prompt tokens and streams."""
+        """The engine has made a step over `prompt_tokens` tokens of prompts and `streams` streams."""
         if streams:
             self._steps.observe(seconds)
         if prompt_tokens:
             self._computed.inc(prompt_tokens)
 
     def prompt(self, local: int, remote: int = 0) -> None:
-        """Of one prompt so many tokens were not computed here."""
+        """`local` tokens of a prompt were cached here, `remote` ones were read from a prefill worker."""
         self._local.inc(local)
         self._remote.inc(remote)
 
@@ -338,23 +338,23 @@ class WorkerMetrics(Metrics):
 
     @contextmanager
     def transfer(self) -> Iterator[Transfer]:
-        """One, however it ends; one that its source has not opened is none."""
-        one, result, reason = Transfer(), "failed", "INTERNAL"
+        """Counts one transfer, however it ends, unless its source has not opened it."""
+        transfer, result, reason = Transfer(), "failed", "INTERNAL"
         try:
-            yield one
-            result, reason = "ok" if one.committed else "cancelled", ""
+            yield transfer
+            result, reason = "ok" if transfer.committed else "cancelled", ""
         except (GeneratorExit, asyncio.CancelledError):
-            result, reason = "ok" if one.committed else "cancelled", ""
+            result, reason = "ok" if transfer.committed else "cancelled", ""
             raise
         except TandemError as error:
             reason = error.reason
             raise
         finally:
-            if one.opened:
+            if transfer.opened:
                 self._transfers.labels(result, reason).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """What is read when somebody asks."""
+        """The metrics that are read at each scrape."""
         load = self._load()
         total = load.free + load.cached + load.held
         blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by who has them.", labels=["state"])

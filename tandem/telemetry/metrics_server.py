@@ -1,4 +1,4 @@
-"""An HTTP server for Prometheus, on a thread of its own."""
+"""An HTTP server for Prometheus, on a separate thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-SCRAPE_TIMEOUT_S = 10.0  # of a connection that says nothing
+SCRAPE_TIMEOUT_S = 10.0  # of a silent connection
 
 
 class _Handler(WSGIRequestHandler):
@@ -27,7 +27,7 @@ class _Server6(_Server):
 
 
 class Served:
-    """A port that gives the metrics of this process, until it is closed."""
+    """A port that serves the metrics of this process, until it is closed."""
 
     def __init__(self, server: WSGIServer, host: str) -> None:
         self.address = f"{host}:{server.server_port}"

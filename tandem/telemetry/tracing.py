@@ -1,14 +1,14 @@
-"""What happened to a request, as spans in all processes that it crossed: the only file that knows OpenTelemetry.
+"""Traces a request through every process that it crosses. The only file that imports OpenTelemetry.
 
     client ─traceparent─▶ router ─traceparent─▶ decode worker ─traceparent─▶ prefill worker        gRPC metadata
     span                  request, attempts     decode, kv.transfer          prefill
 
-The phases of the receipt are spans of the process that measured them, with the attribute `tandem.phase`; they are made
-when they are over, with the times that the receipt has. Nothing of a prompt or of an answer is in any span.
+The phases of the receipt are spans of the process that measured them, with the attribute `tandem.phase`; they are
+created when the phase is over, with the times of the receipt. No span contains text of a prompt or an answer.
 
-Spans are passed on by hand, as an argument: generators of one request run in several tasks, and a "current span" would
-be another one's in some. Where tracing is off every span is NO_SPAN, which does nothing and puts nothing on the wire.
-OpenTelemetry is imported when tracing is turned on.
+Spans are passed explicitly, as arguments: the generators of one request run in several tasks, and in some of them the
+"current span" would be another request's. Where tracing is off, every span is NO_SPAN, which records nothing and sends
+no metadata. OpenTelemetry is imported only when tracing is turned on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Tracer
 
-Headers = Callable[[], Iterable[tuple[str, Any]] | None]  # asked only where tracing is on
+Headers = Callable[[], Iterable[tuple[str, Any]] | None]  # called only where tracing is on
 Attributes = Mapping[str, Any]
 EXPORT_TIMEOUT_S = 5.0
-LAST_EXPORT_TIMEOUT_S = 3.0  # for what was not exported when a process ends
+LAST_EXPORT_TIMEOUT_S = 3.0  # for spans that were not exported when a process ends
 PHASE_ATTRIBUTE = "tandem.phase"
 PROPAGATED_HEADERS = ("traceparent", "tracestate")
 PATHS = {common_pb2.PATH_DISAGGREGATED: "disaggregated", common_pb2.PATH_LOCAL: "local"}
@@ -44,18 +44,18 @@ REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGT
 
 
 class Span:
-    """Something that took time. This one is nothing: not recorded, not sent on. As a context it ends by itself."""
+    """A timed operation. This base class is a no-op: neither recorded nor propagated. A `with` block ends the span."""
 
     headers: tuple[tuple[str, str], ...] = ()
-    """Metadata for the call with which another process goes on."""
+    """Metadata that carries the trace to the process called next."""
     trace_id = ""
 
     def __bool__(self) -> bool:
-        """Whether anything is recorded, so that what is only for that need not be made."""
+        """Whether the span is recorded; callers skip work that only a recorded span needs."""
         return False
 
     def begin(self, name: str, attributes: Attributes | None = None) -> Span:
-        """A part of it that begins now, in this process or by a call from here."""
+        """A child span that begins now."""
         return self
 
     def part(
@@ -66,16 +66,16 @@ class Span:
         attributes: Attributes | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """A part of it that is over, from `start` (of time.monotonic) on."""
+        """A child span that is over; it began at `start` (time.monotonic)."""
 
     def phase(self, name: str, start: float, seconds: float) -> None:
-        """A part of it that the receipt has, too."""
+        """As `part`, for a phase of the receipt."""
 
     def set(self, attributes: Attributes) -> None:
-        """Says more about it."""
+        """Adds attributes."""
 
     def answered(self, finished: generation_pb2.Finished) -> None:
-        """How a request ended, after the conventions for generative AI."""
+        """Adds how a request ended, by OpenTelemetry's conventions for generative AI."""
 
     def __enter__(self) -> Self:
         return self
@@ -83,37 +83,37 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends it, with `error` if that is one."""
+        """Ends the span, with `error` if there is one."""
 
 
 NO_SPAN = Span()
 
 
 class Tracing:
-    """One process's spans. This one makes none."""
+    """Creates the spans of one process. This base class creates none."""
 
     def serve(self, name: str, headers: Headers, attributes: Attributes | None = None) -> Span:
-        """A call that has come: it goes on with the caller's trace, if `headers` name one. To be used in the task of
-        this request alone, whose log lines have the trace's id from here on."""
+        """The span of an incoming call. Continues the caller's trace if `headers` name one. Call it in a task that
+        serves only this request: its log lines carry the trace id from here on."""
         return NO_SPAN
 
     def request(self, request: generation_pb2.GenerateRequest, model: str, headers: Headers) -> Span:
-        """The same for a request at the front door, after the conventions for generative AI."""
+        """As `serve`, for a client's request, by OpenTelemetry's conventions for generative AI."""
         return NO_SPAN
 
     def call(self, name: str, attributes: Attributes) -> Span:
-        """A call that goes out."""
+        """The span of an outgoing call."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Sends what was not sent yet, within some seconds."""
+        """Exports the remaining spans, within some seconds."""
 
 
 NO_TRACING = Tracing()
 
 
 def of_process(settings: Settings, role: str, worker_id: str) -> Tracing:
-    """As `otlp_endpoint` and `trace_ratio` say."""
+    """Configured by the settings `otlp_endpoint` and `trace_ratio`."""
     if settings.otlp_endpoint is None:
         return NO_TRACING
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -127,8 +127,8 @@ def of_process(settings: Settings, role: str, worker_id: str) -> Tracing:
 
 
 def exporting(exporter: SpanExporter, ratio: float, service: str, instance: str) -> Tracing:
-    """Spans that go to `exporter`: those of traces that were sampled where they began, and of `ratio` of those that
-    begin here."""
+    """Exports the spans of traces that were sampled where they began, and of a share `ratio` of those that begin
+    here."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -144,7 +144,7 @@ def exporting(exporter: SpanExporter, ratio: float, service: str, instance: str)
 
 
 def of_application() -> Tracing:
-    """For a client: as the application traces itself, if it does."""
+    """For a client: uses the application's tracer provider, if there is one."""
     if "opentelemetry.trace" not in sys.modules:
         return NO_TRACING
     from opentelemetry import trace
@@ -168,7 +168,7 @@ class _Tracing(Tracing):
         self.otel = trace
         self.tracer = tracer
         self.propagator = TraceContextTextMapPropagator()
-        self._nowhere = context.Context()  # else what calls us from the same process would be the parent
+        self._nowhere = context.Context()  # otherwise a caller in the same process would become the parent
         self._provider, self._exporter = provider, exporter
 
     def serve(self, name: str, headers: Headers, attributes: Attributes | None = None) -> Span:
@@ -183,7 +183,7 @@ class _Tracing(Tracing):
         operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
         span = self.serve(f"{operation} {model}", headers)
         if span:
-            span.set(_asked(request, model, operation))
+            span.set(_request_attributes(request, model, operation))
         return span
 
     def call(self, name: str, attributes: Attributes) -> Span:
@@ -196,7 +196,7 @@ class _Tracing(Tracing):
         ending.start()
         ending.join(LAST_EXPORT_TIMEOUT_S)
         if ending.is_alive():
-            self._exporter.shutdown()  # it tries again, and nobody is there
+            self._exporter.shutdown()  # the collector is gone; ends the exporter's retries
 
 
 class _Span(Span):
@@ -238,7 +238,7 @@ class _Span(Span):
 
     def answered(self, finished: generation_pb2.Finished) -> None:
         if self:
-            self.set(_answered(finished))
+            self.set(_answer_attributes(finished))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -257,15 +257,15 @@ class _Span(Span):
         span.set_status(self._tracing.otel.StatusCode.ERROR)
 
 
-def _asked(request: generation_pb2.GenerateRequest, model: str, operation: str) -> Attributes:
+def _request_attributes(request: generation_pb2.GenerateRequest, model: str, operation: str) -> Attributes:
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
 
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         names.GEN_AI_OPERATION_NAME: operation,
         names.GEN_AI_PROVIDER_NAME: "tandem",
         names.GEN_AI_REQUEST_MODEL: request.adapter or model,
     }
-    given = {
+    optional = {
         "max_tokens": names.GEN_AI_REQUEST_MAX_TOKENS,
         "temperature": names.GEN_AI_REQUEST_TEMPERATURE,
         "top_p": names.GEN_AI_REQUEST_TOP_P,
@@ -275,14 +275,14 @@ def _asked(request: generation_pb2.GenerateRequest, model: str, operation: str) 
         "n": names.GEN_AI_REQUEST_CHOICE_COUNT,
     }
     sampling = request.sampling
-    return said | {name: getattr(sampling, field) for field, name in given.items() if sampling.HasField(field)}
+    return attributes | {name: getattr(sampling, field) for field, name in optional.items() if sampling.HasField(field)}
 
 
-def _answered(finished: generation_pb2.Finished) -> Attributes:
+def _answer_attributes(finished: generation_pb2.Finished) -> Attributes:
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as names
 
     receipt = finished.receipt
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         names.GEN_AI_RESPONSE_ID: receipt.request_id,
         names.GEN_AI_RESPONSE_MODEL: receipt.adapter or receipt.model,
         names.GEN_AI_RESPONSE_FINISH_REASONS: [REASONS.get(finished.reason, "unknown")],
@@ -295,4 +295,4 @@ def _answered(finished: generation_pb2.Finished) -> Attributes:
         "tandem.attempts": receipt.attempts,
         "tandem.preemptions": receipt.preemptions,
     }
-    return said | ({"tandem.prefill_worker": receipt.prefill_worker} if receipt.prefill_worker else {})
+    return attributes | ({"tandem.prefill_worker": receipt.prefill_worker} if receipt.prefill_worker else {})

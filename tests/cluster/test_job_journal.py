@@ -40,7 +40,7 @@ def asked(*names: str, digest: str = "d") -> list[Asked]:
 
 async def connections(journal: JobJournal) -> int:
     """That all clients have open at the server."""
-    async with journal._reads.turn() as client:
+    async with journal._reads.connection() as client:
         return len(await client.client_list())
 
 
@@ -205,7 +205,7 @@ async def test_whose_job_is_cancelled_hears_of_it(kept: JobJournal) -> None:
     """With its next token. A job that has ended stays as it is, and one that nobody knows is not found."""
     await kept.submit(asked("/job", "/over"))
     await kept.end("/over", 1, JobState.FINISHED)
-    async with kept._reads.turn() as client:
+    async with kept._reads.connection() as client:
         assert 30_000 < await client.pttl(kept._job("/over")) <= 60_000, "it can be asked for as long as is said"
     for name in ("/job", "/over"):
         await kept.cancel(name)
@@ -230,10 +230,10 @@ async def test_an_ended_job_is_forgotten_after_a_while(kept: JobJournal) -> None
             await asyncio.sleep(0.01)
     with pytest.raises(NotFound):
         await brief.get("/job")
-    async with brief._writes.turn() as client:
+    async with brief._writes.connection() as client:
         await client.delete(brief._job("/gone"))
     await brief.release([("/left", 1)])
-    async with brief._writes.turn() as client:
+    async with brief._writes.connection() as client:
         await client.zadd(brief._open[0], {"/gone": 0})
     record = await brief.claim()
     assert record is not None

@@ -132,7 +132,7 @@ async def test_how_long_a_step_may_take_follows_from_the_engines_own_pace(
     pace: StepTime, prompt_tokens: int, context: int, most_s: float
 ) -> None:
     """Generous, but for a hang of a fast engine."""
-    sequence = SimpleNamespace(done=context - 1, grammar=None)
+    sequence = SimpleNamespace(num_computed=context - 1, grammar=None)
     engine: Any = SimpleNamespace(
         **{**vars(IDLE), "plan": [SimpleNamespace(sequence=sequence, tokens=1)]},
         pace=pace,
@@ -159,7 +159,7 @@ async def test_work_that_was_not_measured_has_its_time(
     prompt_rate: float, drafted: int, prompt_tokens: int, latent: bool, least_s: float
 ) -> None:
     """A healthy worker is not ended for it: not for a step that takes as long as its tokens as a prompt."""
-    sequences = [SimpleNamespace(done=19_999 if latent else 100, grammar=None) for _ in range(16)]
+    sequences = [SimpleNamespace(num_computed=19_999 if latent else 100, grammar=None) for _ in range(16)]
     engine: Any = SimpleNamespace(
         **{**vars(IDLE), "plan": [SimpleNamespace(sequence=one, tokens=1) for one in sequences]},
         pace=StepTime(0.01, 0.0, prompt_rate),
@@ -179,7 +179,7 @@ async def test_each_forward_of_a_drafter_has_its_own_time() -> None:
     engine: Any = SimpleNamespace(
         **{
             **vars(IDLE),
-            "plan": [SimpleNamespace(sequence=SimpleNamespace(done=9, grammar=None), tokens=1)],
+            "plan": [SimpleNamespace(sequence=SimpleNamespace(num_computed=9, grammar=None), tokens=1)],
             "speculation": SimpleNamespace(drafter=drafter, tokens=4),
         },
         pace=StepTime(0.01, 0.0, 1000.0),
@@ -201,7 +201,7 @@ async def test_each_forward_of_a_drafter_has_its_own_time() -> None:
 
 async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> None:
     """A step hangs after 2 s, one with a grammar, too; filling a mask may take longer and has bounds of its own."""
-    sequence = SimpleNamespace(done=100, grammar=object(), tokens=[7] * 30, prompt_len=10)
+    sequence = SimpleNamespace(num_computed=100, grammar=object(), tokens=[7] * 30, prompt_len=10)
     masks = SimpleNamespace(waits=0)
     engine: Any = SimpleNamespace(
         scheduler=SimpleNamespace(has_work=False),

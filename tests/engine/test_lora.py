@@ -52,7 +52,9 @@ def run(model: ModelRunner, asked: list[tuple[LoraSlot | None, list[int]]]) -> l
     """Greedy tokens of all of them in one engine, 24 tokens a step."""
     engine = Engine(model, EngineConfig(num_blocks=200, block_size=4, token_budget=24, max_running=24))
     sequences = [
-        Sequence(id=str(number), tokens=list(prompt), prompt_len=len(prompt), limit=len(prompt) + NEW, adapter=adapter)
+        Sequence(
+            id=str(number), tokens=list(prompt), prompt_len=len(prompt), max_len=len(prompt) + NEW, adapter=adapter
+        )
         for number, (adapter, prompt) in enumerate(asked)
     ]
     for sequence in sequences:

@@ -22,10 +22,10 @@ def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
     """Do what the engine does with a plan, without a model: every new token is 7. Whoever is planned has its blocks."""
     plan = scheduler.plan()
     pool = scheduler.pool
-    assert all(len(pool.table(one.id)) >= pool.blocks_for(one.done + count) for one, count in plan)
+    assert all(len(pool.table(one.id)) >= pool.blocks_for(one.num_computed + count) for one, count in plan)
     for one, count in plan:
-        one.done += count
-        if one.todo == 0 and one.append(7) is not None:
+        one.num_computed += count
+        if one.num_uncomputed == 0 and one.append(7) is not None:
             scheduler.remove(one)
             if not one.handoff:
                 scheduler.pool.drop(one.id)
@@ -51,10 +51,10 @@ def test_prompts_beside_streams_get_a_smaller_budget() -> None:
     scheduler.add(sequence("a", 10, first=10))
     assert [(chunk.sequence.id, chunk.tokens) for chunk in scheduler.plan(beside=lambda _: 4)] == [("a", 10)]
     scheduler.add(stream := sequence("stream", 2))
-    stream.done = 1
+    stream.num_computed = 1
     scheduler.running.append(scheduler.waiting.pop())
     scheduler.pool.take("stream", [], 2)
-    scheduler.running[0].done = 7
+    scheduler.running[0].num_computed = 7
     scheduler.add(sequence("b", 10, first=50))
     plan = scheduler.plan(beside=lambda _: 4)
     assert [(chunk.sequence.id, chunk.tokens) for chunk in plan] == [("stream", 1), ("a", 3), ("b", 1)]
@@ -85,9 +85,9 @@ def test_a_long_prompt_is_overtaken_by_no_more_than_its_own_length() -> None:
     for number in range(100):
         scheduler.add(sequence(f"short-{number}", 6, new=1, first=7 * number))
         before += sum(count for name, count in run_step(scheduler) if name != "long")
-        if long.done == 40:
+        if long.num_computed == 40:
             break
-    assert long.done == 40
+    assert long.num_computed == 40
     assert 20 < before <= 40 + 8  # the control: they did come before it
 
 
@@ -196,7 +196,7 @@ def test_who_comes_behind_a_preempted_stream_goes_on_in_the_same_step() -> None:
     for name, owned, done in (("old", 1, 4), ("young", 2, 5), ("handoff", 2, 7)):
         one = sequence(name, done + 1, first=100 * owned + done, handoff=name == "handoff")
         pool.take(name, [], owned)
-        one.done = done
+        one.num_computed = done
         scheduler.add(one)
     assert run_step(scheduler) == [("old", 1), ("handoff", 1)]
     assert [one.id for one in scheduler.waiting] == ["young"]
@@ -209,7 +209,7 @@ def test_drafts_take_only_what_is_left_over() -> None:
     for index, prompt in enumerate((6, 5)):
         scheduler.add(one := sequence(f"s{index}", prompt, new=12, first=10 * index))
         scheduler.plan()
-        one.done = prompt
+        one.num_computed = prompt
         one.append(7)
     plan = scheduler.plan()
     assert [chunk.tokens for chunk in plan] == [1, 1]
@@ -220,7 +220,7 @@ def test_drafts_take_only_what_is_left_over() -> None:
     assert scheduler.lend(plan, [8, 0]) == [8, 0]
     assert scheduler.lend(plan, [0, 8]) == [0, 2], "no block is free, two places are"
     assert scheduler.preemptions == 0
-    plan[0].sequence.limit = len(plan[0].sequence.tokens) + 2
+    plan[0].sequence.max_len = len(plan[0].sequence.tokens) + 2
     assert scheduler.lend(plan, [8, 0]) == [1, 0], "the step itself gives one token"
 
 
@@ -231,7 +231,7 @@ def test_drafts_and_tokens_together_keep_to_the_budget() -> None:
     for index in range(2):
         scheduler.add(one := sequence(f"s{index}", 5, new=40, first=10 * index))
         scheduler.plan()
-        one.done = 5
+        one.num_computed = 5
         one.append(7)
     assert scheduler.lend(scheduler.plan(), [6, 6]) == [6, 2]
 
@@ -242,7 +242,7 @@ def test_a_sequence_that_owns_blocks_goes_on_at_once() -> None:
     scheduler = Scheduler(pool, token_budget=8, max_running=4)
     one = sequence("here", 6)
     pool.take("here", [], 2)
-    one.done = 5
+    one.num_computed = 5
     scheduler.add(one)
     assert (scheduler.running, list(scheduler.waiting)) == ([one], [])
     assert run_step(scheduler) == [("here", 1)]
@@ -268,7 +268,7 @@ def test_a_prompt_is_scored_as_far_as_rows_of_logits_go() -> None:
     first = run_step(scheduler)
     assert first == [("a", EXTRA_LOGITS)]
     for one in scheduler.running:
-        one.prompt_logprobs += [None] * one.done  # type: ignore[list-item]
+        one.prompt_logprobs += [None] * one.num_computed  # type: ignore[list-item]
     assert run_step(scheduler) == [("a", 20), ("b", EXTRA_LOGITS - 19)]  # the last token of a prompt is not scored
 
 
@@ -279,7 +279,7 @@ def test_what_was_preempted_is_to_be_computed_again() -> None:
     run_step(scheduler)
     assert scheduler.backlog == 0
     scheduler.preempt(one)
-    assert scheduler.backlog == one.todo == 7
+    assert scheduler.backlog == one.num_uncomputed == 7
     assert scheduler.pool.held == 0
 
 
@@ -308,5 +308,5 @@ def test_everything_that_fits_alone_finishes(lengths: list[tuple[int, int]], blo
         assert pool.check() == []
         steps += 1
         assert steps < 5000
-    assert all(len(one.tokens) == one.limit for one in sequences)
+    assert all(len(one.tokens) == one.max_len for one in sequences)
     assert pool.held == 0

@@ -29,15 +29,15 @@ def test_the_shortest_sequence_and_one_that_was_resumed_are_fine() -> None:
     """One token of prompt and one to generate; generated tokens behind the prompt count as such."""
     assert sequence(1, 1, 2).generated == 0
     resumed = sequence(6, 4, 7)
-    assert (resumed.generated, resumed.todo) == (2, 6)
-    resumed.done = 5
-    assert resumed.todo == 1
+    assert (resumed.generated, resumed.num_uncomputed) == (2, 6)
+    resumed.num_computed = 5
+    assert resumed.num_uncomputed == 1
 
 
 def test_a_new_sequence_has_no_past() -> None:
     """Nothing is computed, cached, preempted, overtaken, drafted or scored."""
     one = sequence()
-    assert [one.done, one.cached, one.preemptions, one.overtaken, one.drafted, one.accepted] == [0] * 6
+    assert [one.num_computed, one.cached, one.preemptions, one.overtaken, one.drafted, one.accepted] == [0] * 6
     assert one.matcher is None
     assert one.prompt_logprobs == []
     assert not one.handoff
@@ -98,7 +98,7 @@ def test_positions_to_score_are_those_of_the_prompt_that_are_missing() -> None:
     assert one.to_score(12) == range(9)
     one.prompt_logprobs += [None] * 6  # type: ignore[list-item]
     assert one.to_score(12) == range(6, 9)  # after a preemption
-    one.done = 8
+    one.num_computed = 8
     assert one.to_score(1) == range(8, 9)
     assert len(one.to_score(0)) == 0
 

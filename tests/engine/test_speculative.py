@@ -103,12 +103,14 @@ def run(engine: Engine, work: list[Sequence]) -> dict[str, list[Any]]:
         for item in engine.step():
             said[item.sequence.id].append(item)
         assert engine.pool.check(live=list(engine.sequences)) == []
-        assert all(one.done < len(one.tokens) for one in engine.sequences.values())
+        assert all(one.num_computed < len(one.tokens) for one in engine.sequences.values())
     assert engine.pool.held == 0
     for one in work:
         tokens = [item for item in said[one.id] if item.token is not None]
         assert [item.token for item in tokens] == one.tokens[one.prompt_len :]
-        assert [item.done for item in tokens] == list(range(one.prompt_len, len(one.tokens))), "each at its position"
+        assert [item.num_computed for item in tokens] == list(range(one.prompt_len, len(one.tokens))), (
+            "each at its position"
+        )
         assert [item.finish is None for item in tokens] == [True] * (len(tokens) - 1) + [False]
     return said
 
@@ -345,7 +347,7 @@ def test_a_stop_token_inside_a_run_ends_it_there(llama: ModelRunner, least: int)
         (one,) = sequences([prompt], how, stop_ids=frozenset([free[place]]))
         said = run(build(llama, Oracle([plain.tokens, prompt + free], 0.0), tokens=16), [one])[one.id]
         assert one.tokens == plain.tokens
-        assert said[-1].finish is Finish.STOP or len(one.tokens) == one.limit
+        assert said[-1].finish is Finish.STOP or len(one.tokens) == one.max_len
 
 
 @pytest.mark.parametrize("new", range(1, 12))

@@ -122,7 +122,7 @@ def test_an_engine_keeps_its_steps_without_streams_as_short_as_it_is_told(checkp
         pace = StepTime(0.020, 0.001, 1000)
         engine = Engine(model, EngineConfig(num_blocks=100, block_size=4, token_budget=512, max_running=2), pace=pace)
         engine.alone_s = seconds
-        engine.add(Sequence(id="long", tokens=[7] * 300, prompt_len=300, limit=310))
+        engine.add(Sequence(id="long", tokens=[7] * 300, prompt_len=300, max_len=310))
         engine.step()
         assert engine.prompt_tokens == tokens
 
@@ -134,8 +134,8 @@ def test_an_engine_computes_prompts_beside_streams_for_as_long_as_it_is_told(che
         limits = {"num_blocks": 100, "block_size": 4, "token_budget": 512, "max_running": 2}
         config = EngineConfig(**limits, stretch=2.0, beside_s=beside_s)
         engine = Engine(model, config, pace=StepTime(0.020, 0.001, 1000))
-        engine.add(Sequence(id="stream", tokens=[7] * 4, prompt_len=4, limit=40))
+        engine.add(Sequence(id="stream", tokens=[7] * 4, prompt_len=4, max_len=40))
         engine.step()
-        engine.add(Sequence(id="long", tokens=[7] * 200, prompt_len=200, limit=210))
+        engine.add(Sequence(id="long", tokens=[7] * 200, prompt_len=200, max_len=210))
         engine.step()
         assert (engine.streams, engine.prompt_tokens) == (1, tokens)

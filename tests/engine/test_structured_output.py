@@ -46,7 +46,7 @@ def sequence(spec: GrammarSpec | None, text: str = "", *, stop_ids: tuple[int, .
         id=f"s{id(tokens)}",
         tokens=tokens,
         prompt_len=2,
-        limit=len(tokens) + 1000,
+        max_len=len(tokens) + 1000,
         stop_ids=frozenset(stop_ids),
         sampling=Sampling(grammar=spec, **how),
         grammar=_compiled(spec, BYTES) if spec else None,
@@ -79,7 +79,7 @@ def possible(one: Sequence) -> set[int]:
 def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b"", by: float = 5.0) -> tuple[str, bool]:
     """What a model that knows nothing writes under the grammar, and whether it came to an end. It prefers to close."""
     one = sequence(spec, temperature=1.0, seed=seed)
-    one.limit = 10_000
+    one.max_len = 10_000
     logits = torch.zeros(VOCAB)
     logits[EOS] = 5.0
     for byte in b'"]},:0123456789':
@@ -631,7 +631,7 @@ def test_tokens_are_to_the_grammar_what_they_are_to_the_reader(tmp_path: Path) -
     assert [texts[token].decode(errors="replace") for token in range(len(shown))] == shown
     assert {token for token in range(len(shown)) if not texts[token]} == special
     matcher = Matcher(_compiled(GrammarSpec("regex", "(.|\n)*"), Vocabulary(found)), [0])
-    one = Sequence(id="s", tokens=[9], prompt_len=1, limit=9, stop_ids=frozenset([0]))
+    one = Sequence(id="s", tokens=[9], prompt_len=1, max_len=9, stop_ids=frozenset([0]))
     bits = torch.zeros((1, 64), dtype=torch.int32)
     matcher.fill(one, bits, 0)
     allowed = set(np.flatnonzero(np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")).tolist())
@@ -644,7 +644,7 @@ def test_tokens_are_to_the_grammar_what_they_are_to_the_reader(tmp_path: Path) -
 def test_a_sequence_cannot_be_made_without_its_compiled_grammar() -> None:
     """Nobody can forget to compile: an unmasked stream would be a wrong answer."""
     with pytest.raises(ValueError, match="compiled"):
-        Sequence(id="s", tokens=[1], prompt_len=1, limit=5, sampling=Sampling(grammar=GrammarSpec("regex", "a")))
+        Sequence(id="s", tokens=[1], prompt_len=1, max_len=5, sampling=Sampling(grammar=GrammarSpec("regex", "a")))
 
 
 def test_no_token_of_a_masked_row_is_infinitely_likely() -> None:

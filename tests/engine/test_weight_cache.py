@@ -137,7 +137,7 @@ def test_the_length_alone_keeps_a_cut_file_out(
     """Without the header it still does; without both, tensors come back that are too short."""
     monkeypatch.setattr(weight_cache, "_header", lambda key, nbytes, digest: b"unchecked\n")
     if not checked:
-        monkeypatch.setattr(weight_cache, "_whole", lambda stat, nbytes: True)
+        monkeypatch.setattr(weight_cache, "_is_complete", lambda stat, nbytes: True)
     cache.get("key", SIZES, Maker())
     cut(only_file(cache))
     found = cache.get("key", SIZES, Maker())

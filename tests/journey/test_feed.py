@@ -180,13 +180,13 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]
     async with inside() as cluster:
-        feeds = cluster.router.feeds
+        feeds = cluster.router.muxes
 
         async def read(number: int) -> None:
             async for piece in cluster.client.stream(prompts[number], max_tokens=200, ignore_eos=True):
                 ids[number] += piece.token_ids
                 if all(len(one) > 3 for one in ids) and len(broken) == 0:
-                    broken.append(next(iter(feeds._feeds.values())))
+                    broken.append(next(iter(feeds._muxes.values())))
                     broken[0]._call.cancel()
                 if piece.receipt:
                     attempts[number] = piece.receipt.attempts

@@ -61,7 +61,7 @@ async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
 async def crash(router: Any) -> None:
     """Its process is gone: nothing is renewed, released or kept any more."""
     await end(router.job_runner._keeping)
-    for _, task in list(router.job_runner._mine.values()):
+    for _, task in list(router.job_runner._running.values()):
         await end(task)
 
 
@@ -513,7 +513,7 @@ async def test_a_router_that_lost_a_job_generates_no_more(
         job = await cluster.client.submit(prompt, max_tokens=900, ignore_eos=True)
         await kept._writes.client.hset(kept._job(f"/{job.job_id}"), "generation", 7)
         await begun.wait()
-        await until(lambda: not cluster.router.job_runner._mine)
+        await until(lambda: not cluster.router.job_runner._running)
         await cluster.freed()
         assert answers.count(Kept.LOST) == (told_by == "append")
         await kept.end(f"/{job.job_id}", 7, job_journal.JobState.CANCELLED)

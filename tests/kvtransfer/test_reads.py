@@ -29,7 +29,7 @@ def post(remote, now=0.0):
     read = remote.next_read()
     if read is None:
         return None
-    pairs = read.todo.popleft()
+    pairs = read.pending.popleft()
     read.flights.append(Flight("handle", pairs, now))
     return pairs[0][0]
 
@@ -89,8 +89,8 @@ def test_with_a_new_agent_batches_in_flight_are_posted_again_in_order_unless_the
     stopped.stop(TransferFailed("gone"), 0.0)
     going.requeue()
     stopped.requeue()
-    assert [pairs[0][0] for pairs in going.todo] == [1, 2, 3]
-    assert not stopped.todo
+    assert [pairs[0][0] for pairs in going.pending] == [1, 2, 3]
+    assert not stopped.pending
     assert not going.flights
     assert not stopped.flights
 
@@ -103,7 +103,7 @@ def test_a_reader_is_told_once_and_the_first_error_stays(remote):
     read.give_up(silent, 5.0)
     read.give_up(closed, 6.0)
     assert (read.error, read.stopped_at, told) == (silent, 5.0, [silent])
-    assert not read.todo
+    assert not read.pending
 
 
 def test_a_stopped_read_is_overdue_only_while_it_is_in_flight(remote):

@@ -142,8 +142,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("tandem/sampling.py", "top_p: float = 1.0", "top_p: float = 2.0"): "1 or more keeps every token",
     (
         "engine/core/scheduler.py",
-        "self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo > 1])",
-        "self._count_overtaken([chunk for chunk in plan if chunk.sequence.todo != 1])",
+        "self._count_overtaken([chunk for chunk in plan if chunk.sequence.num_uncomputed > 1])",
+        "self._count_overtaken([chunk for chunk in plan if chunk.sequence.num_uncomputed != 1])",
     ): "what is planned has at least one token to compute",
     ("kvtransfer/sender.py", "self._generation = 0", "self._generation = 1"): "only that they differ is promised",
     (

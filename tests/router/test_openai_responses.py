@@ -66,7 +66,7 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
     async def made() -> tuple[Any, float]:
         """The answer, and the least of three: a collection of garbage may lie in any of them."""
         answer = openai_responses.answer(body, "id", "m", TEXT, requests)
-        runs = [await longest(answer.whole(events())) for _ in range(3)]  # type: ignore[arg-type]
+        runs = [await longest(answer.collect(events())) for _ in range(3)]  # type: ignore[arg-type]
         return runs[0][0], min(worst for _, worst in runs)
 
     whole, worst = await made()

@@ -128,16 +128,16 @@ async def test_a_feed_that_serves_no_stream_is_closed_and_opened_again(monkeypat
     known, decode = stream_mux.StreamMuxes(channels, 0.0), WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 1, 1, 16, 64)
     async with asyncio.timeout(10):
         first = await known.of(decode)
-        with first.lane():
+        with first.substream():
             await asyncio.sleep(0.06)  # three times as long: nothing may happen in it
             assert await known.of(decode) is first
             assert not first.over
         await asyncio.wait({first.reading})
-        assert (len(known._feeds), worker.opened, worker.cancelled) == (0, 1, 1)
+        assert (len(known._muxes), worker.opened, worker.cancelled) == (0, 1, 1)
         second = await known.of(decode)
         assert second is not first
         await asyncio.wait({second.reading})  # it was asked for, and nobody took a lane
-        assert (len(known._feeds), worker.opened, worker.cancelled) == (0, 2, 2)
+        assert (len(known._muxes), worker.opened, worker.cancelled) == (0, 2, 2)
         third = await known.of(decode)
         third._close()
         assert await known.of(decode) is not third, "a feed that is being closed takes no stream"

@@ -14,7 +14,7 @@ PROMPTS = (3, 40, 150, 300)
 
 
 def book(chance: random.Random, count: int) -> list[dict[str, Any]]:
-    """So many requests: what `AsyncClient.stream` takes. Each has a seed, so each has one answer."""
+    """`count` requests as keywords of `AsyncClient.stream`. Each has a seed, so each has one answer."""
     texts = ["Return the", "Create a new", "Raised when", "class Queue:", "import os\n", "5 6 7"]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -30,7 +30,7 @@ def book(chance: random.Random, count: int) -> list[dict[str, Any]]:
         {"temperature": 1.0, "grammar": {"json_schema": SCHEMA}},
         {"temperature": 0.9, "cache_salt": "mine"},
     ]
-    found = []
+    requests = []
     for number in range(count):
         kind = kinds[number % len(kinds)]
         request = {"max_tokens": chance.choice(LENGTHS), "seed": number, **kind}
@@ -42,8 +42,8 @@ def book(chance: random.Random, count: int) -> list[dict[str, Any]]:
                 request["messages"] = [{"role": "user", "content": f"What does {chance.choice(texts)} do?"}]
             case _:
                 request["prompt"] = chance.choices(range(2, 2048), k=chance.choice(PROMPTS))
-        found.append(request)
-    return found
+        requests.append(request)
+    return requests
 
 
 def weights(requests: list[dict[str, Any]]) -> list[float]:
@@ -70,7 +70,7 @@ class Choice:
 
 
 class Answer:
-    """What a client has been told, and how it went."""
+    """The answer that a client has received, and its workers."""
 
     def __init__(self) -> None:
         self.choices: dict[int, Choice] = {}
@@ -92,41 +92,41 @@ class Answer:
     def same(self, other: Answer) -> bool:
         return self.choices == other.choices
 
-    def begins(self, whole: Answer) -> bool:
-        """Whether all of it stands at the beginning of another one."""
+    def begins(self, reference: Answer) -> bool:
+        """Whether it is a beginning of another answer."""
         return all(
-            (of := whole.choices.get(number)) is not None
-            and of.token_ids[: len(one.token_ids)] == one.token_ids
-            and of.text.startswith(one.text)
-            and of.logprobs[: len(one.logprobs)] == one.logprobs
-            for number, one in self.choices.items()
+            (of := reference.choices.get(number)) is not None
+            and of.token_ids[: len(choice.token_ids)] == choice.token_ids
+            and of.text.startswith(choice.text)
+            and of.logprobs[: len(choice.logprobs)] == choice.logprobs
+            for number, choice in self.choices.items()
         )
 
 
-def difference(said: Answer, whole: Answer) -> str:
-    for number, right in whole.choices.items():
-        one = said.choices.get(number, Choice())
+def difference(received: Answer, reference: Answer) -> str:
+    for number, right in reference.choices.items():
+        choice = received.choices.get(number, Choice())
         for name, wanted in asdict(right).items():
-            if (got := getattr(one, name)) != wanted:
+            if (got := getattr(choice, name)) != wanted:
                 return f"choice {number}, {name}: {got!r:.300} instead of {wanted!r:.300}"
-    return f"choices {sorted(said.choices)} instead of {sorted(whole.choices)}"
+    return f"choices {sorted(received.choices)} instead of {sorted(reference.choices)}"
 
 
-def violation(said: Answer, whole: Answer) -> str:
+def violation(received: Answer, reference: Answer) -> str:
     """Of an answer that differs: "lost" (only the beginning came), "duplicated" (everything came and then more, or a
     part of it twice) or "corrupt"."""
-    if said.begins(whole):
+    if received.begins(reference):
         return "lost"
-    for number, one in said.choices.items():
-        right = whole.choices.get(number, Choice()).token_ids
-        if len(one.token_ids) > len(right) or _repeats(one.token_ids, right):
+    for number, choice in received.choices.items():
+        right = reference.choices.get(number, Choice()).token_ids
+        if len(choice.token_ids) > len(right) or _repeats(choice.token_ids, right):
             return "duplicated"
     return "corrupt"
 
 
-def _repeats(said: list[int], right: list[int]) -> bool:
+def _repeats(received: list[int], right: list[int]) -> bool:
     """Whether a run of tokens came twice, and all others as they should."""
-    at = next((place for place, (a, b) in enumerate(zip(said, right, strict=False)) if a != b), None)
+    at = next((place for place, (a, b) in enumerate(zip(received, right, strict=False)) if a != b), None)
     return at is not None and any(
-        said[at : at + 4] == right[back : back + len(said[at : at + 4])] for back in range(at)
+        received[at : at + 4] == right[back : back + len(received[at : at + 4])] for back in range(at)
     )

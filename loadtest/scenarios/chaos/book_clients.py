@@ -24,15 +24,15 @@ Noted = Callable[[float, float], None]
 async def ask(
     client: AsyncClient,
     request: dict[str, Any],
-    said: Answer,
+    answer: Answer,
     job: bool = False,
     leave_after: int | None = None,
     gap: Noted = lambda start, end: None,
 ) -> None:
-    """One request, to its end or until so many pieces have come. Raises TandemError."""
+    """Reads one request to its end, or until `leave_after` pieces have arrived. Raises TandemError."""
     if job:
         submitted = await client.submit(**request)
-        said.job = True
+        answer.job = True
         pieces = client.watch(submitted.job_id)
     else:
         pieces = client.stream(**request, timeout=REQUEST_S)
@@ -43,14 +43,14 @@ async def ask(
             if before is not None and not job:
                 gap(before, now)
             before = now
-            said.add(piece)
+            answer.add(piece)
             count += 1
             if count == leave_after:
                 return
 
 
-async def lane(
-    target: str, requests: list[dict[str, Any]], whole: list[Answer], chance: random.Random, tally: Tally
+async def client_loop(
+    target: str, requests: list[dict[str, Any]], references: list[Answer], chance: random.Random, tally: Tally
 ) -> None:
     """One client: request after request, until it is cancelled."""
     often = weights(requests)
@@ -58,19 +58,19 @@ async def lane(
         async with AsyncClient(target) as client:
             for _ in range(EACH):
                 number = chance.choices(range(len(requests)), often)[0]
-                if not await _one(client, requests[number], whole[number], chance, tally):
+                if not await _request_once(client, requests[number], references[number], chance, tally):
                     break  # with another connection: this one may be broken
 
 
-async def _one(
-    client: AsyncClient, request: dict[str, Any], whole: Answer, chance: random.Random, tally: Tally
+async def _request_once(
+    client: AsyncClient, request: dict[str, Any], reference: Answer, chance: random.Random, tally: Tally
 ) -> bool:
     job, leaves = chance.random() < JOBS, chance.random() < LEAVES
-    said, began, registries = Answer(), monotonic(), tally.registries
+    received, began, registries = Answer(), monotonic(), tally.registries
     error: TandemError | None = None
     try:
         async with asyncio.timeout(2 * REQUEST_S):
-            await ask(client, request, said, job, chance.randint(1, 6) if leaves else None, tally.gap)
+            await ask(client, request, received, job, chance.randint(1, 6) if leaves else None, tally.gap)
     except NotFound as failed:
         kept = tally.registries == registries
         error = failed if kept else Unavailable(failed.message, reason=UNKEPT)
@@ -79,13 +79,16 @@ async def _one(
     except TimeoutError:
         error = InternalError(f"no end within {2 * REQUEST_S:.0f} s", reason=HUNG)
     ended = monotonic()
-    tally.served += [(ended, worker) for pair in said.workers for worker in pair if worker]
+    tally.served += [(ended, worker) for pair in received.workers for worker in pair if worker]
     if leaves and error is None:
         tally.outcomes["left in the middle"] += 1
-        if not said.begins(whole):
-            tally.violate(violation(said, whole), f"{request!s:.160}: what came differs: {difference(said, whole)}")
+        if not received.begins(reference):
+            tally.violate(
+                violation(received, reference),
+                f"{request!s:.160}: what came differs: {difference(received, reference)}",
+            )
         return True
-    tally.judge("job" if said.job else "submission" if job else "stream", request, said, whole, error)
+    tally.judge("job" if received.job else "submission" if job else "stream", request, received, reference, error)
     tally.longest_s = max(tally.longest_s, ended - began)
     tally.ended.append(ended)
     return error is None
@@ -93,9 +96,9 @@ async def _one(
 
 async def answered(target: str, requests: list[dict[str, Any]]) -> list[Answer]:
     """Each request's answer, one after another."""
-    found = []
+    answers = []
     async with AsyncClient(target) as client:
         for request in requests:
-            found.append(Answer())
-            await ask(client, request, found[-1])
-    return found
+            answers.append(Answer())
+            await ask(client, request, answers[-1])
+    return answers

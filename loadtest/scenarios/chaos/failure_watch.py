@@ -19,13 +19,13 @@ LOOK_S = 0.05
 
 
 class FailureWatch:
-    """Of one cluster. It also keeps the tasks that go on after the fault that began them."""
+    """Watches one cluster. It also owns the tasks that outlast the fault that started them."""
 
     def __init__(self, process: Process, target: str, tally: Tally) -> None:
         self._process, self._target, self._tally = process, target, tally
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asking: AsyncClient | None = None  # for what a router sees, many times a second
-        self._seen: list[Worker] | None = None  # the last of it; None where that router did not answer
+        self._workers: list[Worker] | None = None  # the last of it; None where that router did not answer
         self._hurt: dict[tuple[str, str], float] = {}  # id and incarnation of workers out of order, and until when
 
     async def over(self) -> None:
@@ -39,7 +39,7 @@ class FailureWatch:
         task.add_done_callback(self._tasks.discard)
 
     async def follow(self) -> None:
-        """Notes what the supervisor says of its workers, until cancelled."""
+        """Records the supervisor's events of workers, until cancelled."""
         while True:
             try:
                 line = await asyncio.to_thread(self._process.line, "event ", 1.0)
@@ -47,20 +47,20 @@ class FailureWatch:
                 continue
             event = json.loads(line)
             if event["kind"] in ("died", "failed", "stopped"):
-                for one in self._tally.detections:
-                    if not one.by and one.worker_id == event["worker_id"] and event["at"] >= one.at:
-                        one.known_at, one.by = event["at"], "supervisor"
+                for detection in self._tally.detections:
+                    if not detection.by and detection.worker_id == event["worker_id"] and event["at"] >= detection.at:
+                        detection.known_at, detection.by = event["at"], "supervisor"
 
     async def sample(self) -> None:
-        """Looks at what a router sees, until cancelled, and notes when a pool has no worker in order: then no stream
-        can go on."""
+        """Samples a router's view, until cancelled, and records when a pool has no working worker: then no stream can
+        continue."""
         try:
             while True:
                 before = monotonic()
                 await asyncio.sleep(LOOK_S)
-                self._seen, now = await self._ask(), monotonic()
-                if self._seen is not None:  # else the router that was asked is out of order itself
-                    fit = {worker.role for worker in self._seen if self._in_order(worker, now)}
+                self._workers, now = await self._ask(), monotonic()
+                if self._workers is not None:  # otherwise the router itself does not work
+                    fit = {worker.role for worker in self._workers if self._in_order(worker, now)}
                     self._tally.look(before, now, in_order=fit >= {"prefill", "decode"})
         finally:
             if self._asking is not None:
@@ -69,32 +69,35 @@ class FailureWatch:
     def detect(
         self, kind: str, fault: str, worker: Worker, at: float, recover: Callable[[], None] | None = None
     ) -> None:
-        one = Detection(kind, fault, worker.worker_id, worker.incarnation, at)
-        self._tally.detections.append(one)
-        self.later(self._known(one, recover))
+        detection = Detection(kind, fault, worker.worker_id, worker.incarnation, at)
+        self._tally.detections.append(detection)
+        self.later(self._known(detection, recover))
 
-    async def _known(self, one: Detection, recover: Callable[[], None] | None) -> None:
-        """Asks a router for its workers until this one is not ready there, or the supervisor has said that it ended.
-        One that cannot recover by itself and is ready after KNOWN_S is a violation, and recovers from outside."""
+    async def _known(self, detection: Detection, recover: Callable[[], None] | None) -> None:
+        """Asks a router for its workers until this one is not ready there, or the supervisor has reported its end. A
+        worker that cannot recover by itself and is still ready after KNOWN_S is a violation; `recover` ends it."""
         while True:
-            ready, now = self._ready(one), monotonic()
-            if ready is False and one.known_at is None:
-                one.known_at, one.by = now, "router"
-            if one.by == "supervisor" or (one.by and not recover):
+            ready, now = self._ready(detection), monotonic()
+            if ready is False and detection.known_at is None:
+                detection.known_at, detection.by = now, "router"
+            if detection.by == "supervisor" or (detection.by and not recover):
                 return
-            if now > one.at + KNOWN_S and (ready is not None or now > one.at + 2 * KNOWN_S):
+            if now > detection.at + KNOWN_S and (ready is not None or now > detection.at + 2 * KNOWN_S):
                 break
-            await asyncio.sleep(LOOK_S if one.known_at is None else 1.0)
-        if ready or one.known_at is None:
-            self._tally.violate("undetected", f"{one.fault} of {one.worker_id}: after {now - one.at:.0f} s it is ready")
+            await asyncio.sleep(LOOK_S if detection.known_at is None else 1.0)
+        if ready or detection.known_at is None:
+            self._tally.violate(
+                "undetected",
+                f"{detection.fault} of {detection.worker_id}: after {now - detection.at:.0f} s it is ready",
+            )
             if recover:
-                one.known_at, one.by = None, "nobody"
+                detection.known_at, detection.by = None, "nobody"
                 recover()
 
-    def _ready(self, one: Detection) -> bool | None:
-        """Whether a router takes this life of the worker for ready; None where no router or no worker is seen."""
-        states = {_life(worker): worker.state for worker in self._seen or []}
-        return states.get((one.worker_id, one.incarnation)) == "ready" if states else None
+    def _ready(self, detection: Detection) -> bool | None:
+        """Whether a router reports this incarnation of the worker as ready; None where no router answers."""
+        states = {_incarnation(worker): worker.state for worker in self._workers or []}
+        return states.get((detection.worker_id, detection.incarnation)) == "ready" if states else None
 
     async def _ask(self) -> list[Worker] | None:
         """The workers that a router sees; None where none answers within a second."""
@@ -111,22 +114,22 @@ class FailureWatch:
 
     def detect_while(self, worker: Worker, fault: str, at: float, seconds: float) -> None:
         """One that comes back meanwhile is ready again, so it is looked at only as long as it hangs."""
-        one = Detection("hang", fault, worker.worker_id, worker.incarnation, at)
-        self._tally.detections.append(one)
+        detection = Detection("hang", fault, worker.worker_id, worker.incarnation, at)
+        self._tally.detections.append(detection)
 
         async def look() -> None:
-            task = asyncio.create_task(self._known(one, None))
+            task = asyncio.create_task(self._known(detection, None))
             await asyncio.wait({task}, timeout=seconds)
             task.cancel()
 
         self.later(look())
 
     def _in_order(self, worker: Worker, now: float) -> bool:
-        return worker.state == "ready" and now > self._hurt.get(_life(worker), 0.0)
+        return worker.state == "ready" and now > self._hurt.get(_incarnation(worker), 0.0)
 
     def out_of_order(self, worker: Worker, until: float) -> None:
-        self._hurt[_life(worker)] = max(until, self._hurt.get(_life(worker), 0.0))
+        self._hurt[_incarnation(worker)] = max(until, self._hurt.get(_incarnation(worker), 0.0))
 
 
-def _life(worker: Worker) -> tuple[str, str]:
+def _incarnation(worker: Worker) -> tuple[str, str]:
     return worker.worker_id, worker.incarnation

@@ -63,27 +63,28 @@ class Faults:
         }
 
     def tree(self) -> list[psutil.Process]:
-        whole = psutil.Process(self._process.popen.pid)
-        return [whole, *whole.children(recursive=True)]
+        main = psutil.Process(self._process.popen.pid)
+        return [main, *main.children(recursive=True)]
 
     async def harm(self, names: Sequence[str]) -> str:
-        """One of these faults, at random. Says what it was; what the cluster cannot do at the moment is no fault."""
+        """Injects one of these faults, at random. Returns a description; a fault that is impossible now does not
+        count."""
         name = self._chance.choices(names, [FAULTS[name] for name in names])[0]
         self._tally.tried[name] += 1
         at = monotonic()
         try:
             async with AsyncClient(self.target) as client, asyncio.timeout(REFUSED_S + 2 * FREEZE_S):
-                said = await self._by_name[name](client)
+                outcome = await self._by_name[name](client)
         except (TandemError, TimeoutError, psutil.NoSuchProcess, OSError, NotStruck) as error:
             return f"{name}: did not strike: {error}"
-        if not any(one.fault == name and one.at >= at for one in self._tally.happened):
+        if not any(strike.fault == name and strike.at >= at for strike in self._tally.happened):
             self._struck(name, at, monotonic() - at)
-        return f"{name}: {said}"
+        return f"{name}: {outcome}"
 
     # ---- processes
 
     async def _kill(self, client: AsyncClient) -> str:
-        worker = self._one((await client.workers()).workers)
+        worker = self._random_worker((await client.workers()).workers)
         await self._end(worker, "kill")
         return worker.worker_id
 
@@ -97,13 +98,13 @@ class Faults:
 
     async def _pool(self, client: AsyncClient) -> str:
         role = self._chance.choice(["prefill", "decode"])
-        found = [one for one in (await client.workers()).workers if one.role == role]
-        if not found:
+        pool = [worker for worker in (await client.workers()).workers if worker.role == role]
+        if not pool:
             raise NotStruck("the pool is empty")
-        for one in found:
+        for worker in pool:
             with suppress(psutil.NoSuchProcess):
-                await self._end(one, "pool")
-        return f"{', '.join(one.worker_id for one in found)} killed"
+                await self._end(worker, "pool")
+        return f"{', '.join(worker.worker_id for worker in pool)} killed"
 
     async def _freeze(self, client: AsyncClient) -> str:
         return await self._stop_one(
@@ -114,7 +115,9 @@ class Faults:
         return await self._stop_one(client, "hiccup", self._chance.uniform(*HICCUP_S), ("prefill", "decode"))
 
     async def _stop_one(self, client: AsyncClient, fault: str, seconds: float, roles: tuple[str, ...]) -> str:
-        worker = self._one([one for one in (await client.workers()).workers if one.role in roles])
+        worker = self._random_worker(
+            [candidate for candidate in (await client.workers()).workers if candidate.role in roles]
+        )
         at = monotonic()
         await self._stop(psutil.Process(worker.pid), seconds)
         self.watch.out_of_order(worker, at + seconds)
@@ -181,7 +184,9 @@ class Faults:
         return f"refused: {second.last_words().strip().splitlines()[-1:]}"
 
     async def _drain(self, client: AsyncClient) -> str:
-        name = self._one([one for one in (await client.workers()).workers if one.role != "router"]).worker_id
+        name = self._random_worker(
+            [worker for worker in (await client.workers()).workers if worker.role != "router"]
+        ).worker_id
         await client.drain(name, self._chance.choice([0.0, 1.0, 5.0]))
         return name
 
@@ -195,46 +200,46 @@ class Faults:
         """gRPC works, and no KV comes from a prefill worker or to a decode worker."""
         seconds = self._chance.uniform(*SILENCE_S)
         workers = (await client.workers()).workers
-        one = self._one([worker for worker in workers if worker.role != "router"])
-        readers = [one] if one.role == "decode" else [worker for worker in workers if worker.role == "decode"]
-        peer = "" if one.role == "decode" else one.worker_id
+        target = self._random_worker([worker for worker in workers if worker.role != "router"])
+        readers = [target] if target.role == "decode" else [worker for worker in workers if worker.role == "decode"]
+        peer = "" if target.role == "decode" else target.worker_id
         orders = [self._order(reader, fault="kv-silent", seconds=seconds, peer=peer) for reader in readers]
-        self.watch.out_of_order(one, monotonic() + seconds)
+        self.watch.out_of_order(target, monotonic() + seconds)
         await self._first("kv-silent", orders, seconds)
-        return f"of {one.worker_id} for {seconds:.1f} s"
+        return f"of {target.worker_id} for {seconds:.1f} s"
 
     async def _kv_errors(self, client: AsyncClient) -> str:
-        readers = [one for one in (await client.workers()).workers if one.role == "decode"]
+        readers = [worker for worker in (await client.workers()).workers if worker.role == "decode"]
         how = self._chance.choice(["", "post", "completion"])
         orders = [self._order(reader, fault="kv-errors", seconds=ERRORS_S, share=0.25, at=how) for reader in readers]
         await self._first("kv-errors", orders, ERRORS_S)
         return f"one in four, at {how or 'post or completion'}, for {ERRORS_S:.0f} s"
 
     async def _step_fails(self, client: AsyncClient) -> str:
-        one = self._one([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
         at, error = self._chance.choice(["step", "forward"]), self._chance.choice(["oom", "runtime"])
-        self._struck("step-fails", await self._order(one, fault="step-fails", at=at, error=error))
-        return f"{one.worker_id}, {error} in the {at}"
+        self._struck("step-fails", await self._order(target, fault="step-fails", at=at, error=error))
+        return f"{target.worker_id}, {error} in the {at}"
 
     async def _step_hangs(self, client: AsyncClient) -> str:
-        one = self._one([worker for worker in (await client.workers()).workers if worker.role != "router"])
-        self._hang(one, "step-hangs", await self._order(one, fault="step-hangs"))
-        return one.worker_id
+        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        self._hang(target, "step-hangs", await self._order(target, fault="step-hangs"))
+        return target.worker_id
 
     async def _transport_dies(self, client: AsyncClient) -> str:
-        one = self._one([worker for worker in (await client.workers()).workers if worker.role != "router"])
+        target = self._random_worker([worker for worker in (await client.workers()).workers if worker.role != "router"])
         how = self._chance.choice(["", "hang"])
-        self._hang(one, "transport-dies", await self._order(one, fault="transport-dies", at=how))
-        return f"{one.worker_id}, its NIXL thread {'hangs' if how else 'ends'}"
+        self._hang(target, "transport-dies", await self._order(target, fault="transport-dies", at=how))
+        return f"{target.worker_id}, its NIXL thread {'hangs' if how else 'ends'}"
 
-    def _hang(self, one: Worker, fault: str, at: float) -> None:
+    def _hang(self, worker: Worker, fault: str, at: float) -> None:
         def recover() -> None:
             with suppress(psutil.NoSuchProcess):
-                psutil.Process(one.pid).kill()
+                psutil.Process(worker.pid).kill()
 
-        self.watch.out_of_order(one, at + KNOWN_S)
+        self.watch.out_of_order(worker, at + KNOWN_S)
         self._struck(fault, at)
-        self.watch.detect("hang", fault, one, at, recover)
+        self.watch.detect("hang", fault, worker, at, recover)
 
     async def _poison(self, client: AsyncClient) -> str:
         """A request that kills its worker must be stopped after three of them."""
@@ -259,8 +264,8 @@ class Faults:
                 try:
                     writer.write(json.dumps({**order, "within": within}).encode() + b"\n")
                     for line in (await reader.readline(), await reader.readline()):
-                        said = json.loads(line or "{}")
-                    fired = float(said["fired"])
+                        answer = json.loads(line or "{}")
+                    fired = float(answer["fired"])
                 except BaseException:
                     writer.close()
                     raise
@@ -272,7 +277,7 @@ class Faults:
     async def _note_silence(
         self, worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fired: float, seconds: float
     ) -> None:
-        """How long its reads waited for a KV plane that was silent, which the worker tells when it is over."""
+        """Records how long reads waited for a silent KV plane, which the worker reports when it is over."""
         waited = 0.0
         with suppress(TimeoutError, OSError, ValueError):
             async with asyncio.timeout(seconds + STRIKES_S):
@@ -284,9 +289,9 @@ class Faults:
             self._tally.detections.append(known)
 
     async def _first(self, fault: str, orders: list[Coroutine[Any, Any, float]], seconds: float) -> None:
-        """Until one of them has struck; it goes on for so long."""
+        """Waits until one of the orders has struck; the fault lasts `seconds`."""
         began = monotonic()
-        tasks = [asyncio.create_task(one) for one in orders]
+        tasks = [asyncio.create_task(order) for order in orders]
         left = set(tasks)
         while left:
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
@@ -304,7 +309,7 @@ class Faults:
     def _struck(self, fault: str, at: float, lasts: float = 0.0) -> None:
         self._tally.happened.append(Happened(fault, at, lasts))
 
-    def _one(self, workers: list[Worker]) -> Worker:
+    def _random_worker(self, workers: list[Worker]) -> Worker:
         if not workers:
             raise NotStruck("nobody is there")
         return self._chance.choice(sorted(workers, key=lambda worker: worker.worker_id))
@@ -340,7 +345,7 @@ def _gone(process: psutil.Process) -> None:
 
 
 def _is(process: psutil.Process, status: str) -> None:
-    """Until /proc says so, for a second. Raises NotStruck."""
+    """Waits until /proc shows it, for a second. Raises NotStruck."""
     until = monotonic() + 1.0
     while process.status() != status:
         if monotonic() > until:

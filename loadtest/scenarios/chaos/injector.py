@@ -186,7 +186,7 @@ class _Handle:
     """A descriptor list or a transfer of the real agent."""
 
     real: Any
-    agent_name: str  # that it belongs to, or that it reads from: `<worker id>@<life>`
+    agent_name: str  # that it belongs to, or that it reads from: `<worker id>@<incarnation>`
     held: Order | None = None  # why it was not posted
     held_at: float = 0.0
 
@@ -273,7 +273,7 @@ def harm_transport(injector: Injector) -> None:
 
 
 def listen(injector: Injector, path: Path) -> None:
-    """Takes orders at this socket, in threads of its own, as long as the process lives."""
+    """Accepts orders at this socket, on separate threads, as long as the process runs."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(str(path))
     server.listen()
@@ -310,12 +310,12 @@ async def start(
     role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: EngineThread | None = None
 ) -> Service:
     """As services.launch.start. An engine that was released is harmed already, and so is the transport."""
-    given: dict[str, Any] = {} if engine is None else {"engine": engine}
+    options: dict[str, Any] = {} if engine is None else {"engine": engine}
     if role == "router":
-        return await launch.start(role, settings, worker_id, say, **given)
+        return await launch.start(role, settings, worker_id, say, **options)
     if engine is None:
         harm_transport(_here)
-    service: Any = await launch.start(role, settings, worker_id, say, **given)
+    service: Any = await launch.start(role, settings, worker_id, say, **options)
     if engine is None:
         await service.loop.call(lambda: harm_engine(service.engine, _here))
         listen(_here, Path(os.environ[VARIABLE]) / f"{os.getpid()}.sock")

@@ -58,7 +58,7 @@ from loadtest.harness.options import AtOnce, Json, Quick, Seed, names, positive
 from loadtest.harness.processes import Process
 from loadtest.harness.stats import sparkline
 from loadtest.scenarios.chaos.answer_book import Answer, book
-from loadtest.scenarios.chaos.book_clients import answered, lane
+from loadtest.scenarios.chaos.book_clients import answered, client_loop
 from loadtest.scenarios.chaos.faults import FAULTS, Faults, environment
 from loadtest.scenarios.chaos.tally import Tally
 from tandem.async_client import AsyncClient
@@ -89,14 +89,14 @@ MOST_WRONG = 20  # then the run ends
 def up(settings: dict[str, object], sockets: Path, tally: Tally) -> Iterator[tuple[Process, str, str]]:
     """`tandem up`, where its routers listen, and its registry. A process that outlives it is leaked."""
     process = Process(["loadtest.scenarios.chaos.chaos_cluster"], environment(settings, sockets))
-    whole: list[psutil.Process] = []
+    children: list[psutil.Process] = []
     try:
         registry = process.line("registry ", START_S)
         yield process, process.line("ready "), registry
-        whole = psutil.Process(process.popen.pid).children(recursive=True)
+        children = psutil.Process(process.popen.pid).children(recursive=True)
     finally:
         process.stop(BACK_S)
-    left = [one for one in whole if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     if left:
         tally.violate("leaked", f"processes are left: {left}")
 
@@ -121,33 +121,33 @@ class Run:
         self._cluster, self._plan, self._faults, self._tally, self._say = cluster, plan, faults, tally, say
         self._chance = random.Random(plan.seed)
         self._requests = book(self._chance, plan.requests)
-        self._whole: list[Answer] = []
-        self._lanes: list[asyncio.Task[None]] = []
+        self._references: list[Answer] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._began = 0.0
 
     async def run(self) -> None:
         plan, tally = self._plan, self._tally
         await self._read_book()
-        limit = f"{plan.requests_total} requests" if plan.requests_total else f"{plan.minutes:g} minutes"
-        self._say(f"{limit} with faults, {plan.at_once} clients")
+        duration = f"{plan.requests_total} requests" if plan.requests_total else f"{plan.minutes:g} minutes"
+        self._say(f"{duration} with faults, {plan.at_once} clients")
         self._began = monotonic()
         async with AsyncExitStack() as stack:
             for number in range(plan.at_once):
                 chance = random.Random(f"{plan.seed}/{number}")
-                asked = lane(self._cluster.target, self._requests, self._whole, chance, tally)
-                self._lanes.append(asyncio.create_task(asked))
-            stack.push_async_callback(_cancelled, self._lanes)
+                client = client_loop(self._cluster.target, self._requests, self._references, chance, tally)
+                self._tasks.append(asyncio.create_task(client))
+            stack.push_async_callback(_cancelled, self._tasks)
             watching = [
                 asyncio.create_task(self._cluster.watch.follow()),
                 asyncio.create_task(self._cluster.watch.sample()),
             ]
             stack.push_async_callback(_cancelled, watching)
-            self._lanes += watching  # have no end either
+            self._tasks += watching  # have no end either
             shown = 0
             while self._goes_on():
                 await self._pause(self._chance.expovariate(1 / plan.every))
-                said = await self._cluster.harm(self._faults)
-                self._say(f"{said}  ({self._progress()})")
+                outcome = await self._cluster.harm(self._faults)
+                self._say(f"{outcome}  ({self._progress()})")
                 for text in tally.wrong[shown:]:
                     self._say(f"wrong: {text}")
                 shown = len(tally.wrong)
@@ -169,16 +169,16 @@ class Run:
 
     async def _read_book(self) -> None:
         self._say(f"the book: {len(self._requests)} requests, twice")
-        self._whole = await answered(self._cluster.target, self._requests)
+        self._references = await answered(self._cluster.target, self._requests)
         again = await answered(self._cluster.target, self._requests)
-        if [one.choices for one in again] != [one.choices for one in self._whole]:
+        if [answer.choices for answer in again] != [answer.choices for answer in self._references]:
             raise InternalError("the book's answers differ without a fault")
 
     async def _pause(self, seconds: float) -> None:
-        await asyncio.wait(self._lanes, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for one in self._lanes:
-            if one.done():
-                one.result()  # raises: a lane has no end
+        await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._tasks:
+            if task.done():
+                task.result()  # raises: these tasks have no end
 
     async def _calm(self) -> None:
         """The load alone, since all workers are ready."""
@@ -195,7 +195,9 @@ class Run:
         except InternalError as error:
             tally.violate("leaked", error.message)
             return
-        if [one.choices for one in await answered(target, self._requests)] != [one.choices for one in self._whole]:
+        if [answer.choices for answer in await answered(target, self._requests)] != [
+            answer.choices for answer in self._references
+        ]:
             tally.violate("corrupt", "the book's answers differ after it")
 
     def _draw(self) -> None:
@@ -221,14 +223,14 @@ async def ready_again(target: str) -> set[str]:
 
 
 async def whole_again(target: str, say: Callable[[str], None]) -> None:
-    """Pools as at the start, everybody ready, nothing held. Raises InternalError."""
+    """Waits for pools as at the start, all workers ready, nothing held. Raises InternalError."""
     began = monotonic()
     problem: object = "nothing was asked"
     while monotonic() < began + BACK_S:
         try:
             async with AsyncClient(target) as client:
                 await client.scale(prefill=POOLS["prefill"], decode=POOLS["decode"])
-                ready = Counter(one.role for one in (await client.workers()).workers if one.state == "ready")
+                ready = Counter(worker.role for worker in (await client.workers()).workers if worker.state == "ready")
                 audit = await client.audit()
             problem = dict(ready) if ready != POOLS else audit.to_dict()
             if ready == POOLS and audit.balanced and not any(ledger.held for ledger in audit.ledgers):
@@ -241,8 +243,8 @@ async def whole_again(target: str, say: Callable[[str], None]) -> None:
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for one in tasks:
-        one.cancel()
+    for task in tasks:
+        task.cancel()
     await asyncio.wait(tasks)
 
 
@@ -268,7 +270,7 @@ def main(
                 chance = random.Random(f"{plan.seed}/faults")
                 cluster = Faults(process, target, registry, Path(folder), chosen, chance, tally)
                 asyncio.run(Run(cluster, plan, faults, tally, say).run())
-    finally:  # a run that is ended early, or that ended its cluster, tells what it saw until then
+    finally:  # an aborted run, or one that ended its cluster, reports its results so far
         for line in tally.lines():
             say(line)
         if results:

@@ -32,7 +32,7 @@ class Happened:
 
 @dataclass
 class Detection:
-    """A worker that is out of order, until the supervisor or a router knows."""
+    """A failed worker, until the supervisor or a router detects it."""
 
     kind: str  # exit, hang or silence
     fault: str
@@ -74,22 +74,23 @@ class Tally:
         self,
         how: str,
         request: dict[str, Any],
-        said: Answer,
-        whole: Answer,
+        received: Answer,
+        reference: Answer,
         error: TandemError | None,
     ) -> None:
         """One request is over: `error` is None for a status of OK."""
         name = f"{how}: as it should be" if error is None else f"{how}: {type(error).__name__} {error.reason}"
         self.outcomes[name] += 1
-        self.resumed += error is None and said.attempts > 1
+        self.resumed += error is None and received.attempts > 1
         if error is None:
-            if not said.same(whole):
+            if not received.same(reference):
                 self.violate(
-                    violation(said, whole), f"{how} {request!s:.160}: status OK, but {difference(said, whole)}"
+                    violation(received, reference),
+                    f"{how} {request!s:.160}: status OK, but {difference(received, reference)}",
                 )
-        elif not said.begins(whole):
-            text = f"{how} {request!s:.160}: what came before {error!r} differs: {difference(said, whole)}"
-            self.violate(violation(said, whole), text)
+        elif not received.begins(reference):
+            text = f"{how} {request!s:.160}: what came before {error!r} differs: {difference(received, reference)}"
+            self.violate(violation(received, reference), text)
         elif error.reason == HUNG or (how == "stream" and isinstance(error, DeadlineExceeded)):
             self.violate("hung", f"{how} {request!s:.160}: {error.message}")
         elif isinstance(error, InternalError):
@@ -117,13 +118,15 @@ class Tally:
     def largest_gaps(self) -> dict[str, float]:
         """For each fault the longest silence of a stream while it struck, less the time in which a pool had no worker
         in order; of several at once, the one that struck when the silence began."""
-        found: dict[str, float] = {}
+        gaps: dict[str, float] = {}
         for start, end in self.gaps:
-            during = [one for one in self.happened if one.at <= end and start <= one.at + one.lasts + 1.0]
-            name = min(during, key=lambda one: abs(one.at - start)).fault if during else "no fault"
+            during = [
+                strike for strike in self.happened if strike.at <= end and start <= strike.at + strike.lasts + 1.0
+            ]
+            name = min(during, key=lambda strike: abs(strike.at - start)).fault if during else "no fault"
             bare = sum(max(0.0, min(end, until) - max(start, since)) for since, until in self.bare)
-            found[name] = max(found.get(name, 0.0), end - start - bare)
-        return dict(sorted(found.items()))
+            gaps[name] = max(gaps.get(name, 0.0), end - start - bare)
+        return dict(sorted(gaps.items()))
 
     def even_after(self) -> tuple[float | None, str]:
         """Seconds from calm to the first window since which each pool shares evenly (None: it never did), and the
@@ -140,11 +143,11 @@ class Tally:
         done = self.outcomes.total()
         counts = " ".join(f"{kind} {self.violations[kind]}" for kind in VIOLATIONS)
         bugs = self.internal.total() - self.internal[POISON]
-        found = [
+        lines = [
             f"{counts} INTERNAL {bugs} ({done} requests; {_counts(self.internal) or 'no INTERNAL at all'})",
             f"requests: {_counts(self.outcomes)}",
             f"faults: {len(self.happened)} struck of {self.tried.total()}: "
-            + _counts(Counter(one.fault for one in self.happened)),
+            + _counts(Counter(strike.fault for strike in self.happened)),
             f"{self.resumed} answers went on at another worker; the longest took {self.longest_s:.1f} s",
             *self._detection_lines(),
             "largest gap in a stream, but for time in which a pool had no worker in order: "
@@ -155,8 +158,8 @@ class Tally:
         if self.calm_since is not None:
             seconds, shares = self.even_after()
             when = "never" if seconds is None else f"{seconds:.0f} s"
-            found.append(f"load is shared evenly again after the last fault within: {when} ({shares})")
-        return found
+            lines.append(f"load is shared evenly again after the last fault within: {when} ({shares})")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""
@@ -166,13 +169,13 @@ class Tally:
             "violations": {kind: self.violations[kind] for kind in VIOLATIONS},
             "internal": self.internal,
             "tried": self.tried,
-            "faults": Counter(one.fault for one in self.happened),
-            "detections": [{**asdict(one), "seconds": one.seconds} for one in self.detections],
+            "faults": Counter(strike.fault for strike in self.happened),
+            "detections": [{**asdict(detection), "seconds": detection.seconds} for detection in self.detections],
             "largest_gaps": self.largest_gaps(),
             "largest_gap_s": max((end - start for start, end in self.gaps), default=0.0),
             "bare_s": sum(end - start for start, end in self.bare),
             "gaps": [[start, end] for start, end in self.gaps if end - start > 3.0],
-            "happened": [asdict(one) for one in self.happened],
+            "happened": [asdict(strike) for strike in self.happened],
             "even_after_s": seconds,
             "shares": shares,
             "resumed": self.resumed,
@@ -180,37 +183,37 @@ class Tally:
         }
 
     def _detection_lines(self) -> list[str]:
-        found = []
+        lines = []
         for kind, limit in LIMITS.items():
-            of = [one for one in self.detections if one.kind == kind]
-            took = sorted(one.seconds for one in of if one.seconds is not None)
+            of = [detection for detection in self.detections if detection.kind == kind]
+            took = sorted(detection.seconds for detection in of if detection.seconds is not None)
             if not of:
                 continue
             text = f"detection of {kind}: {len(took)} of {len(of)}"
             if took:
-                late = sum(one > limit for one in took)
+                late = sum(seconds > limit for seconds in took)
                 text += (
                     f", median {statistics.median(took):.2f} s, most {took[-1]:.2f} s, {late} later than {limit:g} s"
                 )
-            found.append(text)
-        return found
+            lines.append(text)
+        return lines
 
 
 def even_after(served: Iterable[tuple[float, str]], since: float, until: float) -> tuple[float | None, str]:
     after = [(at - since, worker) for at, worker in served if at >= since]
     names = sorted({worker for _, worker in after})
-    found: float | None = None
+    even_since: float | None = None
     shares = "nothing was served"
     start = 0.0
     while start + WINDOW_S <= until - since:
         counts = Counter(worker for at, worker in after if start <= at < start + WINDOW_S)
         if all(_fair([counts[name] for name in names if name.startswith(role)]) for role in ("prefill", "decode")):
-            if found is None:
-                found, shares = start, _shares(counts, names)
+            if even_since is None:
+                even_since, shares = start, _shares(counts, names)
         else:
-            found, shares = None, _shares(counts, names)
+            even_since, shares = None, _shares(counts, names)
         start += 1.0
-    return found, shares
+    return even_since, shares
 
 
 def _fair(counts: Sequence[int]) -> bool:

@@ -31,7 +31,7 @@ class Completion:
         """`past` deltas were sent to the client already: they go into the journal only."""
         self.request = request
         self.timeline = timeline
-        self.begun = asyncio.Event()  # its decode worker has the prompt's KV, or the completion is over
+        self.begun = asyncio.Event()  # the decode worker has the prompt's KV, or the completion is over
         self._reader = reader
         self._output = output
         self._usage = usage
@@ -46,7 +46,7 @@ class Completion:
         self._adapter = admitted.adapter_fingerprint
 
     def take(self, event: decode_pb2.DecodeResponse) -> bool:
-        """Adds an event of a decode worker to the journal, and sends it on. True: the attempt needs no further one."""
+        """Adds an event of a decode worker to the journal and passes it on. True: the attempt is over."""
         request, timeline = self.request, self.timeline
         if event.HasField("ended"):
             timeline.ended(event.ended)
@@ -60,7 +60,7 @@ class Completion:
         if tokens.HasField("first"):
             timeline.first_token(tokens.first)
         else:
-            self.begun.set()  # it was computed from the prompt's KV, so that is complete
+            self.begun.set()  # this token was computed from the prompt's KV, so the KV is complete
         timeline.report(tokens)
         self._usage.generated(request.tenant, count)
         text = self._reader.read(tokens)
@@ -79,11 +79,11 @@ class Completion:
         return request.stopped
 
     def finish(self, model: str) -> None:
-        """Sends what closes a complete journal: the rest of the text, and the receipt."""
+        """Sends the end of a complete journal: the rest of the text, and the receipt."""
         request, timeline = self.request, self.timeline
         text = self._reader.finish()
         receipt = timeline.receipt(request, model)
-        if timeline.attempts:  # else every token came from an earlier router
+        if timeline.attempts:  # otherwise every token came from an earlier router
             self._usage.finished(receipt)
         finished = generation_pb2.Finished(
             reason=request.finish(), text=text, receipt=receipt, choice=request.choice, stop=self._reader.stop
@@ -93,14 +93,14 @@ class Completion:
 
 
 def _check_adapter(request: Request, admitted: decode_pb2.Admitted, worker_id: str) -> None:
-    """A worker that knows nothing of adapters would answer with the base model."""
-    said, began = admitted.adapter_fingerprint, request.adapter_fingerprint
-    if bool(said) != bool(request.adapter) or (began and said != began):
+    """An older worker that does not know adapters would answer with the base model."""
+    fingerprint, began = admitted.adapter_fingerprint, request.adapter_fingerprint
+    if bool(fingerprint) != bool(request.adapter) or (began and fingerprint != began):
         raise InternalError(f"{worker_id} did not admit the request with adapter {request.adapter!r}; it was stopped")
 
 
 def _check_position(request: Request, tokens: decode_pb2.Tokens, worker_id: str) -> None:
-    """Nothing was lost, and nothing came twice."""
+    """No token was lost or duplicated."""
     if tokens.position != len(request.tokens):
         raise InternalError(
             f"{worker_id} sent position {tokens.position}, expected {len(request.tokens)};"
@@ -111,12 +111,12 @@ def _check_position(request: Request, tokens: decode_pb2.Tokens, worker_id: str)
 def _prompt_logprobs(
     request: Request, tokens: decode_pb2.Tokens, worker_id: str
 ) -> generation_pb2.PromptLogprobs | None:
-    """Before the first token enters the journal: the log probabilities that were asked for are there, each of them."""
+    """Checks, before the first token enters the journal, that all requested log probabilities are there."""
     if not request.sampling.HasField("prompt_logprobs"):
         return None
-    said = len(tokens.prompt_logprobs.chosen)
-    if not tokens.HasField("prompt_logprobs") or said != request.prompt_len - 1:
-        raise InternalError(f"{worker_id} sent {said} prompt log probabilities for {request.prompt_len} tokens")
+    count = len(tokens.prompt_logprobs.chosen)
+    if not tokens.HasField("prompt_logprobs") or count != request.prompt_len - 1:
+        raise InternalError(f"{worker_id} sent {count} prompt log probabilities for {request.prompt_len} tokens")
     return generation_pb2.PromptLogprobs(
         token_ids=request.tokens[: request.prompt_len], logprobs=tokens.prompt_logprobs
     )

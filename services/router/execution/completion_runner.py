@@ -1,6 +1,6 @@
 """Runs a completion to its end, on as many decode workers as it takes.
 
-run   place ─▶ the decode worker's call, up to the first token ─▶ its lane of the feed ─▶ finished
+run   place ─▶ the decode worker's call, up to the first token ─▶ its substream of the feed ─▶ finished
         ▲          │ the decode worker, or its prefill worker, was lost
         └──────────┘ with the tokens sent so far: same seed and positions, same tokens
 """
@@ -47,17 +47,17 @@ class CompletionRunner:
         settings: Settings,
         scheduler: RequestScheduler,
         prefixes: PrefixIndex,
-        feeds: StreamMuxes,
+        muxes: StreamMuxes,
         poison: PoisonCheck,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
         self._prefixes = prefixes
-        self._feeds = feeds
+        self._muxes = muxes
         self._poison = poison
 
     async def run(self, completion: Completion, deadline: float) -> None:
-        """Until the completion has finished. Raises what another attempt would not mend."""
+        """Runs attempts until the completion has finished. Raises errors that another attempt would not cure."""
         try:
             while completion.request.finish() is None:
                 await self._place(completion, deadline)
@@ -100,7 +100,7 @@ class CompletionRunner:
                 timeline.refused()
             except (Unavailable, DataLoss, IncompatibleLayout) as error:
                 self._blame(error, placement)
-                if alone and error.reason == DECODE_UNREACHABLE:  # it waited for its turn there, which is no attempt
+                if alone and error.reason == DECODE_UNREACHABLE:  # it still waited to begin alone: not an attempt
                     timeline.refused()
                     return
                 timeline.failed()
@@ -118,12 +118,12 @@ class CompletionRunner:
     async def _attempt(
         self, completion: Completion, placement: Placement, deadline: float, span: Span, alone: bool
     ) -> None:
-        """One decode worker's stream, to its end or to the token after which no other one is needed."""
+        """Reads one decode worker's stream to its end, or to the token that completes a stop string."""
         timeline, worker, lost = completion.timeline, placement.decode.worker_id, DECODE_UNREACHABLE
         timeline.dispatched()
         message = _decode_request(completion.request, placement, timeline.attempts, alone)
         try:
-            async with self._feeds.decode(placement.decode, message, deadline, span) as (call, lane):
+            async with self._muxes.decode(placement.decode, message, deadline, span) as (call, substream):
                 async for event in call:
                     if event.HasField("admitted"):
                         completion.admitted(event.admitted, worker)
@@ -133,7 +133,7 @@ class CompletionRunner:
                     over = completion.take(event)
                     await self._scheduler.prefilled(placement)
                     if not over:
-                        await lane.read(completion.take, call)
+                        await substream.read(completion.take, call)
                     break
                 else:
                     raise WorkerLost(f"{worker} ended the stream early")
@@ -142,8 +142,8 @@ class CompletionRunner:
         self._scheduler.observe_path(placement, timeline.path_latency())
 
     def _blame(self, error: TandemError, placement: Placement) -> None:
-        """Decides which worker gets no new request for a while. A digest mismatch is no sign of a death: the same pair
-        may try again. KV that did not arrive counts against the pair: either worker may do well with others."""
+        """Decides which worker gets no new requests for a while. A digest mismatch does not mean that a worker is dead:
+        the same pair may try again. A failed transfer counts against the pair: either worker may work with others."""
         scheduler, prefill = self._scheduler, placement.prefill
         if isinstance(error, StepFailed):
             worker, role = (prefill, "prefill") if error.reason == PREFILL_STEP_FAILED else (placement.decode, "decode")
@@ -194,7 +194,7 @@ def _attempt_span(timeline: RequestTimeline, placement: Placement) -> Span:
 
 
 def _given_up(request: Request, timeline: RequestTimeline, error: TandemError) -> TandemError:
-    """After the first token a client must not take the failure for "nothing happened"."""
+    """After the first token the error must not suggest that nothing was generated."""
     message = f"given up after {timeline.attempts} attempts: {error.message}"
     if request.generated:
         return ResumeFailed(f"{message}; {request.generated} tokens had been sent")

@@ -15,22 +15,22 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Tokens in, whole code points out. What could still become part of a code point is held back.
+    """Turns tokens into complete code points. An incomplete code point is held back.
 
-    Only a window of tokens is decoded: the new ones behind CONTEXT_TOKENS earlier ones, because decoders treat the
-    first token of a text in their own way. So a token costs the same wherever it stands, and whatever it is.
+    Only a window of tokens is decoded: the new ones after CONTEXT_TOKENS earlier ones, because decoders treat the first
+    token of a text specially. So the cost of a token depends neither on its position nor on its value.
 
-    A decoder of byte-level tokens shows an incomplete code point as one U+FFFD at the end. That is held back, and
-    everything before it is certain. A decoder with byte fallback shows each byte of a run as U+FFFD while the run as a
-    whole is not valid, and so takes back what it showed before. Runs of bytes are therefore decoded here, where an
-    invalid byte spoils nothing but itself.
+    A decoder of byte-level tokens shows an incomplete code point as one U+FFFD at the end. That is held back, and the
+    text before it is final. A decoder with byte fallback shows every byte of a run as U+FFFD while the run is invalid,
+    and would take back text shown earlier. Runs of bytes are therefore decoded here, where an invalid byte affects only
+    itself.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
-        self._shown = ""  # what was given out of the window's text
+        self._shown = ""  # the part of the window's text that was returned
 
     def push(self, ids: Sequence[int]) -> str:
         if self._tokenizer.backend is None:
@@ -46,7 +46,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back; an unfinished code point at the very end shows as U+FFFD."""
+        """The text held back; an incomplete code point at the end shows as U+FFFD."""
         return self._utf8.decode(b"", final=True) + self._decode()[len(self._shown) :]
 
     def _of_bytes(self, run: list[int]) -> str:

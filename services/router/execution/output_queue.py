@@ -24,13 +24,13 @@ class OutputQueue:
         self._wake.set()
 
     def over(self, task: asyncio.Task[None]) -> None:
-        """The task of a completion has ended. Its error, if any, is raised after all events that were put."""
+        """The task of a completion has ended. Its error, if any, is raised after all queued events."""
         self._error = self._error or (Cancelled("a completion was ended") if task.cancelled() else task.exception())
         if self._error:
             self._wake.set()
 
     async def take(self) -> generation_pb2.GenerateResponse:
-        """The next event. Consecutive deltas of one completion are merged when the client is behind."""
+        """The next event. Consecutive deltas of one completion are merged when the client is slow."""
         while not self._events:
             if self._error:
                 raise self._error

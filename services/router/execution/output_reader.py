@@ -1,4 +1,4 @@
-"""From the tokens of a completion to its text: detokenised, and cut at a stop string."""
+"""Turns the tokens of a completion into its text, cut at a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.v1 import decode_pb2
 
 
 class OutputReader:
-    """Reads the stretches of one completion. Where it ends does not depend on how tokens were put into stretches."""
+    """Reads the chunks of one completion. Where the text ends does not depend on how the tokens were chunked."""
 
     def __init__(self, detokenizer: Detokenizer, request: Request) -> None:
         self._detokenizer = detokenizer
@@ -31,7 +31,7 @@ class OutputReader:
         shown, first = "", request.generated - len(tokens)
         for count, token in enumerate(visible, 1):
             text = self._detokenizer.push([token])
-            # Text before min_tokens ends nothing, also not together with text after it.
+            # Text before min_tokens cannot be part of a stop string.
             shown += text if first + count < request.sampling.min_tokens else self._stops.push(text)
             if self._stops.hit is not None:
                 _keep(chunk, count)
@@ -40,7 +40,7 @@ class OutputReader:
         return shown
 
     def finish(self) -> str:
-        """What was held back. An unfinished code point shows as U+FFFD, which may complete a stop string."""
+        """The text held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
         if self._stops.hit is not None:
             return ""
         tail = self._stops.push(self._detokenizer.finish())
@@ -50,7 +50,7 @@ class OutputReader:
 
 
 def _keep(chunk: decode_pb2.Tokens, count: int) -> None:
-    """The first `count` tokens of it, and their log probabilities."""
+    """Truncates the chunk to its first `count` tokens, with their log probabilities."""
     width = len(chunk.logprobs.top_ids) // len(chunk.token_ids)
     del chunk.token_ids[count:]
     if chunk.HasField("logprobs"):

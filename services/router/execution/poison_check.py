@@ -1,4 +1,4 @@
-"""Stops poison requests (poison_requests.py), waiting for the registry where the fate of a worker is not known yet."""
+"""Stops poison requests (poison_requests.py); waits for the registry while the fate of a worker is unknown."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class PoisonCheck:
             self._poison.check(identity(request), monotonic())
 
     async def settle(self, request: Request, deadline: float) -> bool:
-        """The same, after the fates of the workers involved are known, or after `settle_s`. True: the request is
-        suspected, and must begin alone."""
+        """As `check`, once the fates of the workers involved are known, or after `settle_s`. Returns whether the
+        request is suspected and must begin alone."""
         if not self._poison:
             return False
         key, now = identity(request), monotonic()
@@ -66,8 +66,8 @@ class PoisonCheck:
 
 
 def _loss(error: TandemError, placement: Placement, began: float, alone: bool) -> Loss | None:
-    """The worker that may have ended, or has failed, because of the request. Also one that had not told of its
-    admission: a crash takes what was not sent yet with it."""
+    """The worker that may have crashed, or has failed, because of the request. A worker that had not reported the
+    admission counts as well: a crash loses unsent messages."""
     if alone and error.reason == DECODE_UNREACHABLE:
         return None  # it still waited until it could begin alone
     if error.reason not in LOST and not isinstance(error, StepFailed):

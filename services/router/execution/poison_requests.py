@@ -1,18 +1,17 @@
-"""Poison requests: requests with which workers crash. Pure, but for the fate of a worker, which others know.
+"""Poison requests: requests that crash workers. Pure, apart from the fate of a worker, which the caller provides.
 
-What counts against a request, each worker once: a worker whose incarnation ended while it began with the request,
-before the second token there (the first is the prefill worker's), and a worker whose engine failed in a step with it. A
-broken connection or a failed transfer does not: the worker may well be alive. Workers that were lost together, as when
-a machine or a pool goes, count as one: the second one counts where the request was sent to it after the first one was
-lost.
+Each worker counts at most once against a request: a worker whose incarnation ended while it began the request, before
+the second token there (the first is the prefill worker's), or whose engine failed in a step with it. A broken
+connection or a failed transfer does not count: the worker may well be alive. Workers that were lost together, as when a
+machine or a pool fails, count as one: a second loss counts only if the request was sent there after the first loss.
 
     one worker lost     an accident: the request is placed again like any other
     two                 a suspicion: the request begins alone, on one decode worker (services/decode/begin_gate.py)
     one more, or two whose engines failed in a step with it
                         poison: neither this request nor the same one, sent again, is tried for a while
 
-A second token clears the count, also one that another try of the same request gets. So a request is not stopped for
-having begun beside the one that is poison, nor for two coincidences.
+A second token clears the count, also in another attempt of the same request. So a request is not stopped for having run
+alongside a poison request, nor for two coincidences.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SUSPECT_LOST = 2  # workers after which a request must begin alone
 POISON_S = 60.0  # since the last one was lost
 MAX_REQUESTS = 1024  # requests that are remembered
 MAX_LOSSES = 16  # of one request, the latest
-# Whether an incarnation of a worker (id, incarnation) that seemed lost at a time has ended; None: not known yet.
+# Whether the incarnation of a worker (id, incarnation) that seemed lost at a time has ended; None: not known yet.
 Fate = Callable[[str, str, float], bool | None]
 
 
@@ -58,30 +57,30 @@ class PoisonRequests:
         return bool(self._lost)
 
     def lost(self, request: bytes, loss: Loss) -> None:
-        losses = [one for one in self._lost.get(request, []) if one.at > loss.at - POISON_S]
+        losses = [known for known in self._lost.get(request, []) if known.at > loss.at - POISON_S]
         self._lost[request] = [*losses, loss][-MAX_LOSSES:]
         self._lost.move_to_end(request)
         if len(self._lost) > MAX_REQUESTS:
             self._lost.popitem(last=False)
 
     def served(self, request: bytes) -> None:
-        """A worker went on with it: it was not what ended the others."""
+        """A worker survived the request: it did not crash the others."""
         self._lost.pop(request, None)
 
     def undecided(self, request: bytes, now: float) -> bool:
-        """Whether it depends on workers of unknown fate if it may be tried again, or must begin alone."""
+        """Whether the verdict (retry, begin alone, or stop) depends on workers of unknown fate."""
         known, unknown = self._counted(request, now)
-        return any(one.alone for one in unknown) or len(known) < SUSPECT_LOST <= len(known) + len(unknown)
+        return any(loss.alone for loss in unknown) or len(known) < SUSPECT_LOST <= len(known) + len(unknown)
 
     def suspected(self, request: bytes, now: float) -> bool:
         """Whether it must begin alone."""
         return len(self._counted(request, now)[0]) >= SUSPECT_LOST
 
     def check(self, request: bytes, now: float) -> None:
-        """Raises InternalError when it may be tried nowhere now."""
+        """Raises InternalError if the request must not be tried now."""
         lost, _ = self._counted(request, now)
-        proved = len(lost) > SUSPECT_LOST and any(one.alone for one in lost)
-        if proved or sum(one.failed_step for one in lost) >= SUSPECT_LOST:
+        proved = len(lost) > SUSPECT_LOST and any(loss.alone for loss in lost)
+        if proved or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
             raise InternalError(
                 f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or their"
                 f" engines failed in a step with it; it is not tried for {POISON_S:.0f} s, so that it cannot end all of"
@@ -90,7 +89,7 @@ class PoisonRequests:
             )
 
     def _counted(self, request: bytes, now: float) -> tuple[list[Loss], list[Loss]]:
-        """Losses of workers that ended or failed with it, and those of which that is not known yet."""
+        """The losses that count, and those of workers whose fate is unknown."""
         losses = self._lost.get(request, [])
         if not losses or now - losses[-1].at >= POISON_S:
             return [], []
@@ -98,7 +97,7 @@ class PoisonRequests:
         unknown: list[Loss] = []
         incarnations: set[Incarnation] = set()
         counted_at = -math.inf  # when the latest of those was lost
-        for loss in sorted(losses, key=lambda one: one.at):
+        for loss in sorted(losses, key=lambda entry: entry.at):
             incarnation = loss.worker_id, loss.incarnation
             fate = True if loss.failed_step else self._fate(*incarnation, loss.at)
             if fate is False or incarnation in incarnations or loss.began < counted_at:
@@ -110,7 +109,7 @@ class PoisonRequests:
 
 
 def identity(request: Request) -> bytes:
-    """The same for the same prompt with the same adapter and sampling, whatever its id, seed and client."""
+    """Equal for the same prompt with the same adapter and sampling, whatever the id, seed and client."""
     sampling = sampling_pb2.Sampling()
     sampling.CopyFrom(request.sampling)
     sampling.ClearField("seed")

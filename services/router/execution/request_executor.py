@@ -1,4 +1,4 @@
-"""All completions of a request, at work side by side."""
+"""Runs all completions of a request concurrently."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RequestExecutor:
     async def completing(
         self, request: Request, timeline: RequestTimeline, deadline: float, resume: ResumeState
     ) -> AsyncIterator[OutputQueue]:
-        """Runs the completions until the block ends, except those that had ended before, as `past` tells.
+        """Runs the completions until the block ends, except those that `resume` has as ended.
 
-        The first one gets the prompt's KV. When its decode worker has it, the others start there, share its full blocks
-        and compute the rest of the last one.
+        The first completion gets the prompt's KV. When its decode worker has it, the others start there, share its full
+        blocks and compute the last, partial one.
         """
         output = OutputQueue()
         first, *others = [sibling for sibling in request.fan_out() if sibling.choice not in resume.ended]
@@ -39,7 +39,7 @@ class RequestExecutor:
 
         async def follow(other: Request) -> None:
             await lead.begun.wait()
-            if first.generated > 1 and not resume.deltas[other.choice]:  # else it has tokens that are not there
+            if first.generated > 1 and not resume.deltas[other.choice]:  # otherwise its own tokens are not cached there
                 other.kv_holder = timeline.decode_worker
             with timeline.span.begin(f"choice {other.choice}") as span:
                 own = RequestTimeline(timeline.arrived, span)

@@ -1,10 +1,10 @@
-"""The account of one request: what happened when, and a receipt whose phases add up to the time to first token.
+"""The timeline of one request, and its receipt, whose phases add up to the time to first token.
 
     arrived ─tokenize─▶ admitted ─queue─▶ sent ─dispatch─▶ [ reserve, handoff, prefill_queue, prefill_compute ] ─▶ token
                             ▲────────retries───────┘         in the workers; handoff is their hop
 
-Each process measures durations on its own clock; a hop is what the caller measured minus what the callee says that it
-spent itself. So the sum is the router's own time to first token, by construction and without comparing two clocks.
+Each process measures durations on its own clock; a hop is the caller's duration minus the duration that the callee
+reports. So the sum is the router's own time to first token, by construction and without comparing two clocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_RECEIPTS = 1000  # receipts, for `tandem explain`, `tandem slow` and the das
 
 
 class ReceiptLog:
-    """Of the requests that ended lately. None that ended after `since` is missing."""
+    """The receipts of the latest requests: of all that ended after `since`."""
 
     def __init__(self, most: int = MAX_RECEIPTS) -> None:
         self.since = time()
@@ -41,7 +41,7 @@ class ReceiptLog:
 
 class RequestTimeline:
     def __init__(self, arrived: float, span: Span = NO_SPAN) -> None:
-        """`span` gets the phases that the router has measured."""
+        """`span` receives the phases that the router measures."""
         self.arrived = arrived
         self.span = span
         self.attempts = 0
@@ -53,7 +53,7 @@ class RequestTimeline:
         self._first: decode_pb2.FirstTokenTiming | None = None
         self._attempt_first: decode_pb2.FirstTokenTiming | None = None
         self._placements: list[Placement] = []  # of the attempts that gave tokens
-        self._first_at = 0.0  # when the first token had come up to the router
+        self._first_at = 0.0  # when the first token reached the router
         self._last_at = 0.0
         self._ttft = 0.0
         self._before_dispatch = 0.0
@@ -62,10 +62,10 @@ class RequestTimeline:
         self._transferred: common_pb2.TransferReport | None = None
         self._preemptions = 0
         self._drafted = self._accepted = 0
-        self._preempted = 0  # of these, in the attempt that runs
+        self._preempted = 0  # in the current attempt
 
     def admitted(self, like: RequestTimeline | None = None) -> None:
-        """Now, or when another completion of the same prompt was."""
+        """Now, or at the time of `like`, another completion of the same prompt."""
         self._admitted = like._admitted if like else monotonic()
 
     def elapsed(self) -> float:
@@ -83,7 +83,7 @@ class RequestTimeline:
         self._dispatched = monotonic()
 
     def refused(self) -> None:
-        """The decode worker had no room after all; that is no attempt, only time."""
+        """The decode worker had no room after all. That does not count as an attempt, only as time."""
         self.attempts -= 1
         self.failed()
 
@@ -92,7 +92,7 @@ class RequestTimeline:
             self._retries += monotonic() - self._dispatched
 
     def first_token(self, timing: decode_pb2.FirstTokenTiming) -> None:
-        """The first token of an attempt; of the first attempt that came so far, it is the request's."""
+        """The first token of an attempt. The first of these is the request's first token."""
         self._attempt_first = timing
         if self._placement:
             self._placements.append(self._placement)
@@ -102,7 +102,7 @@ class RequestTimeline:
             self._before_dispatch = self._dispatched - self.arrived
 
     def report(self, tokens: decode_pb2.Tokens) -> None:
-        """What a decode worker says on the way, for a stream that the router ends."""
+        """Transfer and preemptions as reported with tokens, for a stream that the router ends before its Ended."""
         if tokens.HasField("transfer"):
             self._transferred = tokens.transfer
         self._preempted = tokens.preemptions
@@ -117,7 +117,8 @@ class RequestTimeline:
         return self._placements[-1].decode.sum_order if self._placements else ""
 
     def sent(self, tokens: int) -> float | None:
-        """Now its client may have them. Seconds since those before; None for the first."""
+        """These tokens are ready for the client now. Returns the seconds since the previous ones; None for the
+        first."""
         now = monotonic()
         gap = now - self._last_at if self._sent else None
         if self._sent == 0:
@@ -134,7 +135,7 @@ class RequestTimeline:
         self._accepted += ended.accepted
 
     def receipt(self, request: Request, model: str) -> generation_pb2.Receipt:
-        """Of a job whose every token was kept already, without where and how fast: who knew that is gone."""
+        """A job whose tokens all came from an earlier router has no workers and no durations in its receipt."""
         placement, last = self._placement, self._attempt_first
         receipt = generation_pb2.Receipt(
             request_id=request.request_id,
@@ -177,8 +178,8 @@ class RequestTimeline:
         return receipt
 
     def path_latency(self) -> tuple[float, int, float] | None:
-        """Of the attempt that ended: seconds to its first token beside waiting and computing, blocks that were
-        moved, and by how many seconds that delayed the second token. None where that cannot be known."""
+        """Of the attempt that ended: the seconds to its first token apart from queueing and computing, the number of
+        blocks moved, and the seconds by which that delayed the second token. None where they are unknown."""
         first, transfer = self._attempt_first, self._transfer()
         if first is None or first is not self._first or self._ended is None:
             return None
@@ -191,7 +192,7 @@ class RequestTimeline:
         assert first is not None
         inside = first.prefill.queue_seconds + first.prefill.compute_seconds
         tokenize = self._admitted - self.arrived
-        # What the router did between admission and dispatch, other than waiting and failing, belongs to the queue.
+        # The router's other work between admission and dispatch counts as queueing.
         queue = self._before_dispatch - tokenize - self._retries
         return [
             ("tokenize", tokenize),
@@ -218,7 +219,7 @@ class RequestTimeline:
 
 
 def _unlike_orders(gave: Iterable[Placement]) -> str:
-    """A note when the workers that gave a stream its tokens do not give equal bits; "" when they do."""
+    """A note if the workers of a stream do not compute equal bits; otherwise ""."""
     workers = [worker for placement in gave for worker in (placement.prefill, placement.decode) if worker]
     orders = {worker.worker_id: worker.sum_order for worker in workers if worker.sum_order}
     if len(set(orders.values())) < 2:

@@ -1,4 +1,4 @@
-"""Stop strings: the text ends where the first of them begins. Text in, text out; knows no tokens."""
+"""Stop strings: the text ends where the first of them begins. Works on text only, not on tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Holds back what may be the beginning of a stop string. What comes out does not depend on how the text came in."""
+    """Holds back text that may begin a stop string. The output does not depend on how the input was chunked."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
@@ -15,16 +15,16 @@ class StopStrings:
         self.hit: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> str:
-        """What can be shown now. Of two stop strings in the text the one that is complete first ends it, and of those
-        the one that began first."""
+        """The text that can be shown now. Of several stop strings, the one completed first ends the text; of those
+        completed together, the one that began first."""
         if self.hit is not None:
             return ""
         if not self._stops:
             return text
         self._held += text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            end, start, self.hit = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            end, start, self.hit = min(matches)
             shown, self._held = self._held[: end if self._include else start], ""
             return shown
         keep = max(self._begun(stop) for stop in self._stops)
@@ -33,12 +33,12 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """What was held back and became nothing."""
+        """The text held back that did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _begun(self, stop: str) -> int:
-        """The longest end of the held text that is a beginning of `stop`."""
+        """The length of the longest suffix of the held text that is a prefix of `stop`."""
         for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if self._held.endswith(stop[:length]):
                 return length

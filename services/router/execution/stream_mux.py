@@ -2,8 +2,8 @@
 of a worker to the streams they belong to.
 
 One feed per incarnation of a decode worker, opened with the first request there and closed after IDLE_CLOSE_S without
-one. A lane is one attempt's share of it. Its number is never used again, so what comes late for an attempt that is over
-reaches nobody.
+one. A substream is one attempt's share of it. Its number (`lane` in the proto) is never reused, so late events of an
+attempt that is over reach no reader.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Substream:
 
 
 class StreamMux:
-    """One feed: its call, and the lanes of the streams on it."""
+    """One feed: its call, and the substreams on it."""
 
     def __init__(self, worker: WorkerSnapshot, stub: decode_pb2_grpc.DecodeServiceStub, interval_s: float) -> None:
         self.id = secrets.token_hex(8)
         self.over = False
         self._worker = worker
-        self._lanes: dict[int, Substream] = {}
+        self._substreams: dict[int, Substream] = {}
         self._count = 0
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.id, interval_seconds=interval_s))
@@ -102,20 +102,20 @@ class StreamMux:
                 raise WorkerLost(f"it did not open a feed within {OPEN_TIMEOUT_S:.0f} s") from error
 
     @contextmanager
-    def lane(self) -> Iterator[Substream]:
+    def substream(self) -> Iterator[Substream]:
         self._idle.cancel()
         self._count += 1
-        lane = self._lanes[self._count] = Substream(self.id, self._count, self._worker.worker_id)
+        substream = self._substreams[self._count] = Substream(self.id, self._count, self._worker.worker_id)
         try:
-            yield lane
+            yield substream
         finally:
-            self._lanes.pop(lane.number, None)
-            if not self._lanes and not self.over:
+            self._substreams.pop(substream.number, None)
+            if not self._substreams and not self.over:
                 self._idle.cancel()
                 self._idle = self._closed_later()
 
     def _closed_later(self) -> asyncio.TimerHandle:
-        """Unless a stream takes a lane before."""
+        """Unless a substream opens before."""
         return asyncio.get_running_loop().call_later(IDLE_CLOSE_S, self._close)
 
     def _close(self) -> None:
@@ -132,8 +132,8 @@ class StreamMux:
                             raise WorkerLost(f"{name} lives as another incarnation by now")
                         self._opened.set_result(None)
                     for event in message.events:
-                        if lane := self._lanes.get(event.lane):
-                            lane.put(event)
+                        if substream := self._substreams.get(event.lane):
+                            substream.put(event)
             raise WorkerLost(f"{name} ended its feed")
         except TandemError as error:
             self._fail(error)
@@ -145,9 +145,9 @@ class StreamMux:
         self.over = True
         self._idle.cancel()
         fail(self._opened, error)
-        for lane in self._lanes.values():
-            lane.fail(error)
-        self._lanes.clear()
+        for substream in self._substreams.values():
+            substream.fail(error)
+        self._substreams.clear()
 
 
 class StreamMuxes:
@@ -157,42 +157,42 @@ class StreamMuxes:
         """Each worker sends at most one message per `interval_s`, ends of streams excepted."""
         self._channels = channels
         self._interval_s = interval_s
-        self._feeds: dict[tuple[str, str], StreamMux] = {}  # (worker id, incarnation)
+        self._muxes: dict[tuple[str, str], StreamMux] = {}  # (worker id, incarnation)
 
     @asynccontextmanager
     async def decode(
         self, worker: WorkerSnapshot, request: decode_pb2.DecodeRequest, deadline: float, span: Span
     ) -> AsyncIterator[tuple[Any, Substream]]:
-        """Opens a Decode call, which yields events up to the first token, and its lane for later ones, which is filled
-        in. Cancels the call when the block ends: the worker frees what it holds for the attempt. Raises WorkerLost, and
-        what the worker's errors stand for."""
+        """Opens a Decode call, which yields events up to the first token, and its substream for later ones, and fills
+        in the request's `feed_id` and `lane`. Cancels the call when the block ends: the worker frees what it holds for
+        the attempt. Raises WorkerLost and the worker's errors."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
         with calling(worker.worker_id):
-            feed = await self.of(worker)
-        with feed.lane() as lane, calling(worker.worker_id):
-            request.feed_id, request.lane = lane.feed_id, lane.number
+            mux = await self.of(worker)
+        with mux.substream() as substream, calling(worker.worker_id):
+            request.feed_id, request.lane = substream.feed_id, substream.number
             timeout = max(0.001, deadline - monotonic())
             call = stub.Decode(request, timeout=timeout, metadata=span.headers)
             try:
-                yield call, lane
+                yield call, substream
             finally:
                 call.cancel()
 
     async def of(self, worker: WorkerSnapshot) -> StreamMux:
         """The open feed of this incarnation of a worker. Raises WorkerLost."""
         key = (worker.worker_id, worker.incarnation)
-        feed = self._feeds.get(key)
-        if feed is None or feed.over:
+        mux = self._muxes.get(key)
+        if mux is None or mux.over:
             stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
-            feed = self._feeds[key] = StreamMux(worker, stub, self._interval_s)
-            feed.reading.add_done_callback(functools.partial(self._forget, key, feed))
-        await feed.opened()
-        return feed
+            mux = self._muxes[key] = StreamMux(worker, stub, self._interval_s)
+            mux.reading.add_done_callback(functools.partial(self._forget, key, mux))
+        await mux.opened()
+        return mux
 
-    def _forget(self, key: tuple[str, str], feed: StreamMux, _: asyncio.Task[None]) -> None:
-        if self._feeds.get(key) is feed:
-            del self._feeds[key]
+    def _forget(self, key: tuple[str, str], mux: StreamMux, _: asyncio.Task[None]) -> None:
+        if self._muxes.get(key) is mux:
+            del self._muxes[key]
 
     async def close(self) -> None:
-        for feed in list(self._feeds.values()):
-            await end(feed.reading)
+        for mux in list(self._muxes.values()):
+            await end(mux.reading)

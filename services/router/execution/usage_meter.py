@@ -1,4 +1,4 @@
-"""Accounts for what completions generate: shares and limits of tenants, metrics, receipts."""
+"""Accounts for generated tokens: shares and limits of tenants, metrics, receipts."""
 
 from __future__ import annotations
 

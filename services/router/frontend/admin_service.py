@@ -1,4 +1,4 @@
-"""What operators ask of a router: the pools, their size, the books, and whether each pair can hand over."""
+"""The operators' service of a router: the pools and their sizes, the ledgers, and whether each pair can hand over."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return await self.pools()
 
     async def pools(self) -> admin_pb2.ListWorkersResponse:
-        """As they were last seen. A registry that did not answer then is not asked."""
+        """The pools as last seen. A registry that did not answer then is not asked again."""
         wanted = await self._wanted_sizes() if self._view.registry_ok else self._wanted
         return admin_pb2.ListWorkersResponse(
             workers=[_worker(record, self._view.age(record)) for record in self._view.workers.values()], wanted=wanted
@@ -67,13 +67,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ListReceipts(
         self, request: admin_pb2.ListReceiptsRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListReceiptsResponse:
-        found = [
+        receipts = [
             receipt
             for receipt in reversed(self._receipts)
             if not request.request_id or receipt.request_id == request.request_id
             if not request.within_seconds or receipt.ended_at > time() - request.within_seconds
         ]
-        return admin_pb2.ListReceiptsResponse(receipts=found[: request.limit or None])
+        return admin_pb2.ListReceiptsResponse(receipts=receipts[: request.limit or None])
 
     async def ScalePools(
         self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext | None = None
@@ -85,7 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 raise InvalidRequest(
                     f"{role} is {size}", field=f"wanted.{role}", bound=f"{MIN_POOL_SIZES[role]} to {MAX_POOL_SIZE}"
                 )
-        if not (self._wanted or await self._registry.wanted()):  # one that does not answer says nothing of a supervisor
+        if not (self._wanted or await self._registry.wanted()):  # raises when the registry does not answer
             raise PreconditionFailed(
                 "nobody follows wanted sizes here: these pools have no supervisor. Scale them where their workers are"
                 " started, on Kubernetes by kubectl scale",
@@ -110,15 +110,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         text = await self._registry.scaling()
         if text is None:
             raise Unavailable("the autoscaler has said nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0)
-        found = json.loads(text)
+        scaling = json.loads(text)
         return admin_pb2.GetScalingResponse(
-            mode=found["mode"],
-            age_seconds=max(0.0, time() - found["at"]),
-            pools=[admin_pb2.ScalingVerdict(**verdict) for verdict in found["pools"]],
+            mode=scaling["mode"],
+            age_seconds=max(0.0, time() - scaling["at"]),
+            pools=[admin_pb2.ScalingVerdict(**verdict) for verdict in scaling["pools"]],
         )
 
     async def _wanted_sizes(self) -> dict[str, int]:
-        """As the registry has them; what it has just lost, or does not answer, as it was last known."""
+        """The registry's wanted sizes; the last known ones where it has lost them or does not answer."""
         try:
             self._wanted |= await self._registry.wanted()
         except Unavailable as error:
@@ -178,10 +178,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         for role, pool in (("decode", decodes), ("prefill", prefills)):
             least = wanted.get(role, 1)
             if len(pool) < least:
-                said = (
+                problem = (
                     f"{len(pool)} of {least} wanted {role} workers are there" if pool else f"there is no {role} worker"
                 )
-                response.problems.append(said)
+                response.problems.append(problem)
         response.problems.extend(
             f"{worker.worker_id}: {worker.slow_products}" for worker in (*decodes, *prefills) if worker.slow_products
         )
@@ -206,16 +206,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
         try:
             with calling(decode.worker_id):
-                found: decode_pb2.ProbePairResponse = await stub.ProbePair(
+                probe: decode_pb2.ProbePairResponse = await stub.ProbePair(
                     decode_pb2.ProbePairRequest(prefill=where), timeout=PROBE_TIMEOUT_S
                 )
         except TandemError as error:
             pair.error = error.message
             return pair
-        pair.compatible = found.compatible
-        pair.differences.extend(found.differences)
-        pair.transport = found.transport
-        pair.bytes_per_second = found.bytes_per_second
+        pair.compatible = probe.compatible
+        pair.differences.extend(probe.differences)
+        pair.transport = probe.transport
+        pair.bytes_per_second = probe.bytes_per_second
         return pair
 
 

@@ -1,11 +1,11 @@
-"""The dashboard: a page without a build step, one stream of what it shows, and the two actions scale and drain.
+"""The dashboard: a page without a build step, one stream of its data, and the two actions scale and drain.
 
-The page itself says nothing about the cluster, so it needs no key. Its stream and its actions need what the same
-question needs over gRPC, a key with `admin`. Without keys they are for this machine alone: the caller's address and the
-name that it calls us by are loopback, or a page of somebody else could ask through the user's browser (DNS rebinding).
-In both cases they need a header that no other site's form or script can send.
+The page itself contains nothing about the cluster, so it needs no key. Its stream and its actions require a key with
+`admin`, as over gRPC. Without keys they are served to this machine only: both the caller's address and the requested
+host name must be loopback, or another site's page could send requests through the user's browser (DNS rebinding). In
+both cases they require a header that no form or script of another site can send.
 
-While nobody looks nothing is computed. Whoever looks shares one snapshot a second with all the others.
+Nothing is computed while no page is open. All open pages share one snapshot per second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.v1 import admin_pb2, generation_pb2
 TICK_S = 1.0  # from one snapshot to the next
 STREAM_LIFETIME_S = 600.0  # of a stream; the page opens the next one
 MAX_STREAMS = 16
-WINDOW_S = 60  # that rates and percentiles are of
+WINDOW_S = 60  # of rates and percentiles
 MAX_POINTS = 300  # requests that are drawn one by one
 MAX_RECEIPTS = 40  # receipts
 MAX_GRACE_S = 3600.0
@@ -54,7 +54,7 @@ HEADERS = {
 }
 _FOLDER = Path(__file__).with_name("page")
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-PAGES = {  # path -> file; whoever asks gets them
+PAGES = {  # path -> file; served without a key
     "/dashboard": _FOLDER / "index.html",
     **{f"/dashboard/{name}": _FOLDER / name for name in ("app.js", "draw.js", "words.js", "style.css", "icon.svg")},
 }
@@ -75,11 +75,11 @@ class Goal(NamedTuple):
         return not (slow_first or slow_token)
 
 
-def snapshot(kept: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
+def snapshot(receipts: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
     """Of the answers that ended within the window before `now`, in unix seconds."""
-    window = min(float(WINDOW_S), max(1.0, now - kept.since))
-    recent = [*takewhile(lambda one: now - one.ended_at < window, reversed(kept))]
-    met = [goal.met(one) for one in recent]
+    window = min(float(WINDOW_S), max(1.0, now - receipts.since))
+    recent = [*takewhile(lambda receipt: now - receipt.ended_at < window, reversed(receipts))]
+    met = [goal.met(receipt) for receipt in recent]
     seconds = [[0, 0, 0, 0] for _ in range(WINDOW_S)]  # the last one is the newest that is over
     points: list[list[float | bool | None]] = []
     links: dict[tuple[str, str], dict[str, Any]] = defaultdict(lambda: {"requests": 0, "bytes": 0, "seconds": 0.0})
@@ -95,14 +95,14 @@ def snapshot(kept: ReceiptLog, now: float, goal: Goal) -> dict[str, Any]:
         link["bytes"] += receipt.transfer.bytes
         link["seconds"] += receipt.transfer.seconds
         link["transport"] = receipt.transfer.transport or link.get("transport", "")
-    tpots = [tpot for one in recent if (tpot := _tpot(one)) is not None]
+    tpots = [tpot for receipt in recent if (tpot := _tpot(receipt)) is not None]
     return {
         "window": window,
         "goal": goal._asdict(),
         "ended": len(recent),
         "met": sum(met),
-        "tokens": sum(one.completion_tokens for one in recent),
-        "ttft": _percentiles([one.ttft_seconds for one in recent]),
+        "tokens": sum(receipt.completion_tokens for receipt in recent),
+        "ttft": _percentiles([receipt.ttft_seconds for receipt in recent]),
         "tpot": _percentiles(tpots),
         "seconds": seconds,
         "points": points,
@@ -122,11 +122,11 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98]}
 
 
-# ---- who may
+# ---- access
 
 
 def is_loopback(host: str) -> bool:
-    """Of an address or a name, as this machine calls itself."""
+    """Whether an address or a name means this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -141,8 +141,8 @@ def _from_here(request: Request) -> bool:
     return request.client is not None and is_loopback(request.client.host) and is_loopback(called)
 
 
-class Seen(NamedTuple):
-    """What a router knows beside its receipts."""
+class RouterState(NamedTuple):
+    """What a router knows apart from its receipts."""
 
     model: str
     router: str
@@ -153,14 +153,19 @@ class Seen(NamedTuple):
 
 
 class Dashboard:
-    """The routes. `kept` grows meanwhile; `seen` is asked once for each snapshot."""
+    """The routes. `receipts` grows meanwhile; `state` is called once for each snapshot."""
 
     def __init__(
-        self, goal: Goal, kept: ReceiptLog, seen: Callable[[], Seen], admin: AdminServicer, keys: ApiKeys | None
+        self,
+        goal: Goal,
+        receipts: ReceiptLog,
+        state: Callable[[], RouterState],
+        admin: AdminServicer,
+        keys: ApiKeys | None,
     ) -> None:
         self._goal = goal
-        self._kept = kept
-        self._seen = seen
+        self._receipt_log = receipts
+        self._router_state = state
         self._admin = admin
         self._keys = keys
         self._closing = asyncio.Event()
@@ -180,7 +185,7 @@ class Dashboard:
         ]
 
     def close(self) -> None:
-        """Ends every stream: an open dashboard holds no stopping router up."""
+        """Ends every stream, so that an open page does not delay the router's stop."""
         self._closing.set()
 
     async def events(self, request: Request) -> Response:
@@ -192,16 +197,16 @@ class Dashboard:
         """POST /dashboard/pools/prefill?size=3"""
         self._check(request)
         size = _number(request, "size", 0, 2**31 - 1)
-        asked = admin_pb2.ScalePoolsRequest(wanted={request.path_params["role"]: int(size)})
-        answer = await self._admin.ScalePools(asked)
+        scale_request = admin_pb2.ScalePoolsRequest(wanted={request.path_params["role"]: int(size)})
+        answer = await self._admin.ScalePools(scale_request)
         return JSONResponse({"wanted": dict(answer.wanted)}, headers=HEADERS)
 
     async def drain(self, request: Request) -> Response:
         """POST /dashboard/workers/decode-0/drain?grace=30"""
         self._check(request)
         grace_s = _number(request, "grace", 0.0, MAX_GRACE_S)
-        asked = admin_pb2.DrainWorkerRequest(worker_id=request.path_params["worker_id"], grace_seconds=grace_s)
-        answer = await self._admin.DrainWorker(asked)
+        drain_request = admin_pb2.DrainWorkerRequest(worker_id=request.path_params["worker_id"], grace_seconds=grace_s)
+        answer = await self._admin.DrainWorker(drain_request)
         return JSONResponse({"finished": answer.finished, "cut": answer.cut}, headers=HEADERS)
 
     def _check(self, request: Request) -> None:
@@ -216,7 +221,7 @@ class Dashboard:
             raise PermissionDenied(f"only the dashboard's own page may ask this; it sends the header {HEADER}")
 
     def _may_stay(self, request: Request) -> bool:
-        """A key that was taken out sees no more."""
+        """Whether the stream may continue: not with a key that was removed."""
         try:
             self._check(request)
         except TandemError:
@@ -232,34 +237,36 @@ class Dashboard:
         return page
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
-        told: generation_pb2.Receipt | None = None
+        sent: generation_pb2.Receipt | None = None
         for number in range(int(STREAM_LIFETIME_S / TICK_S)):
             if number and (await within(self._closing, TICK_S) or not self._may_stay(request)):
                 return
             await self._make()
             yield self._state
-            if number == 0 or told is not self._newest:
-                told = self._newest
+            if number == 0 or sent is not self._newest:
+                sent = self._newest
                 yield self._receipts
 
     async def _make(self) -> None:
-        """The snapshot of this second, unless another stream has it made."""
+        """Makes this second's snapshot, unless another stream has done so."""
         async with self._making:
             now = monotonic()
             if now - self._made < TICK_S / 2:
                 return
             pools = cluster_results.pools(await self._admin.pools())
-            shown = snapshot(self._kept, time(), self._goal)
-            self._state = _event("state", {**pools.to_dict(), **self._seen()._asdict(), **shown})
-            newest = next(reversed(self._kept), None)
+            shown = snapshot(self._receipt_log, time(), self._goal)
+            self._state = _event("state", {**pools.to_dict(), **self._router_state()._asdict(), **shown})
+            newest = next(reversed(self._receipt_log), None)
             if newest is not self._newest or not self._receipts:
-                items = [results.receipt(one).to_dict() for one in islice(reversed(self._kept), MAX_RECEIPTS)]
+                items = [
+                    results.receipt(receipt).to_dict() for receipt in islice(reversed(self._receipt_log), MAX_RECEIPTS)
+                ]
                 self._newest, self._receipts = newest, _event("receipts", items)
             self._made = now
 
 
 class _Stream(StreamingResponse):
-    """Counts while it is open, however it ends."""
+    """A stream that is counted while it is open, however it ends."""
 
     def __init__(self, dashboard: Dashboard, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, headers=HEADERS, media_type="text/event-stream")

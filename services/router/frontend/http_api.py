@@ -1,8 +1,8 @@
-"""The endpoints of the HTTP front door: errors and clients that leave. What the bodies say is in openai_protocol.py,
-their sizes are http_body.py's, connections http_server.py's, and tokens come from the `generate` that gRPC calls.
+"""The HTTP endpoints: errors, and clients that disconnect. openai_protocol.py parses bodies, http_body.py bounds their
+sizes, http_server.py handles connections, and tokens come from the same `generate` as for gRPC.
 
-A client that hangs up cancels its generation, which frees its blocks everywhere. A stream's status is decided by its
-first token: what goes wrong before it has a status code, what goes wrong later has an error event and no [DONE].
+A client that disconnects cancels its generation, which frees its blocks everywhere. A stream's status is fixed with its
+first token: an earlier error has a status code, a later one is an error event without [DONE].
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Detokenize(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-Asked = tuple[Sampled, str, str, list[generation_pb2.GenerateRequest]]
+Parsed = tuple[Sampled, str, str, list[generation_pb2.GenerateRequest]]
 
 
 class Api:
@@ -123,7 +123,7 @@ class Api:
         return JSONResponse({"object": "list", "data": [{"id": base, **about}, *adapters]})
 
     async def health(self, request: Request) -> Response:
-        """200 while a request could be served now."""
+        """200 while requests can be served."""
         return Response(status_code=200 if self._model.ready() else 503)
 
     async def version(self, request: Request) -> Response:
@@ -153,15 +153,20 @@ class Api:
         return to_json({"prompt": self._tokenizer.decode(body.tokens)})
 
     async def _answer(self, request: Request, kind: type[Sampled]) -> Response:
-        asked = await self._bodies.read(request, self._asked, kind, request.headers.get("x-request-id"))
-        body, request_id, model, requests = asked
+        parsed = await self._bodies.read(request, self._parsed, kind, request.headers.get("x-request-id"))
+        body, request_id, model, requests = parsed
         key, generate = request.headers.get("authorization"), self._generation.generate
         headers = request.headers.items
-        events = _merged([generate(one, None, body.default_max_tokens, key, headers=headers) for one in requests])
+        events = _merged(
+            [
+                generate(generate_request, None, body.default_max_tokens, key, headers=headers)
+                for generate_request in requests
+            ]
+        )
         answer = openai_responses.answer(body, request_id, model, self._tokenizer, requests)
-        return Streaming(answer, events, request_id) if body.stream else Whole(answer, events, request_id)
+        return Streaming(answer, events, request_id) if body.stream else Collected(answer, events, request_id)
 
-    def _asked(self, raw: bytes, kind: type[Sampled], request_id: str | None) -> Asked:
+    def _parsed(self, raw: bytes, kind: type[Sampled], request_id: str | None) -> Parsed:
         """Raises InvalidRequest, NotFound for a model that there is not."""
         context = self._model.facts().context
         body = openai_protocol.parse(raw, kind, kind.most_numbers(context))
@@ -182,7 +187,7 @@ class Api:
 
 
 class Generating(Response, ABC):
-    """An answer that is generated while the client stays."""
+    """A generated answer; the generation ends when the client disconnects."""
 
     def __init__(self, answer: openai_responses.Answer, events: Events, request_id: str) -> None:
         self._answer = answer
@@ -213,16 +218,16 @@ class Generating(Response, ABC):
 
     @abstractmethod
     async def _send(self, events: Events, send: Send) -> None:
-        """All of the answer."""
+        """Sends the whole answer."""
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         headers = {"x-request-id": self._request_id, **openai_errors.error_headers(error)}
         await _write(send, error.http, openai_errors.error_body(error), headers)
 
 
-class Whole(Generating):
+class Collected(Generating):
     async def _send(self, events: Events, send: Send) -> None:
-        body = await self._answer.whole(events)
+        body = await self._answer.collect(events)
         await _write(send, 200, body, {"x-request-id": self._request_id})
 
 
@@ -262,7 +267,7 @@ async def _write(send: Send, status: int, body: bytes, headers: dict[str, str]) 
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client hangs up. Its body has been read, so nothing else can come."""
+    """Returns when the client disconnects. Its body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -280,7 +285,7 @@ async def _numbered(number: int, source: AsyncGenerator[generation_pb2.GenerateR
 
 
 class KeyMiddleware:
-    """Asks every request for its key, before its body is read."""
+    """Checks the key of every request before its body is read."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -288,9 +293,9 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
-                self._keys.check(given.decode("latin-1"), metrics=scope["path"] == "/metrics")
+                self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
                 await _write(send, error.http, openai_errors.error_body(error), headers)

@@ -17,17 +17,17 @@ from tandem.errors import Busy, Cancelled, DeadlineExceeded, InvalidRequest, Too
 from tandem.grpc_errors import known_errors
 
 BODY_TIMEOUT_S = 30.0
-MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of a tenant's at a time
-# Of a tenant's bodies together. To receive a byte costs the event loop 1.4 ns per byte, so one tenant's bodies take at
-# most 5 % of it; without this bound a client that posts bodies of 4 MiB took 45 %.
+MAX_TENANT_BODY_BYTES = 64 * 1024 * 1024  # of all bodies of a tenant in progress
+# Of all bodies of a tenant. Receiving costs the event loop 1.4 ns per byte, so one tenant's bodies take at most 5 % of
+# it; without this bound a client that posts bodies of 4 MiB took 45 %.
 BODY_BYTES_PER_S = 32 * 1024 * 1024
-BURST_S = 0.03  # that a tenant may be ahead of this rate: bodies below 1 MiB do not wait
+BURST_S = 0.03  # by which a tenant may be ahead of this rate: bodies below 1 MiB do not wait
 
 Result = TypeVar("Result")
 
 
 class Bodies:
-    """Bytes of the bodies that are being received, or wait to be read: bounded in number and rate for each tenant."""
+    """The bytes of bodies that are being received or wait to be parsed: bounded in number and rate for each tenant."""
 
     def __init__(self, most: int, bytes_per_s: float = BODY_BYTES_PER_S) -> None:
         self._most = most
@@ -38,31 +38,30 @@ class Bodies:
         return self._held.total()
 
     async def keep_rate(self, tenant: str, count: int) -> None:
-        """Counts bytes that were received, and waits until the tenant's keep to the rate. While nobody reads on, TCP
-        lets the client wait."""
+        """Counts received bytes, and waits until the tenant is within its rate. Meanwhile nothing is read, so TCP slows
+        the client down."""
         await self._rate.keep(tenant, count)
 
     @contextmanager
     def of(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """A function that is told of more bytes, which count until the block ends. It raises Busy when there are too
-        many."""
-        mine = 0
+        """Yields a function that counts more bytes, until the block ends. It raises Busy when there are too many."""
+        received = 0
 
         def more(count: int) -> None:
-            nonlocal mine
+            nonlocal received
             if self._held[tenant] + count > self._most:
                 raise Busy(
                     f"bodies of {self._held[tenant]} bytes are being received, and {self._most} is the limit",
                     reason="BODIES",
                     retry_after=1.0,
                 )
-            mine += count
+            received += count
             self._held[tenant] += count
 
         try:
             yield more
         finally:
-            self._held[tenant] -= mine
+            self._held[tenant] -= received
             if not self._held[tenant]:
                 del self._held[tenant]
                 self._rate.forget()
@@ -74,11 +73,11 @@ class BodyReader:
         self._rate_limits = rate_limits
         self._offload = offload
         self._most = most
-        # At this rate also the longest body arrives well within its time.
+        # At this rate even the longest body arrives well within its time limit.
         self.bodies = Bodies(max(MAX_TENANT_BODY_BYTES, most), max(BODY_BYTES_PER_S, 4 * most / BODY_TIMEOUT_S))
 
     async def read(self, request: Request, work: Callable[..., Result], *args: Any) -> Result:
-        """What work(body, *args) returns or raises, run on a thread where the body is long."""
+        """Returns or raises what work(body, *args) does; runs it on a thread if the body is long."""
         tenant = self._rate_limits.who(request.headers.get("authorization")).name
         with self.bodies.of(tenant) as more:
             raw = await self._body(request, tenant, more)
@@ -86,8 +85,8 @@ class BodyReader:
                 return await self._offload.run(tenant, len(raw), work, raw, *args)
 
     async def _body(self, request: Request, tenant: str, more: Callable[[int], None]) -> bytes:
-        """All of it, unless it is larger than a gRPC message may be. Raises TooLarge before it is in memory. `more` is
-        told of each part's size."""
+        """The whole body. Raises TooLarge, before it is in memory, if it is larger than a gRPC message may be. `more`
+        counts the size of each part."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise InvalidRequest("the body is not declared as JSON", field="content-type", bound="application/json")
         most = self._most

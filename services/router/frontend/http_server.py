@@ -1,14 +1,14 @@
-"""The server of the HTTP front door: its connections, and how long a client may take for what.
+"""The HTTP server: its connections and their time limits.
 
     a connection                                 for at most
     waits for the first head, or for its rest    HEADERS_TIMEOUT_S
     waits for the next request                   KEEP_ALIVE_S
-    sends a body that nobody reads any more      DISCARD_TIMEOUT_S
-    does not take what is written to it          WRITE_TIMEOUT_S
+    sends a body that is discarded               DISCARD_TIMEOUT_S
+    does not accept what is written to it        WRITE_TIMEOUT_S
 
-The time for a body that is read is the endpoint's (http.py), and so is the time for an answer. Beyond a number of
-connections a new one takes the place of one that waits for a head: of those that never had a request, or else of all,
-the one that has waited longest.
+The endpoint bounds the time for a body that is read (http_body.py) and for an answer. Beyond a number of connections a
+new one replaces one that waits for a head: the one that has waited longest among those that never had a request, or
+else among all.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ log = structlog.get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 HEADERS_TIMEOUT_S = 20.0
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that none is closed under a new request
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that no connection closes during a new request
 DISCARD_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096
-BACKLOG = 128  # connections that are accepted in one pass of the event loop
+BACKLOG = 128  # connections that are accepted in one iteration of the event loop
 MIN_GRACE_S = 0.5  # what an idle server takes to stop
 CANCEL_TIMEOUT_S = 1.0
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Connections:
-    """Which connections wait for a head, longest first."""
+    """The open connections, and those that wait for a head, longest first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -57,42 +57,42 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def opened(self, one: _Protocol) -> bool:
-        """Whether there is room for it; may close another one for that."""
+    def opened(self, connection: _Protocol) -> bool:
+        """Whether there is room for the connection; may close another one."""
         if len(self._open) >= self.most:
             victim = next(iter(self._unproven), None) or next(iter(self._idle), None)
             if victim is None:
                 return False
             self.closed(victim)
             victim.hang_up()
-        self._open.add(one)
-        self._unproven[one] = None
+        self._open.add(connection)
+        self._unproven[connection] = None
         return True
 
-    def busy(self, one: _Protocol) -> None:
-        self._unproven.pop(one, None)
-        self._idle.pop(one, None)
+    def busy(self, connection: _Protocol) -> None:
+        self._unproven.pop(connection, None)
+        self._idle.pop(connection, None)
 
-    def idle(self, one: _Protocol) -> None:
-        if one in self._open:
-            self._idle[one] = None
+    def idle(self, connection: _Protocol) -> None:
+        if connection in self._open:
+            self._idle[connection] = None
 
-    def closed(self, one: _Protocol) -> None:
+    def closed(self, connection: _Protocol) -> None:
         """Safe to call twice."""
-        self._open.discard(one)
-        self.busy(one)
+        self._open.discard(connection)
+        self.busy(connection)
 
 
 class _Protocol(HttpToolsProtocol):
-    """Hangs up on a client that does not come to the point. uvicorn bounds only the time between two requests, and
-    httptools nothing: neither headers nor trailers nor their time."""
+    """Closes connections with oversized headers or expired time limits. uvicorn bounds only the time between two
+    requests, and httptools bounds neither the size of headers and trailers nor their time."""
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = connections
-        self._beside = 0  # bytes of this request that are no body
-        self._waits = False  # for a request of which nothing has come
-        self._whole = True  # no part of a request is missing
+        self._head_bytes = 0  # of this request, trailers included
+        self._waits = False  # for the first byte of a request
+        self._request_complete = True  # no part of a request is missing
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -112,17 +112,17 @@ class _Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._beside += len(data)
+        self._head_bytes += len(data)
         if self._waits:
             self._waits = False
             self._within(HEADERS_TIMEOUT_S, self.hang_up)
         super().data_received(data)
-        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The headers of the request are too large.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._whole = False
+        self._request_complete = False
 
     def on_headers_complete(self) -> None:
         if self._timer is not None:
@@ -132,21 +132,21 @@ class _Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._beside -= len(body)
+        self._head_bytes -= len(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._beside, self._whole = 0, True
-        if self.cycle.response_complete:  # the rest of a body has come that nobody read
+        self._head_bytes, self._request_complete = 0, True
+        if self.cycle.response_complete:  # the rest of a discarded body has arrived
             self._idle()
 
     def on_response_complete(self) -> None:
         last = not self.pipeline
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's, which any byte ends
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which any byte would end
         if self.transport.is_closing():
             self._within(WRITE_TIMEOUT_S, self.transport.abort)
-        elif last and self._whole:
+        elif last and self._request_complete:
             self._idle()
         elif last:
             self._within(DISCARD_TIMEOUT_S, self.hang_up)
@@ -161,7 +161,7 @@ class _Protocol(HttpToolsProtocol):
             self._writing.cancel()
 
     def hang_up(self) -> None:
-        """Closes the connection, and soon after also one whose client does not take what was written."""
+        """Closes the connection; aborts it soon after if the client does not accept what was written."""
         self.transport.close()
         self._within(DISCARD_TIMEOUT_S, self.transport.abort)
 
@@ -179,7 +179,7 @@ class _Protocol(HttpToolsProtocol):
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are the process's own business, not one server's."""
+        """The process handles signals, not this server."""
         yield
 
 
@@ -191,7 +191,7 @@ class Server:
         self.address = ""
         self._serving: asyncio.Task[None] | None = None
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Half of the files that this process may open: its workers, gRPC clients and registry need some, too.
+        # Half of the files that this process may open; connections to workers, gRPC clients and the registry need some.
         self.connections = Connections(min(MAX_CONNECTIONS, soft // 2))
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -226,7 +226,7 @@ class Server:
             raise InternalError("the HTTP server ended by itself")
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing, let requests end for `grace_s` seconds, then cancel them."""
+        """Accepts no new request, lets running ones finish for `grace_s` seconds, then cancels them."""
         if self._serving is None:
             return
         self._server.should_exit = True
@@ -235,14 +235,14 @@ class Server:
         for task in list(tasks):
             task.cancel()
         if tasks:
-            await asyncio.wait(list(tasks), timeout=CANCEL_TIMEOUT_S)  # a client that reads nothing holds nobody up
+            await asyncio.wait(list(tasks), timeout=CANCEL_TIMEOUT_S)  # a client that does not read may block a task
         self._server.force_exit = True
         await asyncio.wait({self._serving}, timeout=CANCEL_TIMEOUT_S)
         await end(self._serving)
 
 
 def _listen(host: str, port: int, *, share: bool) -> socket.socket:
-    """`share`: the port, with other routers of this user's; the system gives each connection to one of them."""
+    """`share`: the port is shared with other routers of this user; the system gives each connection to one of them."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(family, kind, protocol)
     try:

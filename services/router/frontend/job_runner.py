@@ -1,7 +1,7 @@
-"""Runs the jobs of which this router has the lease, and takes over those that other routers left.
+"""Runs the jobs whose lease this router holds, and takes over jobs whose lease has expired.
 
-claim or submit ─▶ run: each piece of the answer goes into the journal, which refuses a router that lost the lease
-                   after a failure that may pass: wait, and continue after the last token in the journal
+claim or submit ─▶ run: each event goes into the journal, which refuses a router that has lost the lease
+                   after a transient failure: wait, and continue after the last token in the journal
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from tandem.v1 import generation_pb2, jobs_pb2
 log = structlog.get_logger(__name__)
 
 MAX_RUNNING = 64  # jobs that one router runs; others wait for a slot
-MAX_LEASED = 1024  # jobs of which one router has the lease, where it takes over more than it can run
-MAX_RUNNING_PER_TENANT = 48  # slots of one tenant that has a name
-MAX_INTERNAL_ERRORS = 3  # attempts that end with INTERNAL and without a new token, one after the other
+MAX_LEASED = 1024  # leases that one router holds when it takes over more jobs than it can run
+MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
+MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
 LEASE_S = 6.0
-MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # until a job is tried again
-MAX_LAYOUT_ABSENCE_S = 600.0  # time for which no worker may have the KV layout that a job began with
-TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # the same job may go well later
+MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0  # between two attempts of a job
+MAX_LAYOUT_ABSENCE_S = 600.0  # after which a job fails if no worker has the KV layout that it began with
+TRANSIENT_ERRORS = (Busy, Unavailable, DataLoss, ResumeFailed, DeadlineExceeded)  # a later attempt may succeed
 
 
 @dataclass(slots=True)
 class _Running:
-    """A job in this router's hands."""
+    """A job that this router runs."""
 
     record: JobRecord
     kept: jobs_pb2.KeptJob
     delay_s: float = MIN_RETRY_S
-    charged: bool = False  # its prompt, to its tenant
+    charged: bool = False  # whether its prompt was charged to its tenant
     failures: int = 0  # attempts that ended with INTERNAL, since the last token
     homeless_since: float | None = None  # since when no worker has its layout
 
@@ -66,7 +66,7 @@ class _Running:
 
     @property
     def tokens(self) -> int:
-        """That it generates at most."""
+        """The maximum that it generates."""
         return int(self.kept.request.sampling.max_tokens) * choices(self.kept.request)
 
 
@@ -78,8 +78,8 @@ class JobRunner:
         self._model = model
         self._rate_limits = rate_limits
         self._journal = journal
-        self._mine: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, who runs it
-        self._ending: set[str] = set()  # ids of those that are being stopped here
+        self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, its task
+        self._ending: set[str] = set()  # ids of jobs that are being stopped here
         self._slots = TenantSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
         self._keeping: asyncio.Task[None] | None = None
 
@@ -87,17 +87,17 @@ class JobRunner:
         self._keeping = forever(self._keep, name="jobs")
 
     async def leave(self) -> None:
-        """Ends its jobs here, so that other routers continue them at once."""
+        """Stops its jobs and releases their leases, so that other routers continue them at once."""
         await end(self._keeping)
-        mine = [(job_id, generation) for job_id, (generation, _) in self._mine.items()]
-        await asyncio.gather(*(end(task) for _, task in list(self._mine.values())))
+        leases = [(job_id, generation) for job_id, (generation, _) in self._running.items()]
+        await asyncio.gather(*(end(task) for _, task in list(self._running.values())))
         try:
-            await self._journal.release(mine)
+            await self._journal.release(leases)
         except Unavailable as error:
-            log.warning("jobs.not_released", jobs=len(mine), error=error.message)  # their leases end by themselves
+            log.warning("jobs.not_released", jobs=len(leases), error=error.message)  # their leases end by themselves
 
     async def _keep(self) -> None:
-        """Renews the leases of its own, and takes over what others have left."""
+        """Renews its leases, and claims jobs whose lease has expired."""
         while True:
             try:
                 await self._renew()
@@ -110,40 +110,40 @@ class JobRunner:
             await asyncio.sleep(LEASE_S / 3)
 
     def _takes_more(self) -> bool:
-        """Also beside a backlog of one tenant, which may not have every place."""
-        return len(self._mine) < MAX_RUNNING or (self._slots.free > 0 and len(self._mine) < MAX_LEASED)
+        """Whether to claim more jobs; also during a backlog of one tenant, which cannot occupy every slot."""
+        return len(self._running) < MAX_RUNNING or (self._slots.free > 0 and len(self._running) < MAX_LEASED)
 
     async def _renew(self) -> None:
-        mine = dict(self._mine)
-        owned = [(job_id, generation) for job_id, (generation, _) in mine.items()]
+        running = dict(self._running)
+        owned = [(job_id, generation) for job_id, (generation, _) in running.items()]
         for (job_id, generation), kept in zip(owned, await self._journal.renew(owned), strict=True):
             if kept is not Kept.KEPT and job_id not in self._ending:
                 self._ending.add(job_id)
-                # Beside this task: the leases of all others hang on it.
-                once(self._end_here(job_id, generation, mine[job_id][1], kept), name=f"end of job {job_id}")
+                # In another task: this one must go on renewing leases.
+                once(self._end_here(job_id, generation, running[job_id][1], kept), name=f"end of job {job_id}")
 
     async def _end_here(self, job_id: str, generation: int, task: asyncio.Task[None], why: Kept) -> None:
         try:
             await end(task)
             if why is Kept.CANCELLED:
                 await self._journal.end(job_id, generation, State.CANCELLED)
-        except Unavailable as error:  # its lease ends, and whoever claims it hears that it was cancelled
+        except Unavailable as error:  # its lease expires, and the next owner sees that it was cancelled
             log.warning("job.not_kept", job=job_id, why=error.message)
         finally:
             self._ending.discard(job_id)
 
     def run_here(self, record: JobRecord) -> None:
-        """This router has the lease."""
+        """Starts a job whose lease this router holds."""
         task = once(self._run(record), name=f"job {record.job_id}")
-        self._mine[record.job_id] = record.generation, task
+        self._running[record.job_id] = record.generation, task
         task.add_done_callback(lambda _: self._done(record))
 
     def _done(self, record: JobRecord) -> None:
-        if self._mine.get(record.job_id, (0,))[0] == record.generation:
-            del self._mine[record.job_id]
+        if self._running.get(record.job_id, (0,))[0] == record.generation:
+            del self._running[record.job_id]
 
     async def _run(self, record: JobRecord) -> None:
-        """To its end, or until it is somebody else's."""
+        """Runs the job until it ends or another router owns it."""
         job = _Running(record, jobs_pb2.KeptJob.FromString(record.request))
         try:
             while True:
@@ -160,18 +160,18 @@ class JobRunner:
             log.warning("job.broken", job=record.job_id, reason=error.reason, error=error.message)
             if error.reason != "REGISTRY_UNREACHABLE":
                 await self._fail(record, error)
-            # else nothing can be kept: whoever claims it goes on
+            # otherwise nothing can be stored: the next owner continues the job
 
     @staticmethod
     def _pause(job: _Running, error: TandemError) -> float:
-        """Seconds until the next attempt. Raises what ends the job."""
+        """Seconds until the next attempt. Raises an error that ends the job."""
         if error.reason == "REGISTRY_UNREACHABLE":
             raise error
         if isinstance(error, InternalError):
             job.failures += 1
             if error.reason != InternalError.default_reason or job.failures >= MAX_INTERNAL_ERRORS:
                 raise error
-        if error.reason == "TENANT_TOKENS":  # its tenant's bucket says when
+        if error.reason == "TENANT_TOKENS":  # the tenant's bucket determines the time
             wait_s = min(max(error.retry_after or 0.0, MIN_RETRY_S), MAX_RETRY_S) * uniform(1.0, 1.2)
         else:
             wait_s = max(job.delay_s, error.retry_after or 0.0)
@@ -183,11 +183,11 @@ class JobRunner:
     async def _fail(self, record: JobRecord, error: TandemError) -> None:
         try:
             await self._journal.end(record.job_id, record.generation, State.FAILED, error=error)
-        except Unavailable as lost:  # whoever claims it finds out again
+        except Unavailable as lost:  # the next owner will get the same error
             log.warning("job.not_kept", job=record.job_id, why=lost.message)
 
     async def _attempt(self, job: _Running) -> None:
-        """Goes on behind what was kept. Raises what ends it too early."""
+        """Continues after the stored tokens. Raises an error that ends the attempt early."""
         self._check_layout(job)
         key = self._rate_limits.named(job.kept.tenant)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
@@ -198,25 +198,26 @@ class JobRunner:
             events = self._generation.generate(
                 job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
             )
-            left = choices(job.kept.request) - len(ResumeState(past).ended)  # one may be kept twice
+            unfinished = choices(job.kept.request) - len(ResumeState(past).ended)  # an end may be stored twice
             async with aclosing(events):
                 async for event in events:
-                    left -= event.HasField("finished")
-                    if not await self._add(job, event, left):
+                    unfinished -= event.HasField("finished")
+                    if not await self._add(job, event, unfinished):
                         return
                     if event.HasField("delta"):
                         job.failures, job.delay_s = 0, MIN_RETRY_S
                         allowance.spend(len(event.delta.token_ids))
-                        if not event.delta.last:  # else it has its last token, and waits for nothing
+                        if not event.delta.last:  # the last token needs no further allowance
                             allowance.check()
 
-    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, left: int) -> bool:
-        """Keeps an event, `left` completions before the job's end. False: the job has ended, or is not ours."""
+    async def _add(self, job: _Running, event: generation_pb2.GenerateResponse, unfinished: int) -> bool:
+        """Stores an event; `unfinished` completions are left after it. False: the job has ended, or has another
+        owner."""
         job_id, generation, data = job.record.job_id, job.record.generation, event.SerializeToString()
         if event.HasField("delta"):
             choice, first, new = event.delta.choice, event.delta.index, len(event.delta.token_ids)
             outcome = await self._journal.append(job_id, generation, first, first + new, data, choice)
-        elif event.HasField("finished") and left:
+        elif event.HasField("finished") and unfinished:
             choice, end_at = event.finished.choice, event.finished.receipt.completion_tokens
             outcome = await self._journal.append(job_id, generation, end_at, end_at, data, choice)
         elif event.HasField("finished"):
@@ -230,16 +231,16 @@ class JobRunner:
         return outcome is Kept.KEPT
 
     def _check_layout(self, job: _Running) -> None:
-        """A job goes on only where all workers have the layout that it began with: others would give other tokens.
-        While some have another one (an upgrade, perhaps one that is taken back) it waits."""
-        mine = job.kept.layout_hash
+        """A job continues only while all workers have the layout that it began with: others would generate other
+        tokens. While some have another layout (an upgrade, perhaps one that is reverted) it waits."""
+        layout = job.kept.layout_hash
         layouts = self._model.layouts()
-        if layouts == {mine}:
+        if layouts == {layout}:
             job.homeless_since = None
             return
         if not layouts:
             raise NoWorker("no decode worker is known", retry_after=2.0)
-        if mine not in layouts:
+        if layout not in layouts:
             job.homeless_since = job.homeless_since or monotonic()
             if monotonic() - job.homeless_since > MAX_LAYOUT_ABSENCE_S:
                 raise PreconditionFailed(
@@ -263,5 +264,5 @@ def open_journal(settings: Settings) -> JobJournal:
 
 
 def choices(request: generation_pb2.GenerateRequest) -> int:
-    """How many completions the job has."""
+    """The number of the job's completions."""
     return int(request.sampling.n) if request.sampling.HasField("n") else 1

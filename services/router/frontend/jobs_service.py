@@ -1,8 +1,8 @@
-"""Jobs: requests whose tokens are kept, so that a client or a router may be gone for a while.
+"""Jobs: requests whose tokens are stored, so that a client may disconnect and a router may die.
 
-SubmitJobs   fix what is asked ─▶ keep it ─▶ run it here                                  an owner, and its lease
-             each piece of the answer ─▶ journal, which refuses who is no longer the owner
-             a lease that ends: whoever claims first goes on at the last token that was kept
+SubmitJobs   fix the request ─▶ store it ─▶ run it here                                    an owner, and its lease
+             each event ─▶ journal, which refuses a router that is no longer the owner
+             when a lease expires, the first router to claim the job continues after the last stored token
 WatchJob     journal ─▶ client, from any router
 """
 
@@ -38,11 +38,11 @@ from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
 MAX_SUBMITTED = 128  # in one call
 MAX_WATCHERS = 1024  # of one tenant, at one router
-# To the watchers of one tenant together, at one router. One costs the event loop some 0.1 ms, so they take 5 % of
-# it. Tokens that come while a watcher waits are in its next message.
+# To the watchers of one tenant together, at one router. A message costs the event loop some 0.1 ms, so they take 5 % of
+# it. Tokens that arrive while a watcher waits are merged into its next message.
 WATCH_MESSAGES_PER_S = 500.0
-WATCH_BURST_S = 0.1  # by which they may be ahead of this rate
-IDLE_CHECK_S = 10.0  # a watcher that heard nothing for so long looks whether the job is still known
+WATCH_BURST_S = 0.1  # how far they may be ahead of this rate
+IDLE_CHECK_S = 10.0  # without an event, after which a watcher checks that the job still exists
 
 STATES = {
     State.OPEN: jobs_pb2.JOB_STATE_OPEN,
@@ -75,7 +75,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._leaving = False
 
     async def leave(self) -> None:
-        """Leaves its jobs, and their watchers, to the other routers."""
+        """Hands its jobs and their watchers over to the other routers."""
         self._leaving = True
         self._journal.end_watches(_stopping())
         await self._runner.leave()
@@ -92,8 +92,10 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._check_stays()
         with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
             key = self._rate_limits.who(authorization(context))
-            asked = [await self._fixed(one, key) for one in request.requests]  # all are right, or none is kept
-            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(asked, key, span))
+            fixed = [
+                await self._fixed(generate_request, key) for generate_request in request.requests
+            ]  # all are valid, or none is stored
+            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(fixed, key, span))
 
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
@@ -102,21 +104,21 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         with self._watching(key):
             job_id = _scoped(key, request.job_id)
             record = await self._journal.get(job_id)
-            asked = jobs_pb2.KeptJob.FromString(record.request).request
+            kept_request = jobs_pb2.KeptJob.FromString(record.request).request
             started = generation_pb2.Started(
                 request_id=request.job_id,
                 model=self._settings.model,
-                prompt_tokens=len(asked.token_ids.ids),
-                choices=choices(asked),
+                prompt_tokens=len(kept_request.token_ids.ids),
+                choices=choices(kept_request),
             )
             yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
-            history = record.tokens  # that have not been read
+            history = record.tokens  # those that have not been read yet
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
                     ended = next((entry.ended for entry in entries if entry.ended is not None), None)
                     events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
-                    # A watcher that comes back knows more of one completion than of another: where from_token is the
-                    # place of the one furthest behind, no message may have tokens that it knows and such that it lacks.
+                    # A watcher that reconnects has more tokens of one completion than of another. Where from_token is
+                    # the position of the shortest one, no message may mix tokens that it has with tokens that it lacks.
                     take = next_merged if started.choices == 1 or history <= 0 else deque.popleft
                     history -= sum(len(event.delta.token_ids) for event in events)
                     events = deque(event for event in events if not _known(event, request.from_token))
@@ -166,7 +168,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         await self._journal.cancel(_scoped(key, request.job_id))
         return jobs_pb2.CancelJobResponse(job=await self._job(request.job_id, key))
 
-    # ---- taking jobs
+    # ---- accepting jobs
 
     def _check_stays(self) -> None:
         if self._leaving:
@@ -175,14 +177,14 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     async def _fixed(
         self, request: generation_pb2.GenerateRequest, key: ApiKey
     ) -> tuple[generation_pb2.GenerateRequest, str]:
-        """What is kept, and what says whether two requests ask for the same."""
-        asked = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-        return await self._generation.fixed(request, key), asked
+        """The request to be stored, and a digest that is equal for equal requests."""
+        digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+        return await self._generation.fixed(request, key), digest
 
     async def _submit(
-        self, asked: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
+        self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
     ) -> list[jobs_pb2.Job]:
-        jobs = [self._to_keep(request, digest, key, span) for request, digest in asked]
+        jobs = [self._to_keep(request, digest, key, span) for request, digest in fixed]
         new = await self._journal.submit(jobs, key.name)
         for job in (job for job, is_new in zip(jobs, new, strict=True) if is_new):
             self._runner.run_here(JobRecord(job.job_id, job.request, State.OPEN, generation=1, tokens=0, error=None))
@@ -190,7 +192,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             jobs_pb2.Job(job_id=request.request_id, state=STATES[State.OPEN])
             if is_new
             else await self._job(request.request_id, key)
-            for (request, _), is_new in zip(asked, new, strict=True)
+            for (request, _), is_new in zip(fixed, new, strict=True)
         ]
 
     def _to_keep(self, request: generation_pb2.GenerateRequest, digest: str, key: ApiKey, span: Span) -> Asked:
@@ -225,5 +227,5 @@ def _known(event: generation_pb2.GenerateResponse, from_token: int) -> bool:
 
 
 def _scoped(key: ApiKey, name: str) -> str:
-    """Ids of different tenants are different jobs."""
+    """The job id in the journal: the same name under different tenants means different jobs."""
     return f"{key.name}/{name}"

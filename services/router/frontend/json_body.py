@@ -10,20 +10,20 @@ from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
 
 
 def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
-    """The JSON object that the body is. Raises InvalidRequest, with nothing of the body's content in the message."""
+    """Parses the body, a JSON object. Raises InvalidRequest, whose message contains none of the body's content."""
     json_limits.check(body, most_numbers)
     try:
-        found = json.loads(
+        value = json.loads(
             body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer
         )
     except UnicodeDecodeError as error:
         raise wrong("body", f"not UTF-8 at byte {error.start}", "JSON in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        what = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or nested too deep"
-        raise wrong("body", f"not readable JSON ({what})", "a JSON object") from error
-    if not isinstance(found, dict):
-        raise wrong("body", f"a JSON {type(found).__name__}", "a JSON object")
-    return found
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else "a value is too long or nested too deep"
+        raise wrong("body", f"not readable JSON ({problem})", "a JSON object") from error
+    if not isinstance(value, dict):
+        raise wrong("body", f"a JSON {type(value).__name__}", "a JSON object")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    """A function of Python's, unlike int: json.loads lets other threads run between two calls of it."""
+    """A Python function instead of int: between two calls of it, json.loads lets other threads run."""
     return int(digits)
 
 

@@ -9,7 +9,7 @@ from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
 from tandem.errors import Busy, TandemError, Unavailable
 from tandem.grpc_errors import NAME_BYTES, shown
 
-OPENAI_CODES = {CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}  # codes of OpenAI's, which clients switch on
+OPENAI_CODES = {CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}  # OpenAI's codes, on which clients switch
 
 
 def error_body(error: TandemError) -> bytes:
@@ -31,12 +31,12 @@ def _error(error: TandemError) -> dict[str, Any]:
 
 
 def error_event(error: TandemError) -> bytes:
-    """For a stream that has begun. No [DONE] follows it: what came is not the whole answer."""
+    """For a stream that has begun. No [DONE] follows: the answer is incomplete."""
     return to_sse(_error(error))
 
 
 def error_headers(error: TandemError) -> dict[str, str]:
-    """Whether and when to try again, in the words that HTTP and OpenAI's own clients know."""
+    """Whether and when to retry, in the headers of HTTP and of OpenAI's own clients."""
     again = isinstance(error, Busy | Unavailable)
     headers = {"x-should-retry": "true" if again else "false"}
     if again:

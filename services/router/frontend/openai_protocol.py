@@ -1,5 +1,5 @@
-"""The OpenAI API in terms of Generate: JSON bodies to GenerateRequests. Decides nothing else; every bound is checked
-where gRPC's are, in services/router/preprocess.
+"""Translates JSON bodies of the OpenAI API to GenerateRequests. Bounds are checked as for gRPC, in
+services/router/preprocess.
 
     body ─parse─▶ Completions or Chat ─requests─▶ one GenerateRequest for each prompt
     JSON or SSE ◀─ Answer (openai_responses.py) ◀─ events
@@ -24,9 +24,9 @@ from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import generation_pb2, sampling_pb2
 
 MAX_PROMPTS = 128
-DEFAULT_COMPLETION_TOKENS = 16  # what /v1/completions gives when max_tokens is absent, as OpenAI's does
-REST_OF_CONTEXT = 2**31  # what /v1/chat/completions gives, likewise: validation takes the lesser of it and the room
-# Items of the lists that a body may have. The bounds are those of preprocess; here they spare the look at each item.
+DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of /v1/completions when absent, as in OpenAI's API
+REST_OF_CONTEXT = 2**31  # likewise of /v1/chat/completions: validation reduces it to the rest of the context
+# Maximum lengths of lists in a body. The bounds are those of preprocess; checked here, no item need be parsed.
 MAX_ITEMS = {
     "messages": MAX_MESSAGES,
     "tools": MAX_TOOLS,
@@ -37,8 +37,8 @@ MAX_ITEMS = {
 }
 
 
-# Fields that are known and not served, and the values of them that ask for nothing. Any other field that is not in a
-# model below is ignored, as OpenAI's own servers do; ignoring one of these would change the answer.
+# Fields that are not supported, with the values that have no effect. Other unknown fields are ignored, as OpenAI's own
+# servers do; ignoring one of these would change the answer.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "functions": ([],),
@@ -90,7 +90,7 @@ class Completions(Sampled):
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
-        return [_prompt(one, context) for one in prompts]
+        return [_prompt(prompt, context) for prompt in prompts]
 
 
 class Message(BaseModel):
@@ -128,7 +128,7 @@ class Chat(Sampled):
         return params
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
-        messages = [_message(one, f"messages[{index}]") for index, one in enumerate(self.messages)]
+        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
         tools = to_bytes(encode(self.tools)) if self.offers_tools else b""
         return [{"chat": generation_pb2.Chat(messages=messages, tools=tools, tool_choice=self.forced())}]
 
@@ -147,8 +147,8 @@ class Chat(Sampled):
         return isinstance(self.tool_choice, dict)
 
     def forced(self) -> generation_pb2.ToolChoice | None:
-        """The calls that the answer must be; None: it may be anything. A named tool is called once, as OpenAI's API
-        has it."""
+        """The calls that the answer must consist of; None if no call is forced. A named tool is called once, as in
+        OpenAI's API."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case None | "none" | "auto":
@@ -167,7 +167,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kind:
-    """Raises InvalidRequest at the first thing that is wrong, with nothing of the body's content in the message."""
+    """Parses a body. Raises InvalidRequest for the first error; the message contains none of the body's content."""
     fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
         _check_fields(fields)
@@ -180,7 +180,7 @@ def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kin
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
-    """What is not served, and lists that are too long, before a look at each of their items."""
+    """Refuses unsupported fields, and lists that are too long before their items are parsed."""
     for name, harmless in NOT_SERVED.items():
         if (value := fields.get(name)) is not None and value not in harmless:
             bound = " or ".join(["absent", *map(encode, harmless)])
@@ -196,24 +196,24 @@ def _prompt(prompt: object, context: int) -> dict[str, Any]:
     if isinstance(prompt, list):
         if len(prompt) > context:
             raise over_context(context, len(prompt), "token_ids")
-        if all(type(one) is int and -(2**63) <= one < 2**63 for one in prompt):  # not bool
+        if all(type(token) is int and -(2**63) <= token < 2**63 for token in prompt):  # not bool
             return {"token_ids": generation_pb2.TokenIds(ids=prompt)}
     raise InvalidRequest("prompt is of no known kind", field="prompt", bound="text, token ids, or a list of these")
 
 
-def _message(one: Message, where: str) -> generation_pb2.ChatMessage:
-    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(one.tool_calls or ())]
+def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
+    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     return generation_pb2.ChatMessage(
-        role=_clean(one.role, f"{where}.role"),
-        content=_content(one.content, f"{where}.content"),
+        role=_clean(message.role, f"{where}.role"),
+        content=_content(message.content, f"{where}.content"),
         tool_calls=to_bytes(encode(calls)) if calls else b"",
-        tool_call_id=_clean(one.tool_call_id or "", f"{where}.tool_call_id"),
-        name=_clean(one.name or "", f"{where}.name"),
+        tool_call_id=_clean(message.tool_call_id or "", f"{where}.tool_call_id"),
+        name=_clean(message.name or "", f"{where}.name"),
     )
 
 
 def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call as templates want it: its arguments are an object, where OpenAI's API has them as JSON."""
+    """A call in the form that templates expect: its arguments as an object, where OpenAI's API has JSON text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -250,10 +250,10 @@ def _clean(text: str, where: str) -> str:
 def requests(
     body: Sampled, request_id: str, defaults: Defaults, adapter: str = "", context: int = REST_OF_CONTEXT
 ) -> list[generation_pb2.GenerateRequest]:
-    """One for each prompt. Raises InvalidRequest."""
+    """One request for each prompt. Raises InvalidRequest."""
     try:
         sampling, inputs = body.sampling(defaults), body.inputs(context)
-    except RecursionError as error:  # it was read where fewer calls were under way
+    except RecursionError as error:  # it was parsed at a smaller depth of the call stack
         raise wrong("body", "nested too deep", "a JSON object of some levels") from error
     salt = to_bytes(body.cache_salt or "")
     return [
@@ -264,7 +264,7 @@ def requests(
             adapter=adapter,
             priority=body.priority or 0,
             ttft_slo_seconds=body.ttft_slo_seconds,
-            **one,
+            **fields,
         )
-        for index, one in enumerate(inputs)
+        for index, fields in enumerate(inputs)
     ]

@@ -1,4 +1,4 @@
-"""The events of Generate as OpenAI's API has them: JSON in one piece, or server-sent events."""
+"""Translates events of Generate to OpenAI's API: one JSON object, or server-sent events."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Choice:
     letters: int = 0
     begun: bool = False
     calls: CallReader | None = None  # where tools are offered
-    held: generation_pb2.Delta | None = None  # the last delta, which travels together with the reason for the end
+    held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one message of a stream says about one choice; for an answer in one piece, all of it."""
+    """One choice's part of a message of a stream; without streaming, the whole choice."""
 
     choice: Choice
     text: str = ""
@@ -49,11 +49,11 @@ class Piece:
     finish: str | None = None
     stop_reason: int | str | None = None
     receipt: dict[str, Any] | None = None
-    offset: int = 0  # of the text in the whole
+    offset: int = 0  # of the text in the choice's whole text
 
 
 class Answer(ABC):
-    """Events of one HTTP request as JSON. A subclass knows the shapes of one endpoint."""
+    """Encodes the events of one HTTP request as JSON. A subclass has the format of one endpoint."""
 
     prefix = ""
     whole_object = ""
@@ -83,14 +83,14 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": model,
         }
-        self._opening = encode(self._head)[:-1] + ","  # of each message of a stream, to be encoded only once
+        self._opening = encode(self._head)[:-1] + ","  # of each message of a stream; encoded only once
 
     def named(self, error: TandemError) -> TandemError:
-        """The error in the words of the request."""
+        """The error with the field names of the request."""
         return self._body.named(error)
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
-        """The server-sent events that tell it; none before the first token."""
+        """The event as server-sent events; none before the first token."""
         piece = self._piece(index, event)
         if piece is None:
             return b""
@@ -104,35 +104,35 @@ class Answer(ABC):
                 data += DONE
         return data.encode()
 
-    async def whole(self, events: Events) -> bytes:
+    async def collect(self, events: Events) -> bytes:
         """One JSON object."""
         pieces: dict[int, Piece] = {}
         async for index, event in events:
             piece = self._piece(index, event)
             if piece is not None:
-                whole = pieces.setdefault(piece.choice.index, Piece(piece.choice))
-                whole.text += piece.text
-                whole.token_ids += piece.token_ids
-                whole.logprobs += piece.logprobs
-                whole.prompt_logprobs += piece.prompt_logprobs
-                whole.finish, whole.stop_reason, whole.receipt = piece.finish, piece.stop_reason, piece.receipt
+                merged = pieces.setdefault(piece.choice.index, Piece(piece.choice))
+                merged.text += piece.text
+                merged.token_ids += piece.token_ids
+                merged.logprobs += piece.logprobs
+                merged.prompt_logprobs += piece.prompt_logprobs
+                merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
         choices = [await self._encoded(piece, self.message(piece)) for _, piece in sorted(pieces.items())]
         return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
 
     @abstractmethod
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        """What a piece of a stream says, without its log probabilities."""
+        """A choice in a message of a stream, without its log probabilities."""
 
     @abstractmethod
     def message(self, piece: Piece) -> dict[str, Any]:
-        """What a whole answer says, likewise."""
+        """Likewise, in an answer without streaming."""
 
     @abstractmethod
     async def scores(self, piece: Piece) -> str:
-        """JSON of its log probabilities."""
+        """The piece's log probabilities as JSON."""
 
     async def _encoded(self, piece: Piece, fields: dict[str, Any]) -> str:
-        """JSON of the fields with the piece's log probabilities. Those may be hundreds of thousands."""
+        """The fields as JSON, with the piece's log probabilities, of which there may be hundreds of thousands."""
         if not piece.logprobs and not piece.prompt_logprobs:
             return encode(fields)
         more = ""
@@ -189,13 +189,13 @@ class Answer(ABC):
             piece.stop_reason = finished.stop
         elif stopped and last in (self._body.stop_token_ids or ()):
             piece.stop_reason = last
-        if finished.choice == 0:  # the others found in the cache what this one has computed
+        if finished.choice == 0:  # the other choices found its prompt in the cache
             self._cached_tokens += finished.receipt.cached_tokens
         if self._body.tandem_receipt:
             piece.receipt = results.receipt(finished.receipt).to_dict()
 
     def _extras(self, piece: Piece) -> dict[str, Any]:
-        """Fields that OpenAI's API does not have, where they say something or were asked for."""
+        """Fields that OpenAI's API does not have, if they were requested or have a value."""
         extras: dict[str, Any] = {}
         if piece.finish:
             extras["stop_reason"] = piece.stop_reason
@@ -208,13 +208,17 @@ class Answer(ABC):
         return extras
 
     def _of_prompt(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any] | None:
-        """As vLLM has it, but for the rank of a token that is not among the likeliest: it is unknown here."""
+        """In vLLM's format, except that the rank of a token that is not among the likeliest is unknown."""
         if chosen is None:
             return None
-        ranks = {one: rank for rank, one in enumerate(top, 1)}
+        ranks = {token_id: rank for rank, token_id in enumerate(top, 1)}
         return {
-            str(one): {"logprob": value, "rank": ranks.get(one), "decoded_token": self._tokenizer.token(one)}
-            for one, value in {token: chosen, **top}.items()
+            str(token_id): {
+                "logprob": value,
+                "rank": ranks.get(token_id),
+                "decoded_token": self._tokenizer.token(token_id),
+            }
+            for token_id, value in {token: chosen, **top}.items()
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -267,11 +271,11 @@ class CompletionsAnswer(Answer):
         return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
 
     def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
-        """By text, so that of several tokens with the same text the likeliest is shown; the chosen one always is."""
+        """By text: of several tokens with the same text the likeliest is shown. The chosen token is always shown."""
         if chosen is None:
             return None
         return {
-            **{self._token(one): value for one, value in reversed(top.items())},
+            **{self._token(token_id): value for token_id, value in reversed(top.items())},
             **({} if token in top else {self._token(token): chosen}),
         }
 
@@ -299,7 +303,7 @@ class ChatAnswer(Answer):
         return {"index": piece.choice.index, "message": message, **self._rest(piece)}
 
     def _read(self, piece: Piece) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
-        """What is text in it, and the calls that are complete with it, each with its number."""
+        """The text of the piece, and the calls that it completes, each with its number."""
         if not self._body.offers_tools or self._tokenizer.calls is None:
             return piece.text, []
         reader = piece.choice.calls = piece.choice.calls or CallReader(self._tokenizer.calls)
@@ -310,10 +314,10 @@ class ChatAnswer(Answer):
             if reader.calls and piece.finish == "stop" and not self._body.names_tool:
                 piece.finish = "tool_calls"
         if content.isspace() and self._body.forced() is not None:
-            content = ""  # it stands between calls
+            content = ""  # space between calls
         calls = [
-            (index, {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}})
-            for index, one in enumerate(reader.calls[before:], before)
+            (index, {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+            for index, call in enumerate(reader.calls[before:], before)
         ]
         return content, calls
 
@@ -324,7 +328,7 @@ class ChatAnswer(Answer):
         return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
-        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*one) for one in top.items()]}
+        return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
 
     def _scored(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._token(token)
@@ -339,10 +343,10 @@ def answer(
 
 
 async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
-    """JSON of each, with commas between, made some at a time, so that other streams are relayed meanwhile."""
+    """The items as JSON, joined by commas; encoded in slices, so that other streams are relayed meanwhile."""
     parts = []
     for at in range(0, len(scored), TOKENS_PER_SLICE):
-        parts += [encode(make(*one)) for one in scored[at : at + TOKENS_PER_SLICE]]
+        parts += [encode(make(*score)) for score in scored[at : at + TOKENS_PER_SLICE]]
         await asyncio.sleep(0)
     return ",".join(parts)
 

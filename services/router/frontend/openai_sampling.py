@@ -1,4 +1,4 @@
-"""The fields that both generating endpoints of the OpenAI API share, and what they mean for SamplingParams.
+"""The fields that both generating endpoints of the OpenAI API share, and their translation to SamplingParams.
 
 A number of tandem.sampling is a field of the body under the same name.
 """
@@ -114,30 +114,30 @@ class Sampled(Numbers, ABC):
 
     @classmethod
     def most_numbers(cls, context: int) -> int:
-        """Values that a body may have, for a context of so many tokens."""
+        """The maximum number of values in a body, for a context of `context` tokens."""
         return MAX_NUMBERS
 
     def sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
-        given = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
         usual = {"temperature": 1.0, **defaults.model_dump(exclude_none=True)}
-        params = sampling_pb2.SamplingParams(**{**usual, **given})
-        if params.top_k == -1:  # how vLLM's clients say "off"
+        params = sampling_pb2.SamplingParams(**{**usual, **fields})
+        if params.top_k == -1:  # "off" in vLLM's API
             params.top_k = 0
         if self.best_of not in (None, self.n or 1):
             raise wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone says nothing
+        params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone is ignored
         params.include_stop = bool(self.include_stop_str_in_output)
-        if (found := self.grammar()) is not None:
-            params.grammar.CopyFrom(found[1])
+        if (named_grammar := self.grammar()) is not None:
+            params.grammar.CopyFrom(named_grammar[1])
         return params
 
     def grammar(self) -> tuple[str, common_pb2.Grammar] | None:
-        """What the text must fit, and the field that says so. Raises InvalidRequest if two do."""
+        """The grammar, and the field that has it. Raises InvalidRequest if there are two."""
         structured = self.structured_outputs or Structured()
-        given = {
+        by_field = {
             "response_format": _of_format(self.response_format or {"type": "text"}),
             "structured_outputs.json": _of_schema(structured.schema_),
             "structured_outputs.json_object": common_pb2.Grammar(json=True) if structured.json_object else None,
@@ -149,20 +149,24 @@ class Sampled(Numbers, ABC):
             "guided_choice": _of_choice(self.guided_choice),
             "guided_grammar": _of_rules(self.guided_grammar),
         }
-        found = [(name, grammar) for name, grammar in given.items() if grammar is not None]
-        if not found:
+        grammars = [(name, grammar) for name, grammar in by_field.items() if grammar is not None]
+        if not grammars:
             return None
-        (name, grammar), *others = found
+        (name, grammar), *others = grammars
         if others:
             raise wrong(others[0][0], f"given beside {name}", "the only one")
         return name.partition(".")[0], grammar
 
     def named(self, error: TandemError) -> TandemError:
-        """The same error, with this body's own name for what the text must fit, and for what the context must hold."""
+        """The same error, with this body's field names for the grammar and for the input."""
         if error.reason == CONTEXT_LENGTH_EXCEEDED:
             error.field = self.input_name
-        if error.field is not None and error.field.startswith(GRAMMAR_FIELD) and (found := self.grammar()) is not None:
-            error.field = found[0] + error.field.removeprefix(GRAMMAR_FIELD)
+        if (
+            error.field is not None
+            and error.field.startswith(GRAMMAR_FIELD)
+            and (named_grammar := self.grammar()) is not None
+        ):
+            error.field = named_grammar[0] + error.field.removeprefix(GRAMMAR_FIELD)
         return error
 
     @abstractmethod
@@ -178,15 +182,15 @@ SHARED_FIELDS = tuple(
 )
 
 
-def _of_format(given: dict[str, Any]) -> common_pb2.Grammar | None:
-    """OpenAI's response_format. A schema holds whether it says `strict` or not."""
-    match given.get("type"):
+def _of_format(response_format: dict[str, Any]) -> common_pb2.Grammar | None:
+    """OpenAI's response_format. A schema is enforced with and without `strict`."""
+    match response_format.get("type"):
         case "text":
             return None
         case "json_object":
             return common_pb2.Grammar(json=True)
         case "json_schema":
-            inner = given.get("json_schema")
+            inner = response_format.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if schema is None:
                 raise wrong("response_format.json_schema.schema", "absent", "a JSON schema")
@@ -194,25 +198,25 @@ def _of_format(given: dict[str, Any]) -> common_pb2.Grammar | None:
     raise wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
 
 
-def _of_schema(given: Any) -> common_pb2.Grammar | None:
-    """A JSON schema, or one as text."""
-    if given is None:
+def _of_schema(schema: Any) -> common_pb2.Grammar | None:
+    """A JSON schema, as an object or as text."""
+    if schema is None:
         return None
-    return common_pb2.Grammar(json_schema=to_bytes(given if isinstance(given, str) else encode(given)))
+    return common_pb2.Grammar(json_schema=to_bytes(schema if isinstance(schema, str) else encode(schema)))
 
 
-def _of_regex(given: str | None) -> common_pb2.Grammar | None:
-    return None if given is None else common_pb2.Grammar(regex=to_bytes(given))
+def _of_regex(regex: str | None) -> common_pb2.Grammar | None:
+    return None if regex is None else common_pb2.Grammar(regex=to_bytes(regex))
 
 
-def _of_choice(given: list[str] | None) -> common_pb2.Grammar | None:
-    return None if given is None else common_pb2.Grammar(choice=common_pb2.Choices(texts=map(to_bytes, given)))
+def _of_choice(choice: list[str] | None) -> common_pb2.Grammar | None:
+    return None if choice is None else common_pb2.Grammar(choice=common_pb2.Choices(texts=map(to_bytes, choice)))
 
 
-def _of_rules(given: str | None) -> common_pb2.Grammar | None:
-    return None if given is None else common_pb2.Grammar(ebnf=to_bytes(given))
+def _of_rules(grammar: str | None) -> common_pb2.Grammar | None:
+    return None if grammar is None else common_pb2.Grammar(ebnf=to_bytes(grammar))
 
 
 def to_bytes(text: str) -> bytes:
-    """Lone surrogates, which JSON can spell, become invalid UTF-8, which preprocess refuses by field."""
+    """Lone surrogates, which JSON permits, become invalid UTF-8, which preprocess refuses with the field's name."""
     return text.encode("utf-8", "surrogatepass")

@@ -18,11 +18,11 @@ from tandem.errors import CheckpointRefused, InvalidRequest
 class ChatTemplate:
     """The checkpoint's Jinja template, run in a sandbox as transformers does.
 
-    `variables` are bos_token, eos_token, ... `calls` is how the model writes calls of tools; None: it knows none.
+    `variables` are bos_token, eos_token, ... `calls` is the format in which the model writes tool calls; None: none.
     """
 
     def __init__(self, source: str, variables: dict[str, str]) -> None:
-        """Raises TemplateError for what is no template."""
+        """Raises TemplateError for an invalid template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -36,7 +36,7 @@ class ChatTemplate:
         self.calls = format_of(source) if self._knows_tools else None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """Raises InvalidRequest when the template refuses the messages, or knows no tools."""
+        """Raises InvalidRequest when the template refuses the messages, or does not support tools."""
         if tools and self.calls is None:
             raise InvalidRequest(
                 "the chat template of this model says nothing of tools, or not how it writes calls",

@@ -1,8 +1,8 @@
-"""What a client wants its text to fit, checked as far as it can be without the library that compiles it.
+"""Checks a client's grammar as far as possible without the library that compiles it.
 
-xgrammar takes every JSON schema and keeps what it knows. A text that breaks a keyword that was passed over would be a
-wrong answer with status OK, so here only the schemas pass of which every keyword is kept. What the rules below allow
-was tried against xgrammar keyword by keyword: tests/engine/test_structured_output.py.
+xgrammar accepts every JSON schema and enforces only the keywords that it knows. A text that violates an ignored keyword
+would be a wrong answer with status OK, so only schemas pass whose keywords are all enforced. The rules below were
+tested against xgrammar keyword by keyword: tests/engine/test_structured_output.py.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def check_schema(schema: Any, field: str) -> None:
     _Schema(field).check(schema)
 
 
-def _bad(field: str, what: str, bound: str) -> InvalidRequest:
-    return InvalidRequest(f"{field}: {what}", reason="BAD_GRAMMAR", field=field, bound=bound)
+def _bad(field: str, problem: str, bound: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {problem}", reason="BAD_GRAMMAR", field=field, bound=bound)
 
 
 def _utf8(value: bytes, field: str) -> str:
@@ -107,15 +107,15 @@ def _parse(text: str, field: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return fields
 
 
 def _regex(text: str, field: str) -> None:
-    """Anchors inside are passed over by xgrammar, so they are refused; the whole text is matched anyway. Repetitions of
-    repetitions are multiplied out by it, so their product is bounded."""
+    """xgrammar ignores anchors inside a pattern, so they are refused; the whole text is matched anyway. It multiplies
+    out nested repetitions, so their product is bounded."""
     bare = _bare(text)
     if "^" in bare[1:] or "$" in bare[:-1]:
         raise _bad(field, "it has ^ or $ inside", "anchors at its ends only; the whole text is matched")
@@ -124,7 +124,7 @@ def _regex(text: str, field: str) -> None:
 
 
 def _bare(text: str) -> str:
-    """Without escapes and classes: each of them is one underscore."""
+    """The pattern with each escape and class replaced by one underscore."""
     bare, escaped, inside = [], False, False
     for character in text:
         if escaped:
@@ -144,7 +144,7 @@ def _bare(text: str) -> str:
 
 
 def _weight(bare: str) -> int:
-    """How many characters and classes it has when counted repetitions are written out."""
+    """The number of characters and classes after counted repetitions are expanded."""
     groups, last, place = [0], 0, 0
     while place < len(bare):
         repeated = _REPEAT.match(bare, place)
@@ -192,8 +192,8 @@ class _Schema:
             root = {key: value for key, value in root.items() if key not in AT_ROOT}
         self._node(root, "", 0)
 
-    def _refuse(self, path: str, what: str, bound: str) -> InvalidRequest:
-        return _bad(f"{self._field}.{path}" if path else self._field, what, bound)
+    def _refuse(self, path: str, problem: str, bound: str) -> InvalidRequest:
+        return _bad(f"{self._field}.{path}" if path else self._field, problem, bound)
 
     def _node(self, schema: Any, path: str, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -243,13 +243,13 @@ class _Schema:
         if "type" in words:
             types = self._types(schema, path)
             for value in values:
-                fits = any(isinstance(value, VALUES[one]) for one in types)
+                fits = any(isinstance(value, VALUES[name]) for name in types)
                 if not fits or (isinstance(value, bool) and "boolean" not in types):
                     raise self._refuse(f"{path}.{word}".lstrip("."), "a value is not of the type", "values of the type")
 
     def _types(self, schema: dict[str, Any], path: str) -> list[str]:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        if not types or not all(isinstance(one, str) and one in OF_TYPE for one in types):
+        if not types or not all(isinstance(name, str) and name in OF_TYPE for name in types):
             raise self._refuse(f"{path}.type".lstrip("."), "it is no type", ", ".join(OF_TYPE))
         return types
 
@@ -257,7 +257,7 @@ class _Schema:
         if "type" not in words:
             self._only(words, set(), path)
         types = self._types(schema, path)
-        self._only(words, {"type"}.union(*(OF_TYPE[one] for one in types)), path)
+        self._only(words, {"type"}.union(*(OF_TYPE[name] for name in types)), path)
         for word in sorted(words & COUNTS):
             count = schema[word]
             if type(count) is not int or not 0 <= count <= MAX_COUNT:
@@ -281,7 +281,7 @@ class _Schema:
         if not isinstance(pattern, str):
             raise self._refuse(path, "it is not a string", "a regular expression")
         _regex(pattern, f"{self._field}.{path}")
-        # What would have to be escaped in a JSON string is copied as it is.
+        # xgrammar copies characters that a JSON string must escape without escaping them.
         if '"' in pattern or re.search(r"\\[^dDwWsS^$.|?*+()\[\]{}/-]", pattern) or re.search(r"[\x00-\x1f]", pattern):
             raise self._refuse(path, "this escape or character is not kept", r"no quotes; \d \w \s and punctuation")
 
@@ -290,10 +290,10 @@ class _Schema:
         required = schema.get("required", [])
         if not isinstance(properties, dict):
             raise self._refuse(f"{path}.properties".lstrip("."), "it is not an object", "an object of schemas")
-        if not isinstance(required, list) or not all(isinstance(one, str) and one in properties for one in required):
+        if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
             raise self._refuse(f"{path}.required".lstrip("."), "a name is not in properties", "names of properties")
-        for name, one in properties.items():
-            self._node(one, f"{path}.properties.{name}".lstrip("."), depth + 1)
+        for name, property_schema in properties.items():
+            self._node(property_schema, f"{path}.properties.{name}".lstrip("."), depth + 1)
         rest = schema.get("additionalProperties", True)
         if rest is not False:
             self._node(rest, f"{path}.additionalProperties".lstrip("."), depth + 1)
@@ -304,8 +304,8 @@ class _Schema:
             raise self._refuse(
                 f"{path}.prefixItems".lstrip("."), "it is not kept", "a list, without minItems, maxItems"
             )
-        for index, one in enumerate(first):
-            self._node(one, f"{path}.prefixItems[{index}]".lstrip("."), depth + 1)
+        for index, item in enumerate(first):
+            self._node(item, f"{path}.prefixItems[{index}]".lstrip("."), depth + 1)
         rest = schema.get("items", True)
         if rest is not False or not first:
             self._node(rest, f"{path}.items".lstrip("."), depth + 1)

@@ -1,9 +1,9 @@
-"""Bounds on a client's JSON, checked on its bytes before Python objects are made of it.
+"""Bounds on a client's JSON, checked on its bytes before Python objects are created.
 
-Objects take up to 50 times the bytes of their text, and json.loads holds the interpreter's lock while it makes them, so
-no other thread runs meanwhile. `check` therefore bounds their number from the text alone, piece by piece, with
-operations on bytes that take under a millisecond each. Integers are counted apart from everything else: a prompt may be
-hundreds of thousands of token ids, and no other part of a request is as large.
+Objects take up to 50 times the bytes of their text, and json.loads holds the GIL while it creates them. `check`
+therefore bounds their number from the text alone, piece by piece, with operations on bytes that take under a
+millisecond each. Integers are counted separately: a prompt may have hundreds of thousands of token ids, and no other
+part of a request is as large.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _END_OF_PIECE = re.compile(rb"[^\\]")  # not between a backslash and what it esc
 
 
 def check(body: bytes, most_numbers: int = MAX_NUMBERS, name: str = "body") -> None:
-    """Raises InvalidRequest of the field `name` where JSON has too many parts. What is valid JSON up to some place is
-    counted right up to there, and json.loads reads no further."""
+    """Raises InvalidRequest for the field `name` if the JSON has too many parts. The count is right up to the first
+    invalid place, and json.loads reads no further."""
     at = numbers = structure = depth = 0
     inside = False  # of a string
     while at < len(body):
-        found = _END_OF_PIECE.search(body, at + PIECE_BYTES - 1)
-        piece = body[at : found.end() if found else len(body)]
+        piece_end = _END_OF_PIECE.search(body, at + PIECE_BYTES - 1)
+        piece = body[at : piece_end.end() if piece_end else len(body)]
         at += len(piece)
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")

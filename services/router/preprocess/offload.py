@@ -1,7 +1,7 @@
-"""Long work of requests, such as tokenising a long text, on threads beside the event loop.
+"""Runs long work of requests, such as tokenising a long text, on threads.
 
-The thread that runs a piece of Python competes with the event loop for the interpreter's lock, so few run at once.
-Tenants take turns for them, and work whose request has ended before its turn is never begun.
+A thread that runs Python competes with the event loop for the GIL, so few run at once. Tenants take turns, and work
+whose request has ended meanwhile is never started.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 from services.router.tenant_slots import TenantSlots
 from tandem.errors import Busy
 
-# Work on inputs of up to so many bytes is done at once, on the event loop: a few milliseconds at a token for two bytes.
+# Work on inputs up to this size runs on the event loop: a few milliseconds at one token per two bytes.
 SHORT_BYTES = 2 * 1024
-# Longer ones have threads of their own, so that medium ones do not wait for them.
+# Longer inputs have separate threads, so that medium ones do not wait for them.
 MEDIUM_BYTES = 64 * 1024
 
 Result = TypeVar("Result")
 
 
 class _ThreadPool:
-    """Some threads, for which tenants take turns."""
+    """Some threads, which are assigned to tenants in rotation."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -42,7 +42,7 @@ class _ThreadPool:
                 retry_after=1.0,
             ) from error
         working = self._pool.submit(work, *args)
-        # The thread goes on when nobody waits for it any more.
+        # Not when the caller is cancelled: the thread is busy until the work is done.
         working.add_done_callback(lambda _: _soon(loop, lambda: self._slots.give(tenant)))
         return await asyncio.wrap_future(working)
 
@@ -58,18 +58,18 @@ class Offload:
         self._long = _ThreadPool(max(1, (os.cpu_count() or 1) // 2), "long-text")
 
     async def run(self, tenant: str, size: int, work: Callable[..., Result], *args: Any) -> Result:
-        """What work(*args) returns or raises; `size` in bytes is of what it has to read. Raises Busy when no thread
-        came free. Work that has begun goes on to its end when the caller is cancelled."""
+        """Returns or raises what work(*args) does; `size` is that of its input, in bytes. Raises Busy when no thread
+        came free. Work that has begun continues when the caller is cancelled."""
         if size <= SHORT_BYTES:
             return work(*args)
-        lane = self._medium if size <= MEDIUM_BYTES else self._long
-        return await lane.run(tenant, self._patience_s, work, *args)
+        pool = self._medium if size <= MEDIUM_BYTES else self._long
+        return await pool.run(tenant, self._patience_s, work, *args)
 
     def close(self) -> None:
         self._medium.close()
         self._long.close()
 
 
-def _soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(what)
+        loop.call_soon_threadsafe(callback)

@@ -1,4 +1,4 @@
-"""The prompt of a request: text, token ids or a chat, as the tokens that the model reads."""
+"""Turns the prompt of a request (text, token ids or a chat) into the model's tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer,
         tokens = token_ids(message.token_ids.ids, kind, known)
     else:
         chat = kind == "chat"
-        given = (
+        text = (
             tokenizer.render(_messages(message.chat), tools_of(message.chat.tools))
             if chat
             else utf8(message.text, "text", "at least one character")
         )
-        if least := tokenizer.at_least(given, model.context):
+        if least := tokenizer.at_least(text, model.context):
             raise over_context(model.context, least, kind, counted=False)
-        tokens = tokenizer.encode(given, special=not chat)  # a template writes the special tokens itself
+        tokens = tokenizer.encode(text, special=not chat)  # a template writes the special tokens itself
     if not tokens:
         raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
     if len(tokens) >= model.context:
@@ -50,34 +50,34 @@ def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
         where = f"chat.messages[{index}]"
         if not message.role:
             raise InvalidRequest("a message has no role", field=f"{where}.role", bound="not empty")
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "role": message.role,
             "content": utf8(message.content, f"{where}.content", None),
         }
         if message.tool_calls:
-            given["tool_calls"] = _functions(message.tool_calls, f"{where}.tool_calls")
-        given |= {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name))}
-        messages.append(given)
+            fields["tool_calls"] = _functions(message.tool_calls, f"{where}.tool_calls")
+        fields |= {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name))}
+        messages.append(fields)
     return messages
 
 
-def tools_of(given: bytes) -> list[Any] | None:
-    return _functions(given, "chat.tools") if given else None
+def tools_of(tools: bytes) -> list[Any] | None:
+    return _functions(tools, "chat.tools") if tools else None
 
 
-def _functions(given: bytes, name: str) -> list[Any]:
-    """Tools, or calls of them: objects that have a function with a name. The rest is the template's business."""
+def _functions(encoded: bytes, name: str) -> list[Any]:
+    """Tools or tool calls: objects that have a function with a name. The template interprets the rest."""
     bound = f"a list of 1 to {MAX_TOOLS} functions, each with a name"
-    json_limits.check(given, name=name)
+    json_limits.check(encoded, name=name)
     try:
-        found = json.loads(given)
-        json.dumps(found, ensure_ascii=False).encode()  # an escape may spell half a character, which is no text
+        functions = json.loads(encoded)
+        json.dumps(functions, ensure_ascii=False).encode()  # an escape may be a lone surrogate, which is not text
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is no readable JSON", field=name, bound=bound) from error
-    if not isinstance(found, list) or not 1 <= len(found) <= MAX_TOOLS:
+    if not isinstance(functions, list) or not 1 <= len(functions) <= MAX_TOOLS:
         raise InvalidRequest(f"{name} is no list of functions, or too long", field=name, bound=bound)
-    for index, one in enumerate(found):
-        function = one.get("function") if isinstance(one, dict) else None
+    for index, entry in enumerate(functions):
+        function = entry.get("function") if isinstance(entry, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{name}[{index}] is no function with a name", field=f"{name}[{index}]", bound=bound)
-    return found
+    return functions

@@ -39,10 +39,10 @@ class Request:
     stopped: bool = False  # by a stop string: the journal is complete
     adapter: str = ""  # its name; empty: the base model
     adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal
-    tenant: str = ""  # whose key it came with
+    tenant: str = ""  # the owner of its key
     kv_holder: str = ""  # the decode worker that has the prompt's KV already
     priority: int = 0  # the smaller, the more urgent
-    ttft_s: float | None = None  # a first token later than this is of no use to the client
+    ttft_s: float | None = None  # a first token later than this is useless to the client
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -56,12 +56,12 @@ class Request:
         return common_pb2.FINISH_REASON_LENGTH if self.generated >= self.max_tokens else None
 
     def stop_after(self, generated: int) -> None:
-        """A stop string is complete with that many tokens; what came after them never was."""
+        """A stop string is complete with that many tokens; later tokens are removed."""
         del self.tokens[self.prompt_len + generated :]
         self.stopped = True
 
     def fan_out(self) -> list[Request]:
-        """A job for each completion. Each is what its own seed alone gives, whatever becomes of the others."""
+        """A request for each completion. Its tokens depend on its own seed only, not on the other completions."""
         return [self, *(self._sibling(choice) for choice in range(1, self.choices))]
 
     def _sibling(self, choice: int) -> Request:
@@ -75,7 +75,7 @@ class Request:
 
 
 class ResumeState:
-    """What earlier lives of a job gave, by completion, and the weights of its adapter: of all its completions."""
+    """The state that earlier attempts of a job left, by completion, and the fingerprint of its adapter."""
 
     def __init__(self, events: Iterable[generation_pb2.GenerateResponse] = ()) -> None:
         self.deltas: dict[int, list[generation_pb2.Delta]] = defaultdict(list)
@@ -142,7 +142,7 @@ def build_request(
 def _grammar(
     message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, stop_ids: list[int], fixed: bool
 ) -> common_pb2.Grammar | None:
-    """What the answer must fit, in a client's words or because it must be a call."""
+    """The grammar of the answer: the client's, or that of a forced tool call."""
     params, calls = message.sampling, message.WhichOneof("input") == "chat" and message.chat.HasField("tool_choice")
     if not params.HasField("grammar") and not calls:
         return None

@@ -1,4 +1,4 @@
-"""What the decode workers say about the model that they serve."""
+"""Facts about the served model, from the records of the decode workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     adapters: tuple[str, ...] = ()
-    layout_hash: str = ""  # of the KV: another one is another checkpoint, or another dtype
+    layout_hash: str = ""  # of the KV: differs for another checkpoint or another dtype
 
 
 class ServedModel:

@@ -12,11 +12,11 @@ from services.router.preprocess.chat_template import ChatTemplate, load_template
 from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
 
-# Texts of at most this many bytes for each token of the context are tokenised without checking whether they fit: the
-# worst case costs as many contexts of work, and most texts that fit are no longer.
+# Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
+# this many contexts of work, and most texts that fit are not longer.
 UNCHECKED_BYTES = 4
 PIECE_CHARACTERS = 16 * 1024  # characters that are counted at once
-MAX_CUT_TOKENS = 256  # tokens that a piece may have beyond its share of the whole, because it was cut off
+MAX_CUT_TOKENS = 256  # by which a piece may have more tokens than its part of the whole text, because it was cut
 MAX_COMPOSED = 4  # characters that a normalizer may compose into one
 
 
@@ -32,14 +32,14 @@ class Tokenizer:
             backend.no_padding()
             vocabulary = backend.get_vocab(with_added_tokens=True)
             self.known_ids = 1 + max(vocabulary.values())
-            # By id: whether it can be anything in an answer's text. Special tokens, and ids that no token has, are not.
+            # By id: whether the token has text. Special tokens, and ids without a token, have none.
             self.shown = bytearray(self.known_ids)
             for token in vocabulary.values():
                 self.shown[token] = 1
             for token, added in backend.get_added_tokens_decoder().items():
                 self.shown[token] = not added.special
             self.bytes = _bytes(backend)
-            # A token's name has no fewer characters than the text that it stands for.
+            # A token's name has at least as many characters as its text.
             self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
 
     @classmethod
@@ -79,8 +79,8 @@ class Tokenizer:
         return text
 
     def at_least(self, text: str, most: int) -> int | None:
-        """A number of tokens over `most` that the text has, found without tokenising all of it; None: it may have
-        fewer. What it leaves to `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
+        """A lower bound over `most` on the text's number of tokens, found without tokenising all of it; None if there
+        may be fewer. Then `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
         tokenizer."""
         tokenizer = self._need()
         if len(text) > most * self._longest:

@@ -1,10 +1,9 @@
-"""Tools in a chat: the calls that a model writes in its answer, in the two ways that are common, read and forced.
+"""Tool calls: parses the calls in a model's answer, and forces them by a grammar, in the two common formats.
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, after text or not, several one after another
     llama3   {"name": ..., "parameters": {...}}; the answer is nothing else, with `;` between several
 
-Which one a model writes is what its chat template teaches it. What is no readable call stays text: nothing is lost, and
-nothing is made up. Knows no HTTP and no tokens.
+The chat template determines the format. Text that is not a valid call stays text. Independent of HTTP and tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Call:
 
 
 def format_of(template: str) -> Format | None:
-    """How a model with this chat template writes calls; None if the template does not say."""
+    """The format in which a model with this chat template writes calls; None if it is unknown."""
     if OPEN in template:
         return "hermes"
     return "llama3" if '"parameters"' in template and "ipython" in template else None
@@ -43,12 +42,14 @@ def format_of(template: str) -> Format | None:
 
 def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: Format) -> common_pb2.Grammar:
     """The calls that an answer may be. Raises InvalidRequest that names the tool and the place in its schema."""
-    given = choice.name if choice.HasField("name") else None
-    chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if given in (None, tool["function"]["name"])]
+    tool_name = choice.name if choice.HasField("name") else None
+    chosen = [(at, tool["function"]) for at, tool in enumerate(tools) if tool_name in (None, tool["function"]["name"])]
     if not chosen:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise InvalidRequest(
-            f"no tool is named {given!r:.140}; there are: {names:.500}", field="chat.tool_choice", bound="one of them"
+            f"no tool is named {tool_name!r:.140}; there are: {names:.500}",
+            field="chat.tool_choice",
+            bound="one of them",
         )
     calls = common_pb2.Calls(separator=SEPARATORS[format] if choice.several else None)
     schemas = {}
@@ -65,7 +66,7 @@ def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: Format) 
 
 
 def _around(name: str, format: Format) -> tuple[str, str]:
-    """What a call has before its arguments, and behind them."""
+    """The text of a call before and after its arguments."""
     head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, '
     if format == "hermes":
         return f'{OPEN}\n{head}"arguments": ', f"}}\n{CLOSE}"
@@ -73,7 +74,7 @@ def _around(name: str, format: Format) -> tuple[str, str]:
 
 
 def _arguments(function: dict[str, Any], field: str) -> dict[str, Any]:
-    """A function that names no parameter takes none: its arguments are {}."""
+    """The schema of a function's arguments; {} is the only value for one without parameters."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(schema, dict) or schema.get("type") != "object":
         raise InvalidRequest(f"{field} is no schema of an object", field=field, bound='a JSON schema of type "object"')
@@ -83,30 +84,30 @@ def _arguments(function: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 class CallReader:
-    """Takes calls out of a text that comes in pieces. What comes out does not depend on how the text was cut."""
+    """Extracts calls from a text that arrives in pieces. The result does not depend on how the text was cut."""
 
     def __init__(self, format: Format) -> None:
-        self._turn: Callable[[str], str] = self._hermes if format == "hermes" else self._llama3
+        self._push: Callable[[str], str] = self._hermes if format == "hermes" else self._llama3
         self._format = format
         self._held = ""
-        self._inside = False  # of a call, or of what may be one
-        self._begun = False  # something other than space has come
-        self._looked = 0  # at so much of what is held, and then inside of a string, behind a backslash:
+        self._inside = False  # of a call, or of text that may become one
+        self._begun = False  # a character other than space has arrived
+        self._looked = 0  # characters of the held text that were scanned; there, in a string or after a backslash:
         self._quoted = self._escaped = False
         self.calls: list[Call] = []
 
     def push(self, text: str) -> str:
         """The text that can be shown now; calls that are complete are added to `calls`."""
-        return self._turn(text)
+        return self._push(text)
 
     def finish(self) -> str:
-        """What was held back and became no call."""
+        """The text held back that did not become a call."""
         held, self._held = self._held, ""
         if not self._inside:
             return held
-        found = _several(held) if self._format == "llama3" else _one(held.removeprefix(OPEN))
-        self.calls += found
-        return "" if found else held
+        calls = _several(held) if self._format == "llama3" else _single(held.removeprefix(OPEN))
+        self.calls += calls
+        return "" if calls else held
 
     def _hermes(self, text: str) -> str:
         self._held += text
@@ -116,10 +117,10 @@ class CallReader:
                 end = self._end()
                 if end is None:
                     return shown
-                whole, self._held = self._held[:end], self._held[end:]
-                found = _one(whole[len(OPEN) : -len(CLOSE)])
-                self.calls += found
-                shown += "" if found else whole
+                call_text, self._held = self._held[:end], self._held[end:]
+                calls = _single(call_text[len(OPEN) : -len(CLOSE)])
+                self.calls += calls
+                shown += "" if calls else call_text
                 self._inside = False
             at = self._held.find(OPEN)
             if at < 0:
@@ -130,7 +131,7 @@ class CallReader:
             self._inside, self._looked, self._quoted, self._escaped = True, len(OPEN), False, False
 
     def _end(self) -> int | None:
-        """Of the call that is held: behind CLOSE, unless that is part of a string."""
+        """The end of the held call, after CLOSE, unless that is part of a string."""
         for place in range(self._looked, len(self._held)):
             character = self._held[place]
             if self._escaped:
@@ -158,22 +159,22 @@ class CallReader:
 
 
 def _begun(text: str) -> int:
-    """The longest end of the text that is a beginning of OPEN."""
+    """The length of the longest suffix of the text that is a prefix of OPEN."""
     return next((size for size in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:size])), 0)
 
 
-def _one(text: str) -> list[Call]:
-    """The call that the text is; empty if it is none."""
+def _single(text: str) -> list[Call]:
+    """The text as a call; empty if it is not one."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    call = _call(found)
+    call = _call(value)
     return [call] if call else []
 
 
 def _several(text: str) -> list[Call]:
-    """The calls that the whole text is; empty if any of it is none."""
+    """The text as a sequence of calls; empty if any part is not one."""
     decoder, at = json.JSONDecoder(), 0
     calls: list[Call] = []
     while at < len(text):
@@ -181,28 +182,28 @@ def _several(text: str) -> list[Call]:
             at += 1
             continue
         try:
-            found, at = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return []
-        call = _call(found)
+        call = _call(value)
         if call is None:
             return []
         calls.append(call)
     return calls
 
 
-def _call(found: Any) -> Call | None:
-    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+def _call(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
     try:
         name.encode()
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # no Unicode; a number that JSON has no word for
+    except ValueError:  # invalid Unicode, or a number that JSON cannot represent
         return None
-    return Call(f"call_{secrets.token_hex(12)}", name, _LONE.sub(lambda one: f"\\u{ord(one[0]):04x}", text))
+    return Call(f"call_{secrets.token_hex(12)}", name, _LONE.sub(lambda surrogate: f"\\u{ord(surrogate[0]):04x}", text))
 
 
 _LONE = re.compile("[\ud800-\udfff]")

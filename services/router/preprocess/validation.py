@@ -102,7 +102,7 @@ def stop_strings(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) ->
 
 
 def sampling(params: sampling_pb2.SamplingParams, vocab_size: int) -> sampling_pb2.Sampling:
-    """What a worker needs of the parameters, with defaults filled in."""
+    """The parameters for a worker, with defaults filled in."""
     sampling = sampling_pb2.Sampling()
     for name, bounds in NUMBERS.items():
         value = getattr(params, name) if params.HasField(name) else getattr(DEFAULTS, name)
@@ -174,8 +174,8 @@ def utf8(value: bytes, name: str, least: str | None) -> str:
 
 
 def over_context(context: int, prompt: int, field: str, max_tokens: int = 1, *, counted: bool = True) -> InvalidRequest:
-    """Prompt and answer together have more tokens than the model's context holds. Clients look for the words
-    "maximum context length". Not `counted`: the prompt has more than `prompt` tokens."""
+    """The error for a prompt and answer that exceed the context. Clients search for the words "maximum context length".
+    Not `counted`: the prompt has more than `prompt` tokens."""
     about = f"{prompt} in the prompt, {max_tokens} in the completion"
     requested = f"{prompt + max_tokens} tokens ({about})" if counted else f"over {prompt} tokens in the prompt"
     room = context - (prompt if field == MAX_TOKENS_FIELD else 1)

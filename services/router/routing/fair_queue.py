@@ -42,7 +42,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class TenantQueue(Generic[W]):
-    """The requests of one tenant and urgency: the one comes first that has the fewest tokens, less those of later ones
+    """The requests of one tenant and urgency. The first is the one with the fewest tokens, less those of later requests
     that were placed before it.
 
     A segment tree by arrival. `_low[n]` is the least that a request below node n has left, `_add[n]` what is still to
@@ -63,7 +63,7 @@ class TenantQueue(Generic[W]):
         return at < len(self._requests) and self._requests[at] is request
 
     def add(self, request: W) -> None:
-        """It has the greatest number."""
+        """Adds a request, whose number must be the greatest."""
         if len(self._requests) == self._size:
             self._regrow()
         self._requests.append(request)
@@ -76,7 +76,7 @@ class TenantQueue(Generic[W]):
         self._mend(leaf)
 
     def remove(self, request: W) -> None:
-        """One that is in it."""
+        """Removes a request of this queue."""
         at = bisect_left(self._numbers, request.number)
         self._requests[at] = None
         self.sizes.add(request.tokens, -1)
@@ -84,7 +84,7 @@ class TenantQueue(Generic[W]):
         self._mend(self._size + at)
 
     def overtake(self, number: int, tokens: int) -> None:
-        """One with this number is placed before those that came earlier."""
+        """The request with this number is placed before those that arrived earlier."""
         node = self._size + bisect_left(self._numbers, number)
         if node == 2 * self._size:  # it came after all of them
             self._low[1] -= tokens
@@ -98,7 +98,7 @@ class TenantQueue(Generic[W]):
             self._low[node] = min(self._low[2 * node], self._low[2 * node + 1]) + self._add[node]
 
     def first(self) -> tuple[float, W]:
-        """Of one that is not empty, with the tokens that it has left."""
+        """The first request, with the tokens that it has left. The queue must not be empty."""
         node = 1
         while node < self._size:
             node *= 2
@@ -113,7 +113,7 @@ class TenantQueue(Generic[W]):
             self._low[node] = min(self._low[2 * node], self._low[2 * node + 1]) + self._add[node]
 
     def _regrow(self) -> None:
-        """Room for as many again as are left."""
+        """Rebuilds the tree with room for twice the remaining requests."""
         for node in range(1, self._size):
             for child in (2 * node, 2 * node + 1):
                 self._low[child] += self._add[node]
@@ -226,9 +226,9 @@ class FairQueue(Generic[W]):
         return group.lines[self._top(group)[3]].first()[1]
 
     def before(self, request: W) -> tuple[int, int]:
-        """How many come before one that waits, and of how many tokens, if each tenant gets in turn what it waits for
-        and nobody else comes. Close to that: of its own tenant who is not longer, of the others what their counters
-        say, of many tenants by a sample."""
+        """The number of requests before a waiting one, and their tokens, if no other request arrives. An estimate:
+        it counts the more urgent requests, those of the same tenant that are not longer, and of each other tenant as
+        many as it would get until its counter exceeds this tenant's; of many tenants it takes a sample."""
         urgency, count, tokens = _urgency(request), 0, 0
         for other in self._urgencies[: bisect_left(self._urgencies, urgency)]:
             count += self._classes[other].count
@@ -247,17 +247,17 @@ class FairQueue(Generic[W]):
         """What the other tenants of a class have placed, one prompt after another, until they have had more than
         `reach`."""
         others = len(group.lines) - (tenant in group.lines)
-        seen, count, tokens = 0, 0.0, 0.0
+        sampled, count, tokens = 0, 0.0, 0.0
         for name, line in islice(group.lines.items(), MAX_SAMPLED + 1):
-            if name == tenant or seen == MAX_SAMPLED:
+            if name == tenant or sampled == MAX_SAMPLED:
                 continue
-            seen += 1
+            sampled += 1
             left = reach - self._charged[name]
             if left >= 0:
                 mean = line.sizes.tokens / len(line)
                 share = min(len(line), left // max(mean, 1.0) + 1)
                 count, tokens = count + share, tokens + share * mean
-        return (count * others / seen, tokens * others / seen) if seen else (0.0, 0.0)
+        return (count * others / sampled, tokens * others / sampled) if sampled else (0.0, 0.0)
 
     def _count_in(self, group: UrgencyClass[W], request: W, times: int) -> None:
         group.count += times
@@ -278,7 +278,7 @@ class FairQueue(Generic[W]):
             heapify(group.heap)
 
     def _top(self, group: UrgencyClass[W]) -> Entry:
-        """The entry of the tenant whose turn it is."""
+        """The entry of the tenant that comes first."""
         while True:
             entry = group.heap[0]
             if group.entries.get(entry[3]) is not entry:

@@ -22,7 +22,7 @@ from tandem.linear_fit import NEWEST_WEIGHT, LinearFit
 BLOCKS_SCALE = 32  # a move of this many blocks weighs the same for the latency per block as per move
 HALF_LIFE_S = 5.0
 FORGET_AFTER_S = 60.0
-MAX_GROWTH, GROWTH_PERIOD_S = 2.0, 1.0  # how many times longer an estimate may become in so many seconds
+MAX_GROWTH, GROWTH_PERIOD_S = 2.0, 1.0  # the largest factor by which an estimate grows, and in how many seconds
 MIN_ESTIMATE_S = 0.001  # a shorter estimate may grow as if it was this
 MAX_PATHS = 20_000  # beyond that the least recently used are forgotten
 FORGET_BATCH = 4  # paths that are forgotten when a request ends

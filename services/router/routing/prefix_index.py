@@ -41,8 +41,8 @@ class Prompt:
         self._tokens = list(tokens)
         self._salt = salt
         self._chains: dict[tuple[int, bytes], list[bytes]] = {}
-        self.found: list[tuple[int, int]] = []  # BlockIndex's answer, and the version of the index that it is from
-        self.found_at: object = None
+        self.lengths: list[tuple[int, int]] = []  # BlockIndex's answer, and the version of the index that it is from
+        self.lengths_at: object = None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -116,13 +116,13 @@ class BlockIndex:
         known = self._known.get(incarnation)
         if known is None:
             return 0
-        return next((tokens for tokens, mask in self._found(prompt) if mask >> known.bit & 1), 0)
+        return next((tokens for tokens, mask in self._lengths(prompt) if mask >> known.bit & 1), 0)
 
     def holders(self, prompt: Prompt, role: str, most: int) -> list[Incarnation]:
-        """Lives that have cached most of the prompt, at most `most`: random ones among equals."""
+        """Incarnations that have cached most of the prompt, at most `most`; random ones among equals."""
         named: list[Incarnation] = []
         of_role = self._roles.get(role, 0)
-        for _, mask in self._found(prompt):
+        for _, mask in self._lengths(prompt):
             mask, start = mask & of_role, randrange(self._bits)
             for part, offset in ((mask >> start, start), (mask & (1 << start) - 1, 0)):
                 while part and len(named) < most:
@@ -133,25 +133,25 @@ class BlockIndex:
                 break
         return named
 
-    def _found(self, prompt: Prompt) -> list[tuple[int, int]]:
-        """(leading tokens, mask of the incarnations that have exactly so many), the most first."""
-        if prompt.found_at is not self._version:
-            found: dict[int, int] = {}
+    def _lengths(self, prompt: Prompt) -> list[tuple[int, int]]:
+        """(leading tokens, mask of the incarnations that have exactly this many), the most first."""
+        if prompt.lengths_at is not self._version:
+            holders_by_length: dict[int, int] = {}
             for (block_size, fingerprint), having in self._kinds.get(prompt.adapter, {}).items():
                 tokens = 0
                 for digest in prompt.chain(block_size, fingerprint) if having else ():
                     still = having & self._holders.get(digest, 0)
                     if still != having:
-                        found[tokens] = found.get(tokens, 0) | having & ~still
+                        holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having & ~still
                         having = still
                     if not having:
                         break
                     tokens = min(tokens + block_size, len(prompt) - 1)
-                found[tokens] = found.get(tokens, 0) | having
-            found.pop(0, None)
-            prompt.found = sorted(found.items(), reverse=True)
-            prompt.found_at = self._version
-        return prompt.found
+                holders_by_length[tokens] = holders_by_length.get(tokens, 0) | having
+            holders_by_length.pop(0, None)
+            prompt.lengths = sorted(holders_by_length.items(), reverse=True)
+            prompt.lengths_at = self._version
+        return prompt.lengths
 
     def _begin(self, record: WorkerRecord, adapters: dict[str, bytes]) -> _Known:
         if self._free:

@@ -1,9 +1,9 @@
-"""Gives requests their places, and lets them wait their turn for room.
+"""Places requests on workers, and queues them until there is room.
 
-What the policy decides on is in services.router.routing.worker_table. The worker itself has the last word ("not now").
+The policy's input is in services.router.routing.worker_table. A worker may still refuse a request for lack of room.
 
-Nobody who waits looks for a place: whatever may have made room has `_dispatch` called, which places those who wait in
-their order, a few at a time, and wakes them alone.
+A waiting request does not look for a place itself: every event that may have made room calls `_dispatch`, which places
+waiting requests in their order, a few at a time, and wakes only those.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from tandem.settings import RESERVED_OUTPUT_TOKENS
 
 Holders = Callable[[str], Sequence[str]]  # by role, the ids of workers that have most of the prompt
 
-# A worker that failed a request is left alone for so long, unless it comes back as a new incarnation.
+# A worker that failed a request gets no new ones for this time, unless it comes back as a new incarnation.
 SUSPECT_S = 5.0
-# One that said "not now", at most.
+# Likewise, at most, a worker that refused a request for lack of room.
 REJECTED_S = 0.5
-# Placements while others wait: from so many on, and from the latest so many, one knows how fast places come free.
+# The rate at which places come free is estimated from the latest placements made while other requests waited: from at
+# least and at most this many.
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
 MIN_RETRY_S = 0.1
 WHY_ALONE = "workers were lost while they began with this request, so one decode worker begins it alone"
-PLACEMENTS_PER_SLICE = 2  # placements before the streams have their turn again
+PLACEMENTS_PER_SLICE = 2  # placements before the event loop serves streams again
 OVER = object()
 
 
@@ -52,9 +53,9 @@ class _Waiting(Waiting):
     placement: Placement | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     alone: bool = False
-    computed: int = 0  # tokens of its prompt that were expected to be computed
-    admitted: bool = False  # its decode worker has taken it
-    refused: bool = False  # its worker said "not now"
+    computed: int = 0  # prompt tokens that were expected to be computed
+    admitted: bool = False  # by its decode worker
+    refused: bool = False  # by its decode worker, for lack of room
 
 
 class RequestScheduler:
@@ -65,12 +66,12 @@ class RequestScheduler:
         self._workers = WorkerTable(config)
         self._avoided: dict[tuple[Incarnation, Incarnation], float] = {}  # (decode, prefill) -> until when
         self._queue_timeout_s = queue_timeout_s
-        self.arrived = 0  # prompt tokens to be computed that have come, refused ones included
+        self.arrived = 0  # prompt tokens to be computed that have arrived, refused requests included
         self._queue: FairQueue[_Waiting] = FairQueue()
-        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # when somebody was placed while others waited
+        self._places: deque[float] = deque(maxlen=MAX_SAMPLES)  # times of placements while other requests waited
         self._news: Iterator[None] = iter(())
         self._newest: object = None  # what `_news` is about
-        self._kept_up = False  # whether somebody takes over the view's news in the background
+        self._kept_up = False  # whether `keep_up` applies the view's news in the background
         self._dispatching: asyncio.Handle | None = None
         self._placed: dict[int, _Waiting] = {}  # by the id() of its placement
 
@@ -78,7 +79,7 @@ class RequestScheduler:
     async def placed(
         self,
         tokens: int,
-        limit: int,
+        max_len: int,
         remaining_s: float,
         kv_holder: str = "",
         cached: Cached = lambda record: 0,
@@ -93,15 +94,16 @@ class RequestScheduler:
         alone: bool = False,
     ) -> AsyncIterator[Placement]:
         """Waits for room, and for a prefill worker that would begin soon; accounts for the request there until the
-        block ends. `cached` says how many leading tokens a worker has already, and `holders` which ones to ask first;
-        its first token is of no use after `ttft_s`. One that has `begun`, or `follows` another completion of its
-        request that has, is refused for no estimate. `sum_order` is that of the worker which lost it, "" for none. A
-        suspected poison request begins `alone`: on a decode worker, which computes its prompt.
+        block ends. `cached` returns how many leading tokens a worker has, `holders` the workers to consider first. The
+        first token is useless after `ttft_s`. A request that has `begun`, or `follows` another completion of its
+        request that has, is never refused because of an estimate. `sum_order` is that of the worker that lost the
+        request, "" for none. A suspected poison request begins `alone`: on a decode worker, which computes its prompt.
 
-        Raises Busy at once when it would wait too long, and after the queue timeout or `remaining_s` when it did;
-        DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when nobody is there.
+        Raises Busy at once when the expected wait is too long, and after the queue timeout or `remaining_s` when the
+        actual wait was; DeadlineExceeded at once when not even an idle cluster would be in time; NoWorker when no
+        decode worker is ready.
         """
-        ahead = min(RESERVED_OUTPUT_TOKENS, limit - tokens)
+        ahead = min(RESERVED_OUTPUT_TOKENS, max_len - tokens)
         waiting = _Waiting(
             tokens,
             tenant,
@@ -121,7 +123,7 @@ class RequestScheduler:
         try:
             useful_s = math.inf if begun or follows else self._useful(waiting, remaining_s, ttft_s)
         except (Busy, DeadlineExceeded):
-            self._queue.remove(waiting)  # nobody need look whether it is their turn now
+            self._queue.remove(waiting)  # it was never placed, so this makes no room for others
             raise
         try:
             yield await self._wait(waiting, min(self._queue_timeout_s, remaining_s), useful_s)
@@ -132,71 +134,70 @@ class RequestScheduler:
             self._dispatch_soon()
 
     async def keep_up(self) -> None:
-        """Takes over what is new in the view, some workers at a time, and places who waits for it. To be called after
-        each change; who never does has it done by the next request, all at once."""
+        """Applies the view's changes, some workers at a time, and places waiting requests. Call it after each change;
+        otherwise the next request applies all of them at once."""
         self._kept_up = True
         for _ in iter(lambda: next(self._latest_news(), OVER), OVER):  # newer ones may come meanwhile
             await asyncio.sleep(0)
         self._dispatch()
 
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """The number of requests that wait for a place."""
         return len(self._queue)
 
     def waiting_tokens(self) -> int:
-        """Of their prompts."""
+        """The prompt tokens of waiting requests."""
         return self._queue.tokens
 
     def generated(self, tenant: str, tokens: int) -> None:
-        """A tenant was sent so many tokens: who had fewer comes before it."""
+        """A tenant was sent tokens; tenants that received fewer come first."""
         self._queue.charge(tenant, GENERATED_TOKEN_WEIGHT * tokens)
 
     def admitted(self, placement: Placement) -> None:
-        """Its decode worker has taken it, so the worker's next record counts it."""
+        """The decode worker has admitted the request, so the worker's next record counts it."""
         if waiting := self._placed.get(id(placement)):
             waiting.admitted = True
 
     async def prefilled(self, placement: Placement) -> None:
-        """Its first token has come: the prompt is nobody's backlog any more. Safe to call twice."""
+        """The first token has arrived: the prompt is no longer part of a backlog. Safe to call twice."""
         self._workers.first_token(placement)
         self._dispatch_soon()
 
     def observe_path(self, placement: Placement, latency: tuple[float, int, float] | None) -> None:
-        """A request came this way to its end, in so many seconds, blocks and seconds
-        (services.router.execution.request_timeline)."""
+        """A request took this path to its end, with this `RequestTimeline.path_latency`."""
         if latency is not None:
             prefill = placement.prefill.worker_id if placement.prefill else ""
             self._latencies.observe(placement.decode.worker_id, prefill, *latency, now=monotonic())
 
     def rejected(self, placement: Placement) -> None:
-        """Its decode worker had no room after all: leave it alone until its record changes, something of ours ends
-        there, or REJECTED_S. The request will ask for another place, and is to be counted once."""
+        """The decode worker had no room after all: it gets no requests until its record changes, a request of this
+        router ends there, or REJECTED_S have passed. The request will be placed again, and is counted only once."""
         self._refused(placement.decode)
         if waiting := self._placed.get(id(placement)):
             waiting.refused = True
 
     def suspect(self, worker: WorkerSnapshot) -> None:
-        """This incarnation of it failed a request: leave it alone for a while."""
+        """This incarnation failed a request: it gets no new ones for a while."""
         self._workers.suspect(worker, monotonic() + SUSPECT_S)
         self._dispatch_after(SUSPECT_S)
 
     def suspect_unless_alone(self, worker: WorkerSnapshot, role: str) -> None:
-        """The same for a worker that is alive, and so still of use where it is the only one."""
+        """The same, unless the worker is the only one of its pool: it is alive, so it may still serve."""
         if len(self._view.of_role(role)) > 1:
             self.suspect(worker)
 
     def avoid(self, decode: WorkerSnapshot, prefill: WorkerSnapshot) -> None:
-        """KV did not get from one to the other: do not pair these incarnations of them for a while."""
+        """A KV transfer between them failed: these incarnations are not paired for a while."""
         now = monotonic()
         self._avoided = {pair: until for pair, until in self._avoided.items() if until > now}
         self._avoided[_incarnation(decode), _incarnation(prefill)] = now + SUSPECT_S
         self._dispatch_after(SUSPECT_S)
 
     def _useful(self, waiting: _Waiting, remaining_s: float, ttft_s: float | None) -> float:
-        """For how many seconds waiting is of use to it. Raises Busy where that is expected to be too short, and
-        DeadlineExceeded where no wait at all would be."""
+        """The seconds for which waiting is useful. Raises Busy if the expected wait is longer, and DeadlineExceeded if
+        even an immediate start would be too late."""
         wait_s, own_s = self._expected(waiting)
-        if own_s > remaining_s:  # nor would it be of use later
+        if own_s > remaining_s:  # a retry would not help either
             raise DeadlineExceeded(
                 f"its prompt takes about {own_s:.2f} s to compute, and its deadline comes in {remaining_s:.2f} s",
                 field="deadline",
@@ -205,7 +206,7 @@ class RequestScheduler:
         wanted = [(remaining_s, "its deadline")]
         if ttft_s is not None:
             wanted.append((ttft_s, "its objective"))
-        if self._config.ttft is not None and wait_s > 0:  # a prompt that would be late anyway is not refused for that
+        if self._config.ttft is not None and wait_s > 0:  # an idle cluster serves a prompt however long it takes
             wanted.append((self._config.ttft, "the objective"))
         within_s, whose = min(wanted)
         if wait_s + own_s > within_s:
@@ -217,7 +218,8 @@ class RequestScheduler:
         return max(0.0, within_s - own_s)
 
     def _expected(self, waiting: _Waiting) -> tuple[float, float]:
-        """Seconds until its turn, and of computing it: by the workers' rates, or by how places came free lately."""
+        """The expected seconds of waiting and of computing: by the workers' rates, or by the pace at which places came
+        free lately."""
         self._workers.settle()
         before, queued = self._queue.before(waiting)
         pools, cached = self._workers, self._workers.cached_at(waiting.cached)
@@ -232,7 +234,7 @@ class RequestScheduler:
         return wait_s, own_s
 
     async def _wait(self, waiting: _Waiting, timeout_s: float, useful_s: float) -> Placement:
-        if self._queue.first() is waiting:  # else it is not its turn, and those before it were tried before it came
+        if self._queue.first() is waiting:  # otherwise requests before it could not be placed either
             self._dispatch()
         patience_s = min(timeout_s, useful_s)
         try:
@@ -241,7 +243,7 @@ class RequestScheduler:
         except TimeoutError as error:
             self._catch_up()
             if waiting.placement is None and useful_s >= timeout_s and (placement := self._place(waiting, 0)):
-                self._take(waiting, placement)  # there is room; it must do without patience
+                self._take(waiting, placement)  # there is room, though no prefill worker can begin soon
             if waiting.placement is None:
                 raise self._no_room(waiting, patience_s) from error
         assert waiting.placement
@@ -252,17 +254,17 @@ class RequestScheduler:
         self._dispatch_after(REJECTED_S)
 
     def _dispatch_after(self, seconds: float) -> None:
-        """When a worker may be used again that was left alone for so long."""
+        """Dispatches when a worker that was avoided for this time may be used again."""
         asyncio.get_running_loop().call_later(seconds, self._dispatch_soon)
 
     def _dispatch_soon(self) -> None:
-        """Once, however many requests end in this turn of the loop."""
+        """Dispatches once, however many requests end in this iteration of the event loop."""
         if self._queue and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Places those who wait, in their order, as long as there is room, some in each turn of the loop. The first for
-        whom it is too early keeps all others waiting."""
+        """Places waiting requests in their order while there is room, some in each iteration of the event loop. The
+        first that cannot be placed keeps all others waiting."""
         if self._dispatching:
             self._dispatching.cancel()
             self._dispatching = None
@@ -300,7 +302,7 @@ class RequestScheduler:
         return placement
 
     def _avoided_by(self, decode: WorkerSnapshot) -> list[str]:
-        """Ids of living prefill workers that are not to hand over to this decode worker now."""
+        """Ids of live prefill workers that must not hand over to this decode worker now."""
         if not self._avoided:
             return []
         now, known = monotonic(), self._workers.prefills.workers
@@ -336,12 +338,12 @@ class RequestScheduler:
         self._workers.end(placement, self._blocks(waiting, placement), waiting.admitted)
         del self._placed[id(placement)]
         if waiting.refused:
-            self._refused(placement.decode)  # what ended there is what it said no to
+            self._refused(placement.decode)  # the end of a refused request made no room there
             self._queue.give_back(waiting.tenant, waiting.tokens)
             self.arrived -= waiting.computed
 
     def _catch_up(self) -> None:
-        """In the middle of the view's news, with one slice of them."""
+        """Applies one slice of the view's news; all of them if `keep_up` is never called."""
         for _ in islice(self._latest_news(), 1 if self._kept_up else None):
             pass
 
@@ -374,7 +376,7 @@ def _incarnation(worker: WorkerSnapshot) -> Incarnation:
 
 
 def _new(waiting: _Waiting, placement: Placement) -> int:
-    """Tokens that must be computed: of the last block only, where the KV of the others is."""
+    """Tokens that must be computed; only those of the last block where the worker holds the prompt's KV."""
     if _shares(waiting, placement):
         return placement.decode.block_size
     return (placement.prefill or placement.decode).uncached(waiting.tokens)

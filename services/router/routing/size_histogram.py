@@ -28,7 +28,7 @@ class SizeHistogram:
             sums.clear()
 
     def up_to(self, tokens: int) -> tuple[int, int]:
-        """How many have at most so many tokens, and how many tokens these have."""
+        """The number of prompts of at most this size, and their tokens."""
         count = total = 0
         place = min(tokens, MAX_SIZE)
         while place > 0:

@@ -3,7 +3,7 @@
 The policy is defined over all workers (services.router.routing.worker_selector.place). Over the workers that
 `shortlist` returns it decides the same, with these exceptions, each of which costs time and never correctness:
 
-- if more than SHORTLIST_SIZE workers have cached the beginning of a prompt, only so many of them are considered besides
+- if more than SHORTLIST_SIZE workers have cached the beginning of a prompt, only that many are considered besides
   the least loaded ones;
 - if every prefill worker has a prompt to compute, the chosen one would start at most n times as late as the best, where
   SHORTLIST_SIZE workers have n prompts or fewer each (n = 1: the same decision);
@@ -28,7 +28,7 @@ from services.router.routing.size_histogram import SizeHistogram
 from services.router.routing.worker_selector import LONG_PATH_RATIO, has_room
 
 SHORTLIST_SIZE = 8
-SORT_SHARE = 0.25  # of the keys: beyond it sorting all of them is faster than moving so many
+SORT_SHARE = 0.25  # of the keys: above it, sorting all of them is faster than moving this many
 
 Key = tuple[Any, ...]  # numbers, and the worker's id at the end
 CachedAt = Callable[[str], int]  # worker id -> leading tokens of the prompt that it has cached

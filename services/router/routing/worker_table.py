@@ -1,8 +1,9 @@
-"""The candidates of both pools, kept up to date: the records of the registry, and what this router did since.
+"""The candidates of both pools, kept up to date: the records of the registry, and this router's changes since then.
 
-A worker's record is up to a heartbeat old. What this router has started and ended there since is added to it, until a
-newer record counts it. A worker that said "not now" is left alone until its record changes, until something of ours
-ends there, or for a moment; one that is suspected of being dead, for a while or until its next incarnation.
+A worker's record is up to a heartbeat old. The requests that this router has started and ended there since are added to
+it, until a newer record counts them. A worker that refused a request for lack of room gets no other until its record
+changes, until a request of this router ends there, or for a moment; a worker suspected to be dead, for a while or until
+its next incarnation.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from services.router.routing.worker_pools import CachedAt, DecodePool, PrefillPo
 
 Cached = Callable[[WorkerRecord], int]
 
-# The account of a worker that has no record is kept for so long: it may be the registry that forgot.
+# The account of a worker without a record is kept for this time: the registry may have lost the record.
 MAX_ABSENCE_S = 60.0
-RECORDS_PER_SLICE = 16  # records that are taken over before the streams have their turn again
+RECORDS_PER_SLICE = 16  # records that are applied before the event loop serves streams again
 
 
 @dataclass(slots=True)
 class _LocalChanges:
-    """What this router did at one worker since the worker's last beat."""
+    """The requests that this router started and ended at one worker since the worker's last heartbeat."""
 
     incarnation: str
     beat: float = -1.0
     running: int = 0
     blocks: int = 0
-    full_until: float = 0.0  # it said "not now"
+    full_until: float = 0.0  # it refused a request for lack of room
     suspect_until: float = 0.0
     # Placements without a first token, by id():
     prompts: dict[int, int] = field(default_factory=dict)  # the prompt tokens to be computed there
@@ -52,7 +53,7 @@ class WorkerTable:
         self._placements = 0
 
     def news(self, records: Mapping[str, WorkerRecord]) -> Iterator[None]:
-        """Takes over the records that have changed, a slice for each step."""
+        """Applies the records that have changed, one slice per iteration."""
         for number, record in enumerate(
             [record for worker_id, record in records.items() if self._records.get(worker_id) is not record]
         ):
@@ -69,7 +70,7 @@ class WorkerTable:
             self._local.pop(worker_id, None)
 
     def settle(self) -> None:
-        """Makes the candidates anew whose accounts have changed."""
+        """Rebuilds the candidates whose accounts have changed."""
         now = monotonic()
         while self._resting and self._resting[0][0] <= now:
             self._changed.add(heappop(self._resting)[1])
@@ -92,14 +93,14 @@ class WorkerTable:
         self._of(placement.decode).awaited.add(id(placement))
 
     def first_token(self, placement: Placement) -> None:
-        """The prompt is nobody's backlog any more. Safe to call twice."""
+        """The prompt is no longer part of a backlog. Safe to call twice."""
         self._of(placement.prefill or placement.decode).prompts.pop(id(placement), None)
         self._of(placement.decode).awaited.discard(id(placement))
         self._changed.update(worker.worker_id for worker in _both(placement))
 
     def end(self, placement: Placement, blocks: int, admitted: bool) -> None:
-        """`admitted`: its decode worker has taken it. If not, no record has ever counted it, and what a newer beat has
-        replaced is not there to be taken back."""
+        """`admitted`: by its decode worker. If not, no record has ever counted the request, so it is subtracted only
+        while the account still has it, which a newer record resets."""
         self.first_token(placement)
         for worker in _both(placement):
             local = self._of(worker)
@@ -107,14 +108,14 @@ class WorkerTable:
                 self._count(worker, -1, -blocks)
 
     def rejected(self, worker: WorkerSnapshot, until: float) -> None:
-        """It had no room after all: leave it alone until its record changes or something of ours ends there, and no
-        longer than until then (monotonic): a worker to which nobody sends anything changes nothing."""
+        """The worker had no room after all: it gets no requests until its record changes or a request of this router
+        ends there, and at most until `until` (monotonic), because an idle worker's record does not change."""
         self._of(worker).full_until = until
         heappush(self._resting, (until, worker.worker_id))
         self._changed.add(worker.worker_id)
 
     def suspect(self, worker: WorkerSnapshot, until: float) -> None:
-        """This incarnation of it failed a request: leave it alone until then (monotonic)."""
+        """This incarnation failed a request: it gets no new ones until `until` (monotonic)."""
         self._of(worker).suspect_until = until
         heappush(self._resting, (until, worker.worker_id))
         self._changed.add(worker.worker_id)
@@ -137,7 +138,7 @@ class WorkerTable:
         local = self._local.get(record.worker_id)
         if local is None or local.incarnation != record.incarnation:
             local = self._local[record.worker_id] = _LocalChanges(record.incarnation)
-        if local.beat != record.beat:  # the record counts by now what we did
+        if local.beat != record.beat:  # the newer record counts this router's requests
             local.beat, local.running, local.blocks, local.full_until = record.beat, 0, 0, 0.0
         running, held = record.running + local.running, record.blocks_held + local.blocks
         rests_until = max(local.full_until, local.suspect_until)
@@ -164,7 +165,7 @@ class WorkerTable:
     def _of(self, worker: WorkerSnapshot) -> _LocalChanges:
         local = self._local.get(worker.worker_id)
         if local is None or local.incarnation != worker.incarnation:
-            return _LocalChanges(worker.incarnation)  # that incarnation is over; nobody looks at its account again
+            return _LocalChanges(worker.incarnation)  # that incarnation is over; its account is never read again
         return local
 
     def _count(self, worker: WorkerSnapshot, running: int, blocks: int) -> None:

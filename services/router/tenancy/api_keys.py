@@ -8,9 +8,8 @@
     NAME KEY priority=5               none of its requests is more urgent; smaller is more urgent, and 0 is both what a
                                       request has that names none and the most urgent one of a key without this word
 
-One on a line, its words in any order behind the key; `#` begins a comment. Several keys of one NAME are one tenant.
-Only digests of the keys stay in memory, and every one is compared, so that how long an answer takes says nothing about
-them.
+One key per line, followed by its words in any order; `#` begins a comment. Several keys of one NAME are one tenant.
+Only digests of the keys stay in memory, and every one is compared, so that response times reveal nothing about them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MIN_KEY_CHARACTERS = 16  # characters
 RECHECK_S = 1.0
 NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NUMBER_PATTERN = re.compile(r"-?[0-9]{1,12}")
-MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words behind a key
+MIN_LIMITS = {"requests": 1, "tokens_per_minute": 1, "priority": -1000}  # of the words after a key
 RIGHTS = ("admin", "metrics")
 ADMIN_SERVICE = "/tandem.v1.AdminService/"
 
@@ -61,7 +60,7 @@ ANONYMOUS = ApiKey("")  # where no key is asked for
 
 
 class ApiKeys:
-    """Raises SettingsError when the file cannot be read or means nothing."""
+    """Raises SettingsError when the file cannot be read or is invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -72,25 +71,27 @@ class ApiKeys:
     def check(self, authorization: str | None, *, admin: bool = False, metrics: bool = False) -> ApiKey:
         """Who sends `authorization: Bearer KEY`. Raises Unauthenticated, PermissionDenied."""
         self._look()
-        scheme, _, given = (authorization or "").partition(" ")
-        digest = _digest(given.strip())
-        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
-        if scheme.lower() != "bearer" or not found:
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest = _digest(secret.strip())
+        matches = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        if scheme.lower() != "bearer" or not matches:
             raise Unauthenticated(
                 "this cluster asks for a key, and there was none or an unknown one; send `authorization: Bearer KEY`",
                 field="authorization",
                 bound="a key of the cluster's api_keys file",
             )
-        if admin and not found[0].admin:
-            raise PermissionDenied(f"the key of {found[0].name} may generate, and not change or look into the cluster")
-        if metrics and not (found[0].metrics or found[0].admin):
-            raise PermissionDenied(f"the key of {found[0].name} may not read metrics, which are of all tenants")
-        return found[0]
+        if admin and not matches[0].admin:
+            raise PermissionDenied(
+                f"the key of {matches[0].name} may generate, and not change or look into the cluster"
+            )
+        if metrics and not (matches[0].metrics or matches[0].admin):
+            raise PermissionDenied(f"the key of {matches[0].name} may not read metrics, which are of all tenants")
+        return matches[0]
 
     def guard(self, method: str, shown: Metadata) -> None:
-        """Asks every gRPC call for its key. Raises as `check`."""
-        given = shown.get("authorization")
-        self.check(given if isinstance(given, str) else None, admin=method.startswith(ADMIN_SERVICE))
+        """Checks the key of a gRPC call. Raises as `check`."""
+        authorization = shown.get("authorization")
+        self.check(authorization if isinstance(authorization, str) else None, admin=method.startswith(ADMIN_SERVICE))
 
     def named(self, name: str) -> ApiKey:
         """The tenant of that name; of several keys with different limits, each limit is the strictest. Raises
@@ -100,20 +101,20 @@ class ApiKeys:
         if not limits:
             raise PermissionDenied(f"{name} has no key any more")
 
-        def given(what: str) -> list[int]:
-            return [value for one in limits if (value := getattr(one, what)) is not None]
+        def bounds(name: str) -> list[int]:
+            return [value for key_limits in limits if (value := getattr(key_limits, name)) is not None]
 
         return ApiKey(
             name,
             limits=Limits(
-                requests=min(given("requests"), default=None),
-                tokens_per_minute=min(given("tokens_per_minute"), default=None),
-                priority=max(given("priority"), default=None),
+                requests=min(bounds("requests"), default=None),
+                tokens_per_minute=min(bounds("tokens_per_minute"), default=None),
+                priority=max(bounds("priority"), default=None),
             ),
         )
 
     def _look(self) -> None:
-        """Reads the file again if it is another one by now. A file that means nothing changes nothing."""
+        """Reads the file again if it has changed. An invalid file changes nothing."""
         if monotonic() - self._looked < RECHECK_S:
             return
         self._looked = monotonic()
@@ -162,16 +163,16 @@ def _key(path: Path, number: int, words: list[str]) -> ApiKey:
     rights: set[str] = set()
     limits = {}
     for word in about:
-        what, _, value = word.partition("=")
+        name_of_limit, _, value = word.partition("=")
         if word in RIGHTS and word not in rights:
             rights.add(word)
         elif (
-            what in MIN_LIMITS
-            and what not in limits
+            name_of_limit in MIN_LIMITS
+            and name_of_limit not in limits
             and NUMBER_PATTERN.fullmatch(value)
-            and int(value) >= MIN_LIMITS[what]
+            and int(value) >= MIN_LIMITS[name_of_limit]
         ):
-            limits[what] = int(value)
+            limits[name_of_limit] = int(value)
         else:
             raise _bad(path, f"has a word {word!r:.80} in line {number} that means nothing there")
     return ApiKey(name, _digest(key), "admin" in rights, "metrics" in rights, Limits(**limits))
@@ -181,6 +182,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _bad(path: Path, what: str) -> SettingsError:
+def _bad(path: Path, problem: str) -> SettingsError:
     words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
-    return SettingsError(f"{path} {what}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}")
+    return SettingsError(
+        f"{path} {problem}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}"
+    )

@@ -29,7 +29,7 @@ class _Tenant:
     promised: int = 0  # tokens in it that running jobs may still generate
 
     def fill(self, per_minute: int) -> None:
-        """Brings the bucket up to now; a new one is full, and a limit that has become smaller holds at once."""
+        """Fills the bucket for the time that has passed. A new bucket is full; a reduced limit applies at once."""
         now = monotonic()
         self.tokens = per_minute if not self.known else self.tokens + per_minute * (now - self.filled) / MINUTE_S
         self.tokens, self.filled, self.known = min(self.tokens, per_minute), now, True
@@ -45,14 +45,14 @@ class RateLimits:
         return self._keys.check(authorization) if self._keys else ANONYMOUS
 
     def named(self, name: str) -> ApiKey:
-        """The tenant of that name, with the limits that the file of keys gives it now: for work that goes on without
-        its client, such as a job's. Raises PermissionDenied when it has no key any more."""
+        """The tenant of that name, with its current limits: for work that continues without its client, such as a job.
+        Raises PermissionDenied when its last key has been removed."""
         return self._keys.named(name) if self._keys and name else ApiKey(name)
 
     @contextmanager
     def admitted(self, key: ApiKey, prompt_tokens: int, requests: int) -> Iterator[None]:
-        """Counts `requests` in progress inside. Raises Busy when the tenant may have no more now, TooLarge when it
-        never may."""
+        """Counts `requests` as in progress inside the block. Raises Busy when the tenant is at its limit, TooLarge when
+        the limit never permits them."""
         if key == ANONYMOUS:
             yield
             return
@@ -90,8 +90,8 @@ class RateLimits:
 
 
 class Allowance:
-    """What a running job may still generate before it has to ask again. Jobs never take the last INTERACTIVE_SHARE of
-    their tenant's bucket, so that they wait for its requests and not the other way round."""
+    """The tokens that a running job may still generate before it needs more. Jobs never use the last INTERACTIVE_SHARE
+    of their tenant's bucket, so they wait for the tenant's requests and not the other way round."""
 
     def __init__(self, key: ApiKey, tenant: _Tenant, longest: int) -> None:
         self._key, self._tenant = key, tenant
@@ -117,13 +117,13 @@ class Allowance:
         self._left += self._part
 
     def spend(self, tokens: int) -> None:
-        """These were generated; `Tenants.generated` charges them."""
+        """Counts generated tokens; `RateLimits.generated` charges them."""
         used = min(tokens, self._left)
         self._left -= used
         self._tenant.promised -= used
 
     def check(self) -> None:
-        """Raises Busy when nothing is left and there is no more for now."""
+        """Raises Busy when the allowance is spent and the bucket has too little for another one."""
         if self._left <= 0:
             self.take()
 

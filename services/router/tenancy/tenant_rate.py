@@ -21,6 +21,6 @@ class TenantRate:
             await asyncio.sleep(ahead_s)
 
     def forget(self) -> None:
-        """Keeps nothing of the tenants that keep to the rate."""
+        """Drops the state of the tenants that are within the rate."""
         now = monotonic()
         self._paid_at = {tenant: at for tenant, at in self._paid_at.items() if at > now}
