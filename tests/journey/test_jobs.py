@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -540,20 +541,24 @@ async def test_a_watch_from_the_border_of_a_piece_sends_no_token_again(
             assert await deltas(whole[place].index) == whole[place:]
 
 
-@pytest.mark.parametrize(("per_s", "fewest", "most"), [(5.0, 2, 8), (1e6, 20, 300)], ids=["paced", "control"])
+@pytest.mark.parametrize("paced", [True, False], ids=["paced", "control"])
 async def test_watchers_of_a_tenant_get_a_bounded_number_of_messages(
-    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, per_s: float, fewest: int, most: int
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, paced: bool
 ) -> None:
-    """What comes meanwhile is in the next message, each token once and in order. The control: without the rate there
-    are more messages."""
-    monkeypatch.setattr(jobs_service, "WATCH_MESSAGES_PER_S", per_s)
+    """Tokens that arrive meanwhile are in the next message, each token once and in order. The control: without the rate
+    there are more messages."""
+    per_s = 5.0
+    monkeypatch.setattr(jobs_service, "WATCH_MESSAGES_PER_S", per_s if paced else 1e6)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         slow_down(cluster.workers["decode-0"], 0.005)
         job = await cluster.client.submit(prompt, max_tokens=200, ignore_eos=True)
+        began = monotonic()
         pieces = [piece.token_ids async for piece in cluster.client.watch(job.job_id) if piece.token_ids]
+        allowed = 1 + per_s * (monotonic() - began + jobs_service.WATCH_BURST_S)  # more where the machine is busy
         assert [token for ids in pieces for token in ids] == oracle.greedy(tiny, prompt, 200)
-        assert fewest <= len(pieces) <= most
+        assert len(pieces) > 1
+        assert (len(pieces) <= allowed) is paced
 
 
 async def test_128_jobs_and_a_watcher_of_each(inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
