@@ -14,10 +14,8 @@ from time import monotonic
 from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import RequestTimeline
-from services.router.preprocess.offload import Offload
-from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState, build_request
-from services.router.preprocess.served_model import ServedModel
-from services.router.preprocess.tokenizer import Tokenizer
+from services.router.preprocess.preprocessor import Preprocessor
+from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState
 from services.router.preprocess.validation import DEFAULT_PRIORITY
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
@@ -31,9 +29,7 @@ class Generation:
     def __init__(
         self,
         settings: Settings,
-        tokenizer: Tokenizer,
-        model: ServedModel,
-        offload: Offload,
+        preprocessor: Preprocessor,
         rate_limits: RateLimits,
         poison: PoisonCheck,
         executor: RequestExecutor,
@@ -41,9 +37,7 @@ class Generation:
         tracing: Tracing,
     ) -> None:
         self._settings = settings
-        self._tokenizer = tokenizer
-        self._model = model
-        self._offload = offload
+        self._preprocessor = preprocessor
         self._rate_limits = rate_limits
         self._poison = poison
         self._executor = executor
@@ -117,10 +111,8 @@ class Generation:
         *,
         fixed: bool = False,
     ) -> Request:
-        """The validated request, under its tenant's rules; on a thread if it is long. `fixed`: the router made the
-        message itself. Raises InvalidRequest, NotFound, NoWorker, and Busy when no thread came free."""
-        about = message, self._tokenizer, self._model.facts(), default_max_tokens, fixed
-        request = await self._offload.run(tenant.name, message.ByteSize(), build_request, *about)
+        """The validated request, under its tenant's rules. Raises as `Preprocessor.build`."""
+        request = await self._preprocessor.build(message, tenant.name, default_max_tokens, fixed=fixed)
         apply_tenant(tenant, request)
         return request
 

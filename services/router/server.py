@@ -30,6 +30,7 @@ from services.router.frontend.openai_sampling import Defaults
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
+from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.routing.placement import RoutingConfig
@@ -101,17 +102,8 @@ class Router:
         runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.muxes, poison)
         usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
-        return Generation(
-            settings,
-            tokenizer,
-            self.model,
-            self.offload,
-            self.rate_limits,
-            poison,
-            executor,
-            self.metrics,
-            self.tracing,
-        )
+        preprocessor = Preprocessor(tokenizer, self.model, self.offload)
+        return Generation(settings, preprocessor, self.rate_limits, poison, executor, self.metrics, self.tracing)
 
     def _build_front_doors(self, tokenizer: Tokenizer, defaults: Defaults, keys: ApiKeys | None) -> None:
         settings = self.settings

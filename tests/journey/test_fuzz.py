@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from loadtest.scenarios.fuzz import CONTEXT, GOOD, SCHEMA, TOOL, Fuzz
-from services.router import generation
 from services.router.frontend import openai_protocol
+from services.router.preprocess import preprocessor
 from tests.support import oracle
 from tests.support.templates import HERMES
 
@@ -93,7 +93,7 @@ async def test_any_bytes_over_grpc_get_a_documented_status(cluster: Any, monkeyp
         assert cases.outcomes["OK"] >= 10, cases.outcomes
         assert cases.outcomes["INVALID_ARGUMENT"] >= 10, cases.outcomes
         with monkeypatch.context() as broken, pytest.raises(AssertionError):
-            broken.setattr(generation, "build_request", bug)
+            broken.setattr(preprocessor, "build_request", bug)
             await cases.ask(GOOD[0])
 
 
@@ -217,7 +217,7 @@ async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeyp
         assert outcomes[200] >= 10, outcomes
         assert outcomes[400] >= 10, outcomes
         with monkeypatch.context() as broken, pytest.raises(AssertionError):
-            broken.setattr(generation, "build_request", bug)
+            broken.setattr(preprocessor, "build_request", bug)
             await check(("/v1/completions", b'{"prompt": "x"}'))
 
 

@@ -690,7 +690,7 @@ async def test_more_than_the_context_is_refused_in_openais_words(door: Any, monk
             assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
             assert "5000 in the completion" in refused.value.message
         monkeypatch.setattr(
-            type(it.cluster.router.generation._tokenizer),
+            type(it.cluster.router.generation._preprocessor._tokenizer),
             "encode",
             lambda *_, **__: pytest.fail("tokenised"),
         )

@@ -1,0 +1,29 @@
+"""Builds Requests on threads, so that a long prompt does not block the event loop."""
+
+from __future__ import annotations
+
+from services.router.preprocess.offload import Offload
+from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, build_request
+from services.router.preprocess.served_model import ServedModel
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.v1 import generation_pb2
+
+
+class Preprocessor:
+    def __init__(self, tokenizer: Tokenizer, model: ServedModel, offload: Offload) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._offload = offload
+
+    async def build(
+        self,
+        message: generation_pb2.GenerateRequest,
+        tenant: str,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+        *,
+        fixed: bool = False,
+    ) -> Request:
+        """`fixed`: the router made the message itself, from a request that it had validated. Raises InvalidRequest,
+        NotFound, NoWorker, and Busy when no thread came free."""
+        about = message, self._tokenizer, self._model.facts(), default_max_tokens, fixed
+        return await self._offload.run(tenant, message.ByteSize(), build_request, *about)
