@@ -60,7 +60,7 @@ def test_again_asks_the_last_question_once_more(chat: Chat) -> None:
     """The answer that is not wanted is forgotten."""
     chat.run(["/again", "one", "two", "/again"])
     assert asked(chat) == ["one", "answer 1", "two"]
-    assert len(chat.said) == 4
+    assert len(chat.messages) == 4
 
 
 def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
@@ -69,7 +69,7 @@ def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
     told: Any = chat.tell
     client.fails = Unavailable("nobody is there")
     chat.run(["lost"])
-    assert chat.said == []
+    assert chat.messages == []
     assert "nobody is there" in told.__self__[-1]
     client.fails = KeyboardInterrupt()
     chat.run(["one"])
