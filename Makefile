@@ -27,9 +27,10 @@ $(KERNELS): $(STAMP) engine/kernels/build.py $(wildcard engine/kernels/*.h engin
 demo: setup
 	@$(BIN)/tandem demo
 
-# Two files at a time (tests/conftest.py), in their order: those that go one after another begin early.
+# Three files at a time (tests/conftest.py), since one of them often waits; in their order: those that go one after another
+# begin early.
 test: setup lint
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 # The tests that need no second process, with fewer examples of each property: seconds, not minutes.
 fast: setup
