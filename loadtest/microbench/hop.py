@@ -62,7 +62,10 @@ class _Stream:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds between tokens after the first."""
+        """Mean seconds between tokens after the first. Where all came in one message, the machine was too busy to show
+        that: seconds since the request, per token."""
+        if len(self.at) == 1:
+            return (self.at[0] - self.sent) / self.tokens
         return (self.at[-1] - self.at[0]) / (self.tokens - 1)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from loadtest.microbench import hop
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,6 +67,12 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"] < float("inf"), row
             assert ratio["count"] > 1, row
     assert left_behind(folder) == []
+
+
+def test_a_stream_that_came_in_one_message_has_a_time_per_token() -> None:
+    """As on a busy machine, where an interval of 0 would make a ratio of 0. The control: two messages have an interval."""
+    assert hop._Stream(sent=1.0, at=[3.0], tokens=4).per_token == 0.5
+    assert hop._Stream(sent=1.0, at=[3.0, 6.0], tokens=4).per_token == 1.0
 
 
 @pytest.mark.timeout(120)
