@@ -70,7 +70,7 @@ def test_a_quick_run_measures_all_parts(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stream_that_came_in_one_message_has_a_time_per_token() -> None:
-    """As on a busy machine, where an interval of 0 would make a ratio of 0. The control: two messages have an interval."""
+    """As on a busy machine, where an interval of 0 made a ratio of 0. The control: two messages have an interval."""
     assert hop._Stream(sent=1.0, at=[3.0], tokens=4).per_token == 0.5
     assert hop._Stream(sent=1.0, at=[3.0, 6.0], tokens=4).per_token == 1.0
 
