@@ -48,7 +48,7 @@ def generate(
     choice: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", metavar="N", help="So many answers; as JSON a list.")] = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Number of answers; as JSON a list.")] = None,
     adapter: Adapter = None,
     priority: Priority = None,
     ttft_slo: Annotated[
@@ -198,7 +198,7 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
     seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
-    n: Annotated[int | None, typer.Option("--n", metavar="N", help="So many answers to each.")] = None,
+    n: Annotated[int | None, typer.Option("--n", metavar="N", help="Number of answers to each prompt.")] = None,
     adapter: Adapter = None,
     priority: Priority = None,
     request_id: Annotated[

@@ -132,7 +132,7 @@ async def _alone(sides: Sequence[Side], workers: Workers, texts: Texts, plan: Pl
                 rows.append(Row(f"{title}: tandem / {name}", ratios(values[TANDEM], values[name]), beside))
     workers_said = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in behind.items())
     notes = [
-        f"{prompt} tokens of text, one of output, instant workers; nobody pinned; {priority_note}",
+        f"{prompt} tokens of text, one of output, instant workers; no process pinned; {priority_note}",
         f"added: less the median of the worker asked straight, by each side's own protocol: {workers_said}",
     ]
     return Section("Routers: one request at a time", "tandem / dynamo: below 1, Tandem is faster", rows, notes)
@@ -214,7 +214,7 @@ def _compared(layout: str, results: Found, plan: Plan) -> Section:
         rows += _against(f"router's CPU for one of the {metric}", shape, results, cpu, "s")
     where = {
         "apart": "the router alone on the first core, its worker, the client and everything else on the second",
-        "shared": "nobody pinned, two cores for all",
+        "shared": "no process pinned, two cores for all",
     }[layout]
     notes = [where, *_shapes((REQUESTS, TOKENS), plan), *_used(results)]
     return Section(f"Routers: saturated, {layout}", "tandem / dynamo", rows, notes, _details(results))
@@ -230,7 +230,7 @@ def _paced(results: Found, plan: Plan) -> Section:
         rows += _against(title, TOKENS, results, metric, unit)
     notes = [
         "the mocker at the speed of the machine that it plays, Tandem's worker with steps as long as that one's;"
-        " nobody pinned",
+        " no process pinned",
         *_shapes((TOKENS,), plan),
         *_used(results),
     ]

@@ -60,7 +60,7 @@ class Plan:
             )
         if self.by_chance:
             if rate is None:
-                raise SettingsError("arrivals by chance need a rate", field="rate")
+                raise SettingsError("random arrivals need a rate", field="rate")
             notes.append("lengths of the trace in its order, Poisson arrivals")
             return (
                 workload.by_chance(rate, until, self.seed, [(request.input, request.output) for request in chosen]),
