@@ -35,7 +35,7 @@ bool by_tiles();
 bool by_amx();
 
 // Registers that hold A or C of fewer rows where a machine is asked for them.
-constexpr bool is_low(int tile) { return tile < 3 || tile == 6; }
+constexpr bool is_low(int tile) { return tile != 7; }
 
 // Eight registers, each of one tile. While a machine lives its thread computes with it; the registers begin undefined.
 // Those that are low have so many rows, and the rest of a tile in memory is neither read nor written.
