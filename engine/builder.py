@@ -25,7 +25,6 @@ from engine.kernels import speed_check
 from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model
-from engine.runner import cuda_graphs
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
@@ -74,7 +73,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     say(f"products: {products or 'none that is timed'}")
     if products is not None and products.warning:
         log.warning("%s", products.warning)
-    captures = generates and device.type == "cuda"
+    decodes = generates or (settings.speculation == "off" and device.type != "cuda")
     config = EngineConfig(
         num_blocks=blocks,
         block_size=settings.block_size,
@@ -82,16 +81,16 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         max_running=settings.max_num_seqs,
         stretch=settings.stretch,
         beside_s=settings.beside_s,
-        spare_block=captures,
-        generates=generates or (settings.speculation == "off" and device.type != "cuda"),
+        spare_block=decodes,
+        generates=decodes,
     )
     grammars = Grammars(checkpoint.resolve(settings.model), model.vocab_size, model.eos_token_ids)
     speculation = _speculation(settings, draft, blocks) if generates else None
     engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
     engine.products = products
     say(f"{blocks} blocks of KV allocated")
-    if captures:
-        say(f"decode steps: {engine.capture(cuda_graphs.captured())}")
+    if decodes:
+        say(f"decode steps: {engine.capture()}")
     return engine
 
 

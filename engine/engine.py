@@ -35,7 +35,7 @@ from engine.decoding.speculative import Ask, Speculation
 from engine.decoding.structured_output import Filling, Grammars, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
-from engine.runner.cuda_graphs import Capture, Decode, Uncapturable
+from engine.runner.captured_steps import Capture, Decode, Uncapturable
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import Busy, InternalError, StepFailed, TandemError, TooLarge
 
@@ -103,8 +103,8 @@ class Engine:
         self.grammars = grammars
         self.masks = Masks(grammars.left_behind if grammars else None)
 
-    def capture(self, how: Capture) -> str:
-        """Records steps of single tokens where that can be proven right; returns a line that says so. Call it before
+    def capture(self, how: Capture | None = None) -> str:
+        """Captures steps of single tokens where that can be proven right; returns a line that says so. Call it before
         the first sequence, whose blocks it would overwrite."""
         assert self.spare is not None, "the engine was made without a spare block"
         assert not self.sequences, "somebody has blocks already"

@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include "attention.h"
+#include "capture.h"
 #include "dots.h"
 #include "tiles.h"
 
@@ -527,6 +528,20 @@ void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tenso
   over(Narrow(), BFloat16(), BFloat16());
 }
 
+template <typename T>
+std::optional<T> if_any(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional<T>(value.to<T>());
+}
+
+const bool attentions = is_repeated("attend", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+  return [out = in[0].toTensor(), query = in[1].toTensor(), k_pages = in[2].toTensor(), v_pages = in[3].toTensor(),
+          starts = in[4].toTensor(), lengths = in[5].toTensor(), blocks = in[6].toTensor(), window = in[7].toInt(),
+          chunk = in[8].toInt(), scaling = in[9].toDouble(), softcap = if_any<double>(in[10]), sinks = if_any<Tensor>(in[11]),
+          k_scales = if_any<Tensor>(in[12]), v_scales = if_any<Tensor>(in[13])]() mutable {
+    attend(out, query, k_pages, v_pages, starts, lengths, blocks, window, chunk, scaling, softcap, sinks, k_scales, v_scales);
+  };
+});
+
 // Copies new [total, kv_heads, dim] into the slots of pages [blocks, block_size, kv_heads, dim], of the same type.
 void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const Tensor& slot_offset) {
   TORCH_CHECK(pages.scalar_type() == fresh.scalar_type() && pages.stride(3) == 1, "tandem::write: types or strides");
@@ -540,6 +555,12 @@ void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const T
       std::memcpy(base + (block[t] * pages.stride(0) + offset[t] * pages.stride(1) + h * pages.stride(2)) * item,
                   source + (t * from.stride(0) + h * from.stride(1)) * item, bytes);
 }
+
+const bool writes = is_repeated("write", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+  return [pages = in[0].toTensor(), fresh = in[1].toTensor(), block = in[2].toTensor(), offset = in[3].toTensor()]() mutable {
+    write(pages, fresh, block, offset);
+  };
+});
 
 // ---- quantising, to the bits of engine/kv/kv_quantization.py
 
@@ -618,6 +639,11 @@ void write_quantised(Tensor& pages, Tensor& scales, const Tensor& fresh, const T
   single ? quantise_rows<Fp8, float>(pages, scales, from, block, offset)
          : quantise_rows<Fp8, BFloat16>(pages, scales, from, block, offset);
 }
+
+const bool quantised = is_repeated("write_quantised", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+  return [pages = in[0].toTensor(), scales = in[1].toTensor(), fresh = in[2].toTensor(), block = in[3].toTensor(),
+          offset = in[4].toTensor()]() mutable { write_quantised(pages, scales, fresh, block, offset); };
+});
 
 }  // namespace
 }  // namespace tandem

@@ -1,6 +1,7 @@
 // Matrix products: of linear layers, whose weights are packed into panels once, and of any other two matrices.
 #include "ops.h"
 
+#include "capture.h"
 #include "dots.h"
 #include "functions.h"
 #include "tile_blocks.h"
@@ -13,7 +14,9 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace tandem {
@@ -496,61 +499,113 @@ Tensor pack(const Tensor& weight) {
   return out;
 }
 
-using Biases = c10::List<std::optional<Tensor>>;
+using Biases = std::vector<std::optional<Tensor>>;
 
+// x [m, k] times packed weights into `out`, plus `beside` where it is defined, or gated by `act` where it is named.
 template <typename D, typename T>
-void multiply_into(const Tensor& x, at::TensorList packed, const Biases& biases, const Tensor& beside, int64_t k,
-                   const std::vector<Tensor>& out, const std::optional<c10::string_view>& act) {
-  const int64_t m = x.numel() / std::max<int64_t>(1, k);
-  std::vector<Product<typename D::W, T>> products;
-  for (size_t i = 0; i < out.size(); ++i) {
-    const std::optional<Tensor> bias = biases.get(i);
-    const int64_t n = out[i].size(-1);
-    TORCH_CHECK(packed[i].scalar_type() == x.scalar_type() && packed[i].numel() == packed_size<D>(n, k),
-                "tandem::linear: not packed for this size or type");
-    TORCH_CHECK(!bias.has_value() ||
-                    (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
-                "tandem::linear wants a bias of the weight's type and size");
-    products.push_back({packed[i].const_data_ptr<T>(), bias.has_value() ? bias->const_data_ptr<T>() : nullptr,
-                        beside.defined() ? beside.const_data_ptr<T>() : nullptr, out[i].data_ptr<T>(), n});
-  }
-  const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<typename D::X>::value);
-  const auto* from = rows.const_data_ptr<typename D::X>();
-#ifdef TANDEM_TILES
-  if constexpr (std::is_same_v<D, Pairs>)
-    if (by_tiles()) {
-      if (m == 0) return;
-      const bool as_it_is = m <= TILE_ROWS && k % TILE_K == 0;
-      const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k, k), TILE_K, TILE};
-      if (!act.has_value()) return multiply_tiles(tiled, m, k, products);
-      return with_act(*act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
+struct Multiplication {
+  Tensor x, beside;
+  std::vector<Tensor> weights, out;
+  Biases biases;
+  int64_t k;
+  std::string act;
+  std::vector<Product<typename D::W, T>> products = {};  // of the tensors above
+
+  void prepare() {
+    for (size_t i = 0; i < out.size(); ++i) {
+      const std::optional<Tensor>& bias = biases[i];
+      const int64_t n = out[i].size(-1);
+      TORCH_CHECK(weights[i].scalar_type() == x.scalar_type() && weights[i].numel() == packed_size<D>(n, k),
+                  "tandem::linear: not packed for this size or type");
+      TORCH_CHECK(!bias.has_value() ||
+                      (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
+                  "tandem::linear wants a bias of the weight's type and size");
+      products.push_back({weights[i].const_data_ptr<T>(), bias.has_value() ? bias->const_data_ptr<T>() : nullptr,
+                          beside.defined() ? beside.const_data_ptr<T>() : nullptr, out[i].data_ptr<T>(), n});
     }
+  }
+
+  void run() const {
+    const int64_t m = x.numel() / std::max<int64_t>(1, k);
+    const auto type = c10::CppTypeToScalarType<typename D::X>::value;
+    const Tensor rows = x.scalar_type() == type ? x : x.to(type);
+    const auto* from = rows.const_data_ptr<typename D::X>();
+#ifdef TANDEM_TILES
+    if constexpr (std::is_same_v<D, Pairs>)
+      if (by_tiles()) {
+        if (m == 0) return;
+        const bool as_it_is = m <= TILE_ROWS && k % TILE_K == 0;
+        const TileRows tiled = as_it_is ? TileRows{from, k, TILE_K} : TileRows{tiles_of(from, m, k, k), TILE_K, TILE};
+        if (act.empty()) return multiply_tiles(tiled, m, k, products);
+        return with_act(act, [&](const auto& f) { multiply_gated_tiles(tiled, m, k, products[0], products[1], f); });
+      }
 #endif
-  if (!act.has_value()) return multiply<D, T>(from, m, k, products);
-  with_act(*act, [&](const auto& f) { multiply_gated<D, T>(from, m, k, products[0], products[1], f); });
+    if (act.empty()) return multiply<D, T>(from, m, k, products);
+    with_act(act, [&](const auto& f) { multiply_gated<D, T>(from, m, k, products[0], products[1], f); });
+  }
+};
+
+template <typename F>
+void with_multiplication(const Tensor& x, const F& f) {
+  x.scalar_type() == at::kFloat ? f(Multiplication<Widened<float>, float>{}) : f(Multiplication<Bf16, BFloat16>{});
 }
 
-std::vector<Tensor> multiply_all(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n,
-                                 int64_t k, const Tensor& beside,
-                                 const std::optional<c10::string_view>& act = std::nullopt) {
+std::vector<Tensor> multiply_all(const Tensor& x, at::TensorList packed, Biases biases, at::IntArrayRef n, int64_t k,
+                                 const Tensor& beside, c10::string_view act = "") {
   TORCH_CHECK(x.size(-1) == k && served(x.scalar_type()) && packed.size() == n.size() && biases.size() == n.size(),
               "tandem::linear: x is ", x.sizes(), " of ", x.scalar_type(), ", the weights' rows have ", k, " elements");
   std::vector<int64_t> sizes = x.sizes().vec();
   std::vector<Tensor> out;
   for (const int64_t columns : n) {
     sizes.back() = columns;
-    out.push_back(act.has_value() && !out.empty() ? out[0] : at::empty(sizes, x.options()));
+    out.push_back(!act.empty() && !out.empty() ? out[0] : at::empty(sizes, x.options()));
   }
-  if (x.scalar_type() == at::kFloat)
-    multiply_into<Widened<float>, float>(x, packed, biases, beside, k, out, act);
-  else
-    multiply_into<Bf16, BFloat16>(x, packed, biases, beside, k, out, act);
+  with_multiplication(x, [&](auto of_type) {
+    of_type = {x.contiguous(), beside, packed.vec(), out, std::move(biases), k, std::string(act)};
+    of_type.prepare();
+    of_type.run();
+  });
   return out;
 }
 
+Again multiply_again(const Tensor& x, std::vector<Tensor> packed, Biases biases, int64_t k, const Tensor& beside,
+                     std::vector<Tensor> out, const std::string& act = "") {
+  if (!x.is_contiguous() || (beside.defined() && !beside.is_contiguous())) return {};
+  Again again;
+  with_multiplication(x, [&](auto of_type) {
+    of_type = {x, beside, std::move(packed), std::move(out), std::move(biases), k, act};
+    of_type.prepare();
+    again = [own = std::move(of_type)] { own.run(); };
+  });
+  return again;
+}
+
+std::optional<Tensor> if_any(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional<Tensor>(value.toTensor());
+}
+
+using torch::jit::Stack;
+
+const bool linear_again = is_repeated("linear", [](const Stack& in, const Stack& out) {
+  return multiply_again(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), {}, {out[0].toTensor()});
+});
+const bool linear_add_again = is_repeated("linear_add", [](const Stack& in, const Stack& out) {
+  return multiply_again(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), in[5].toTensor(),
+                        {out[0].toTensor()});
+});
+const bool linears_again = is_repeated("linears", [](const Stack& in, const Stack& out) {
+  return multiply_again(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
+                        in[4].toInt(), {}, out[0].toTensorVector());
+});
+const bool linears_gated_again = is_repeated("linears_gated", [](const Stack& in, const Stack& out) {
+  const Tensor y = out[0].toTensor();
+  return multiply_again(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
+                        in[4].toInt(), {}, {y, y}, in[5].toStringRef());
+});
+
 // x [..., k] times a packed weight [n, k] transposed, plus bias [n].
 Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k) {
-  return multiply_all(x, packed, Biases({bias}), n, k, {})[0];
+  return multiply_all(x, {packed}, {bias}, {n}, k, {})[0];
 }
 
 // beside [..., n] plus `linear`, as two operators would round it.
@@ -558,19 +613,20 @@ Tensor linear_add(const Tensor& x, const Tensor& packed, const std::optional<Ten
                   const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
               "tandem::linear_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
-  return multiply_all(x, packed, Biases({bias}), n, k, beside.contiguous())[0].view(beside.sizes());
+  return multiply_all(x, {packed}, {bias}, {n}, k, beside.contiguous())[0].view(beside.sizes());
 }
 
 // `linear` of the same x with several weights.
-std::vector<Tensor> linears(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n, int64_t k) {
-  return multiply_all(x, packed, biases, n, k, {});
+std::vector<Tensor> linears(const Tensor& x, at::TensorList packed, const c10::List<std::optional<Tensor>>& biases,
+                            at::IntArrayRef n, int64_t k) {
+  return multiply_all(x, packed, biases.vec(), n, k, {});
 }
 
 // act(`linear` with the first weight) times `linear` with the second, as three operators would round it.
-Tensor linears_gated(const Tensor& x, at::TensorList packed, const Biases& biases, at::IntArrayRef n, int64_t k,
-                     c10::string_view act) {
+Tensor linears_gated(const Tensor& x, at::TensorList packed, const c10::List<std::optional<Tensor>>& biases,
+                     at::IntArrayRef n, int64_t k, c10::string_view act) {
   TORCH_CHECK(n.size() == 2 && n[0] == n[1], "tandem::linears_gated wants two weights of one size");
-  return multiply_all(x, packed, biases, n, k, {}, act)[0];
+  return multiply_all(x, packed, biases.vec(), n, k, {}, act)[0];
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What is done to each row by itself, and what the library says of the machine.
 #include "ops.h"
 
+#include "capture.h"
 #include "dots.h"
 #include "functions.h"
 
@@ -54,6 +55,16 @@ void rms_rows(const T* x, const T* weight, T* y, int64_t m, int64_t n, float eps
   });
 }
 
+void rms_into(const Tensor& rows, const Tensor& weight, Tensor& y, double eps, double offset, bool round_first) {
+  const int64_t n = weight.numel(), m = n == 0 ? 0 : rows.numel() / n;
+  const auto run = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    rms_rows(rows.const_data_ptr<T>(), weight.const_data_ptr<T>(), to, m, n, static_cast<float>(eps),
+             static_cast<float>(offset), round_first);
+  };
+  rows.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+}
+
 // x over the root of its mean square, times (weight + offset): [..., n] and [n], of one type. `round_first` rounds to
 // that type before the product, as some models do.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset, bool round_first) {
@@ -62,16 +73,17 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset
               "tandem::rms_norm wants one type, float32 or bfloat16, and a weight for each element of a row");
   const Tensor rows = x.contiguous();
   Tensor y = at::empty(x.sizes(), x.options());
-  const int64_t n = weight.numel(), m = n == 0 ? 0 : x.numel() / n;
-  const auto eps_ = static_cast<float>(eps), offset_ = static_cast<float>(offset);
-  if (x.scalar_type() == at::kFloat)
-    rms_rows(rows.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.data_ptr<float>(), m, n, eps_, offset_,
-             round_first);
-  else
-    rms_rows(rows.const_data_ptr<BFloat16>(), weight.const_data_ptr<BFloat16>(), y.data_ptr<BFloat16>(), m, n, eps_,
-             offset_, round_first);
+  rms_into(rows, weight, y, eps, offset, round_first);
   return y;
 }
+
+const bool norms = is_repeated("rms_norm", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+  if (!in[0].toTensor().is_contiguous()) return {};
+  return [x = in[0].toTensor(), weight = in[1].toTensor(), eps = in[2].toDouble(), offset = in[3].toDouble(),
+          round_first = in[4].toBool(), y = out[0].toTensor()]() mutable {
+    rms_into(x, weight, y, eps, offset, round_first);
+  };
+});
 
 // ---- what several operators of a recording do at once, each rounded as if it stood alone
 
@@ -122,6 +134,10 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
   });
 }
 
+void rotate_into(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& y) {
+  x.scalar_type() == at::kFloat ? rotate_rows<float>(x, cos, sin, y) : rotate_rows<BFloat16>(x, cos, sin, y);
+}
+
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   TORCH_CHECK(served(x.scalar_type()) && x.dim() == 4 && x.size(3) % 2 == 0 && x.stride(3) == 1,
               "tandem::rotate wants rows of an even number of float32 or bfloat16");
@@ -133,16 +149,17 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   }
   Tensor y = at::empty_like(x);
   TORCH_CHECK(y.stride(3) == 1, "tandem::rotate: strides of x");
-  x.scalar_type() == at::kFloat ? rotate_rows<float>(x, cos, sin, y) : rotate_rows<BFloat16>(x, cos, sin, y);
+  rotate_into(x, cos, sin, y);
   return y;
 }
 
-// act(gate) * up, elementwise; act is "silu", "gelu" or "gelu_tanh".
-Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
-  TORCH_CHECK(served(gate.scalar_type()) && gate.scalar_type() == up.scalar_type() && gate.sizes() == up.sizes(),
-              "tandem::gated: ", gate.sizes(), " and ", up.sizes());
-  const Tensor a = gate.contiguous(), b = up.contiguous();
-  Tensor y = at::empty(gate.sizes(), gate.options());
+const bool rotations = is_repeated("rotate", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+  return [x = in[0].toTensor(), cos = in[1].toTensor(), sin = in[2].toTensor(), y = out[0].toTensor()]() mutable {
+    rotate_into(x, cos, sin, y);
+  };
+});
+
+void gate_into(const Tensor& a, const Tensor& b, c10::string_view act, Tensor& y) {
   with_act(act, [&](const auto& f) {
     const auto run = [&](auto* to) {
       using T = std::remove_pointer_t<decltype(to)>;
@@ -153,8 +170,23 @@ Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
     };
     y.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   });
+}
+
+// act(gate) * up, elementwise; act is "silu", "gelu" or "gelu_tanh".
+Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
+  TORCH_CHECK(served(gate.scalar_type()) && gate.scalar_type() == up.scalar_type() && gate.sizes() == up.sizes(),
+              "tandem::gated: ", gate.sizes(), " and ", up.sizes());
+  const Tensor a = gate.contiguous(), b = up.contiguous();
+  Tensor y = at::empty(gate.sizes(), gate.options());
+  gate_into(a, b, act, y);
   return y;
 }
+
+const bool gates = is_repeated("gated", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+  if (!in[0].toTensor().is_contiguous() || !in[1].toTensor().is_contiguous()) return {};
+  return [a = in[0].toTensor(), b = in[1].toTensor(), act = std::string(in[2].toStringRef()),
+          y = out[0].toTensor()]() mutable { gate_into(a, b, act, y); };
+});
 
 // ---- the machine
 

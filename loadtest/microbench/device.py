@@ -25,7 +25,7 @@ from engine.attention.forward_context import Batch
 from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.kv.kv_cache import KvCache
 from engine.loading import attention_probe, self_check
-from engine.runner import cuda_graphs, traced_forward
+from engine.runner import captured_steps, traced_forward
 from engine.runner.model_runner import ModelRunner, RunnerConfig
 from kvtransfer.types import digest
 from loadtest.harness.options import names
@@ -167,13 +167,12 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
     per = -(-(plan.context + 1) // plan.block_size)
     spare = per * max(plan.batches)
     pages = model.allocate(spare + 1, plan.block_size)
-    capture = cuda_graphs.captured() if model.device.type == "cuda" else cuda_graphs.plain
-    recorded: cuda_graphs.Decode | None = None
+    captured: captured_steps.Decode | None = None
     start = perf_counter()
     try:
-        recorded = cuda_graphs.Decode(model, pages, spare=spare, max_running=max(plan.batches), capture=capture)
-        say(f"decode steps captured for {recorded.sizes} sequences in {perf_counter() - start:.1f} s")
-    except cuda_graphs.Uncapturable as error:
+        captured = captured_steps.Decode(model, pages, spare=spare, max_running=max(plan.batches), capture=None)
+        say(f"decode steps captured for {captured.sizes} sequences in {perf_counter() - start:.1f} s")
+    except captured_steps.Uncapturable as error:
         say(f"decode steps not captured: {error}")
     _noise(pages, len(model.facts))
     for count in plan.batches:
@@ -187,8 +186,8 @@ def _decode(model: ModelRunner, plan: Plan, floors: Floors, bandwidth: float, sa
         )
         floor = floors.decode_s(count, plan.context, bandwidth)
         sides: dict[str, Callable[[Batch], torch.Tensor | None]] = {"plain": lambda batch: model.forward(pages, batch)}
-        if recorded is not None:
-            sides["captured"] = recorded.logits
+        if captured is not None:
+            sides["captured"] = captured.logits
         for name, forward in sides.items():
             seconds = _seconds(lambda forward=forward, batch=batch: _greedy(forward(batch)), plan, model.device)  # type: ignore[misc]
             say(_row(f"decode {count} x {plan.context}, {name}", seconds, floor))

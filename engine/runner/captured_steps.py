@@ -1,4 +1,7 @@
-"""Decode steps of fixed shapes: captured as CUDA graphs before the first request, replayed with new contents.
+"""Decode steps of fixed shapes: captured before the first request, replayed with new contents.
+
+On CUDA a capture is a CUDA graph. On CPU it is the list of a step's operators with their tensors
+(engine/kernels/capture.cpp), without the interpreter, the dispatcher and the allocations between them.
 
 A step in which each sequence adds one token uses the smallest bucket with a row for each. The other rows are padding:
 each writes to and reads from one place of the spare block, which is in no table, and its logits are dropped. Two
@@ -9,10 +12,10 @@ sequences in a bucket of four, s the spare block:
                                                                                                    5 12 s s ...
     every other step (a prompt's chunk, drafts) takes the model's forward as ever              s  s s s ...
 
-The tensors of a bucket stay in place. A step fills one pinned buffer, copies it to the device in one transfer and
-replays. A recorded step is compared with the same step unrecorded before it serves.
+The tensors of a bucket stay in place. A step fills one buffer (on CUDA pinned memory, copied to the device in one
+transfer) and replays. A captured step is compared with the same step uncaptured before it serves.
 
-`captured` has not yet run on a GPU. With `plain` in its place everything else runs, and is tested, on any device.
+`cuda_graphs` has not yet run on a GPU. Everything around it runs, and is tested, on any device.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from engine.attention import varlen
 from engine.attention.forward_context import Batch, Step
 from engine.kernels import REFERENCE
+from engine.kv.kv_quantization import quantise
 
 if TYPE_CHECKING:
     from engine.kv.kv_cache import KvCache
@@ -34,21 +38,45 @@ if TYPE_CHECKING:
 Call = Callable[[], torch.Tensor]
 Capture = Callable[[Call], Call]  # returns a function that repeats the given one
 
-LARGEST = 512  # rows: its logits are kept, a row of them is as long as the vocabulary
+LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them is as long as the vocabulary
+CPU_BYTES = 4 << 30  # read by a step: where it is longer, what a capture saves (2 to 4 ms) is not worth the start
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
-GAP = 0.02  # of the logits' standard deviation, between the recorded and the unrecorded step on CUDA; none elsewhere
+GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 
 
 class Uncapturable(Exception):
     """Why."""
 
 
-def plain(call: Call) -> Call:
-    """Runs the step without recording."""
-    return call
+def capture_for(model: ModelRunner) -> Capture:
+    """How steps of this model are captured on its device. Raises Uncapturable."""
+    if model.device.type == "cuda":
+        return cuda_graphs()
+    if model.kernels == REFERENCE:
+        raise Uncapturable("the compiled operators do not serve")
+    if model.step_bytes > CPU_BYTES:
+        raise Uncapturable(f"a step reads {model.step_bytes >> 20} MiB, and a capture would save little of its time")
+    return operators
 
 
-def captured() -> Capture:
+def operators(call: Call) -> Call:
+    """Captures a step on CPU. Its output is its own and is overwritten by its next replay."""
+    step = torch.classes.tandem.CapturedStep()
+    step.begin()
+    try:
+        out = call()
+        step.end([out])
+    finally:
+        step.abandon()  # does nothing after `end`
+
+    def replay() -> torch.Tensor:
+        step.replay()
+        return out
+
+    return replay
+
+
+def cuda_graphs() -> Capture:
     """Makes CUDA graphs that share their memory, so they may only run one after the other. A graph's output is its own
     and is overwritten by its next replay. Not yet run on a GPU."""
     pool = torch.cuda.graph_pool_handle()
@@ -73,20 +101,45 @@ def captured() -> Capture:
     return capture
 
 
+def recorded() -> Capture:
+    """Records the operators of a step on a CPU (engine/kernels/capture.cpp). A recording's output is its own and is
+    overwritten by its next replay."""
+
+    def capture(call: Call) -> Call:
+        recording = torch.classes.tandem.Recording()
+        recording.begin()
+        try:
+            out = call()
+            recording.end([out])
+        finally:
+            recording.abandon()
+
+        def replay() -> torch.Tensor:
+            recording.replay()
+            return out
+
+        return replay
+
+    return capture
+
+
 class Decode:
     """The buckets of one engine: 1, 2, 4, ... rows, up to `max_running` and at most LARGEST.
+
+    `capture` is how; None captures as this device does.
 
     `spare` is the id of the spare block, the last one of `pages`. Made before the pages have any content: the first
     blocks are written to and zeroed again. Raises Uncapturable.
     """
 
-    def __init__(self, model: ModelRunner, pages: KvCache, *, spare: int, max_running: int, capture: Capture) -> None:
+    def __init__(self, model: ModelRunner, pages: KvCache, *, spare: int, max_running: int, capture: Capture | None) -> None:
         if (why := unfit(model, pages)) is not None:
             raise Uncapturable(why)
         self._block_size, self._spare = pages.block_size, spare
         self._width = -(-model.max_model_len // pages.block_size)
         self._buckets: list[_Bucket] = []
-        sizes = buckets(min(max_running, LARGEST))
+        capture = capture or capture_for(model)
+        sizes = buckets(min(max_running, LARGEST[model.device.type]))
         with torch.inference_mode():
             for rows in reversed(sizes):  # the largest first: the others fit into its memory
                 try:
@@ -120,7 +173,7 @@ def unfit(model: ModelRunner, pages: KvCache) -> str | None:
     """Why a step of this model takes more than a bucket's tensors; None if it does not."""
     if model.lora is not None:
         return "adapters"
-    if pages.quantised:
+    if pages.quantised and model.device.type != "cpu":
         return "quantised KV"
     if model.kernels != REFERENCE and model.dtype in (torch.float32, torch.bfloat16):
         return "latent pages" if model.latent else None
@@ -214,8 +267,8 @@ class _Bucket:
         used = pages.buffer[: per * count]
         generator = torch.Generator(used.device).manual_seed(self.rows)
         for call in range(len(self._model.facts)):
-            for view in (pages.k[call], pages.v[call]):
-                view[: per * count].normal_(generator=generator)
+            for view, scales in ((pages.k[call], pages.k_scales[call]), (pages.v[call], pages.v_scales[call])):
+                _randomise(view[: per * count], None if scales is None else scales[: per * count], generator)
         before = used.clone()
         self.fill(ids, positions, tables)
         expected, written = self._call().clone(), used.clone()
@@ -228,7 +281,17 @@ class _Bucket:
         self.fill([], [], [])
         if same:
             return None
-        return f"{self.rows} rows: the recorded step differs from the step itself by {gap:.2g} of the logits' spread"
+        return f"{self.rows} rows: the captured step differs from the step itself by {gap:.2g} of the logits' spread"
+
+
+def _randomise(kv: torch.Tensor, scales: torch.Tensor | None, generator: torch.Generator) -> None:
+    """Fills `kv [blocks, block_size, heads, dim]`, quantised where there are `scales`."""
+    if scales is None:
+        kv.normal_(generator=generator)
+        return
+    elements, own = quantise(torch.randn(kv.shape, generator=generator), kv.dtype)
+    kv.view(torch.uint8).copy_(elements.view(torch.uint8))  # fp8 itself cannot be copied everywhere
+    scales.copy_(own)
 
 
 def _views(buffer: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

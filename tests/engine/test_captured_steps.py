@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes. CUDA graphs themselves have not run; everything around them runs here, uncaptured."""
+"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have not run; everything around them runs here, uncaptured."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine, EngineConfig
 from engine.kv.kv_cache import KvCache
 from engine.loading.model_loader import load_model
-from engine.runner import cuda_graphs
-from engine.runner.cuda_graphs import Call, Decode, Uncapturable, buckets, plain
-from engine.runner.model_runner import ModelRunner
+from engine.runner import captured_steps
+from engine.runner.captured_steps import Call, Decode, Uncapturable, buckets, operators
+from engine.runner.model_runner import KvDtype, ModelRunner
 from loadtest.harness.random_checkpoints import TINY
 from tandem.sampling import Sampling
 from tests.engine.stand_ins import Asked, checked
@@ -34,6 +34,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def plain(call: Call) -> Call:
+    """In the place of a CUDA graph."""
+    return call
+
+
+CAPTURES = pytest.mark.parametrize("capture", [plain, operators])
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> ModelRunner:
     return load_model(str(checkpoint("tiny-qwen3-sliding")), dtype=request.param, device=CPU, max_model_len=LONGEST)
@@ -45,7 +53,7 @@ def pages(model: ModelRunner) -> KvCache:
     return model.allocate(BLOCKS + 1, BLOCK_SIZE)
 
 
-def made(model: ModelRunner, pages: KvCache, capture: cuda_graphs.Capture = plain) -> Decode:
+def made(model: ModelRunner, pages: KvCache, capture: captured_steps.Capture = plain) -> Decode:
     return Decode(model, pages, spare=SPARE, max_running=MOST, capture=capture)
 
 
@@ -73,10 +81,11 @@ def test_buckets_are_powers_of_two_and_the_most() -> None:
     assert buckets(64) == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_padding_changes_no_bit(model: ModelRunner, pages: KvCache) -> None:
+@CAPTURES
+def test_padding_changes_no_bit(capture: captured_steps.Capture, model: ModelRunner, pages: KvCache) -> None:
     """Any number of sequences after any other: the logits and the pages of the unpadded step, bit for bit; blocks that
     are not in the batch, and the places of rows that it leaves over, stay as they were."""
-    decode, rng = made(model, pages), random.Random(0)
+    decode, rng = made(model, pages, capture), random.Random(0)
     noise(pages)
     assert decode.sizes == (1, 2, 4, 6)
     for rows in (3, 1, 6, 5, 2, 4, 1, 6, 3, 2, 5, 1):
@@ -108,9 +117,10 @@ def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvC
         assert step.slot_offset.tolist()[rows:] == step.input_ids[0].tolist()[rows:] == [0] * (6 - rows)
 
 
-def test_the_spare_block_reaches_nobody(model: ModelRunner, pages: KvCache) -> None:
+@CAPTURES
+def test_the_spare_block_reaches_nobody(capture: captured_steps.Capture, model: ModelRunner, pages: KvCache) -> None:
     """Whatever it holds, NaN too, and whatever the padding rows make of it."""
-    decode, batch = made(model, pages), singles(random.Random(1), 3)
+    decode, batch = made(model, pages, capture), singles(random.Random(1), 3)
     noise(pages)
     before = pages.buffer.clone()
     expected = model.forward(pages, batch)
@@ -129,9 +139,12 @@ def test_a_table_with_the_spare_block_is_refused(model: ModelRunner, pages: KvCa
         decode.logits(batch)
 
 
-def test_a_table_that_grew_in_place_is_seen(model: ModelRunner, pages: KvCache) -> None:
+@CAPTURES
+def test_a_table_that_grew_in_place_is_seen(
+    capture: captured_steps.Capture, model: ModelRunner, pages: KvCache
+) -> None:
     """The pool gives out its own lists: the next block of a sequence is in the same list as the one before."""
-    decode = made(model, pages)
+    decode = made(model, pages, capture)
     noise(pages)
     table: list[int] = []
     for position in range(3 * BLOCK_SIZE):
@@ -196,7 +209,7 @@ def halting(call: Call) -> Call:
 
 @pytest.mark.parametrize(("capture", "why"), [(frozen, "differs from the step itself"), (halting, "not permitted")])
 def test_a_recording_that_is_wrong_or_fails_does_not_serve(
-    capture: cuda_graphs.Capture, why: str, model: ModelRunner, pages: KvCache
+    capture: captured_steps.Capture, why: str, model: ModelRunner, pages: KvCache
 ) -> None:
     """It is compared with the step over another batch than the recorded one; the reason is told."""
     with pytest.raises(Uncapturable, match=why):
@@ -215,7 +228,7 @@ def test_what_plans_on_the_host_is_not_captured(checkpoint: Callable[[str], Path
     with pytest.raises(Uncapturable, match="reference"):
         made(by_reference, pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "unfit", lambda model, pages: None)
+        patch.setattr(captured_steps, "unfit", lambda model, pages: None)
         with pytest.raises(Uncapturable, match="batch"):
             made(by_reference, pages)
 
@@ -260,10 +273,10 @@ def test_a_recorded_step_asks_the_device_for_nothing(
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
     model.varlen = FA3
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
-    assert (cuda_graphs.unfit(model, pages) is None) == (family in SERVED)
+    assert (captured_steps.unfit(model, pages) is None) == (family in SERVED)
     if family not in SERVED:
         return
-    step, wanted = cuda_graphs._Static(model, pages, 4, SPARE), torch.arange(4)
+    step, wanted = captured_steps._Static(model, pages, 4, SPARE), torch.arange(4)
     with Asked() as asked:
         model.run(step, wanted)
     assert asked.names == []
@@ -274,11 +287,116 @@ def test_a_recorded_step_asks_the_device_for_nothing(
     assert asked.names == ["aten._local_scalar_dense.default"], "the watch sees what it is there to see"
 
 
+# ---- captured on CPU
+
+
+# Their experts are called by how many tokens each has; or their recording is the plain one, which takes sizes through
+# tensors.
+COUNTING = {"gpt-oss", "mixtral", "qwen2-moe", "qwen2-moe-sliding", "qwen3-moe", ("olmo2", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_every_family_is_captured_on_cpu_with_the_same_bits(
+    family: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    """Several steps after one another, in any number of rows. Steps that plan on the host are refused."""
+    model = load_model(str(checkpoint(f"tiny-{family}")), dtype=dtype, device=CPU, max_model_len=LONGEST)
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    if model.latent or family in COUNTING or (family, dtype) in COUNTING:
+        with pytest.raises(Uncapturable, match="latent|a number is taken"):
+            Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
+        return
+    decode, rng = Decode(model, pages, spare=SPARE, max_running=MOST, capture=None), random.Random(0)
+    noise(pages)
+    for rows in (3, 1, 6, 5):
+        batch = singles(rng, rows)
+        before = pages.buffer.clone()
+        expected = model.forward(pages, batch)
+        left = pages.buffer.clone()
+        pages.buffer.copy_(before)
+        found = decode.logits(batch)
+        assert found is not None
+        assert torch.equal(found, expected)
+        assert torch.equal(pages.buffer[:SPARE], left[:SPARE])
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_quantised_kv_is_captured_on_cpu(kv: KvDtype, checkpoint: Callable[[str], Path]) -> None:
+    path = str(checkpoint("tiny-llama"))
+    model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kv_dtype=kv)
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    decode = Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
+    for position in range(9):
+        batch = Batch([position + 1], [position], [1], [position + 1], [[7, 3, 5]], [0])
+        found = decode.logits(batch)
+        left = pages.buffer.clone()
+        assert found is not None
+        assert torch.equal(found, model.forward(pages, batch))
+        assert torch.equal(pages.buffer, left)
+
+
+def test_a_step_after_the_captured_one_shares_no_memory_with_what_is_still_needed() -> None:
+    """Intermediate tensors lie in one stretch, in places that are used again; results keep theirs."""
+    x = torch.randn(4, 64)
+
+    def call() -> torch.Tensor:
+        total = x * 1
+        for number in range(20):
+            total = total + (x * number).exp().sin()
+        return total
+
+    with torch.inference_mode():
+        step = torch.classes.tandem.CapturedStep()
+        step.begin()
+        out = call()
+        step.end([out])
+        assert torch.equal(out, call())
+        assert step.memory() < 6 * x.nbytes, "20 times 3 intermediate tensors, of which few live at a time"
+        x.normal_()
+        stale = out.clone()
+        step.replay()
+        assert torch.equal(out, call())
+        assert not torch.equal(out, stale), "the control: without a replay it has the old values"
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (lambda x: x * x.sum().item(), "a number is taken out of a tensor"),
+        (lambda x: x * bool((x > 0).any()), "a number is taken out of a tensor"),
+        (lambda x: x[x > 0], "aten::index has a result that depends"),
+        (lambda x: x.nonzero(), "aten::nonzero has a result that depends"),
+        (lambda x: torch.rand_like(x), "aten::rand_like has a result that depends"),
+        (lambda x: x[torch.tensor([1, 3])], "a tensor that the host has filled"),
+    ],
+)
+def test_a_step_that_a_replay_could_not_know_is_refused(
+    step: Callable[[torch.Tensor], torch.Tensor], why: str
+) -> None:
+    """And the thread's operators are as before afterwards. The control: a step that is known."""
+    x, rows = torch.randn(5), torch.tensor([1, 3])
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=why):
+            operators(lambda: step(x))
+        known = operators(lambda: x[rows] * 2)
+        x.normal_()
+        assert torch.equal(known(), x[[1, 3]] * 2)
+
+
+def test_a_model_that_is_long_to_read_is_not_captured_on_cpu(
+    model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_steps, "CPU_BYTES", model.step_bytes - 1)
+    with pytest.raises(Uncapturable, match="would save little"):
+        Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
+
+
 # ---- in the engine
 
 
 def tokens_of(
-    model: ModelRunner, capture: cuda_graphs.Capture | None, speculation: bool = False
+    model: ModelRunner, capture: captured_steps.Capture | None, speculation: bool = False
 ) -> tuple[list[list[int]], int]:
     """What some requests get, and how many steps were recorded ones; the ledger balances."""
     engine = Engine(
@@ -321,11 +439,14 @@ def tokens_of(
     return [sequence.tokens for sequence in sequences], replayed
 
 
+@CAPTURES
 @pytest.mark.parametrize("speculation", [False, True])
-def test_the_same_tokens_with_and_without(model: ModelRunner, speculation: bool) -> None:
+def test_the_same_tokens_with_and_without(
+    capture: captured_steps.Capture, model: ModelRunner, speculation: bool
+) -> None:
     """Prompts in chunks, streams that come and go, preemptions and drafts: every token is the same."""
     expected, none = tokens_of(model, None, speculation)
-    found, replayed = tokens_of(model, plain, speculation)
+    found, replayed = tokens_of(model, capture, speculation)
     assert none == 0
     assert replayed > 10
     assert found == expected

@@ -1,0 +1,302 @@
+// Captured steps: the counterpart of CUDA graphs for a CPU.
+//
+//     step = CapturedStep()
+//     step.begin()          from here on each operator that this thread calls is written down
+//     out = run()
+//     step.end([out])       the intermediate tensors share memory by when they are used; views are forgotten
+//     step.replay()         the operators again; `out` has the new values
+//
+// What the step reads from outside (weights, pages, its inputs) stays where it is, so a caller puts the next step's inputs
+// into the tensors of the captured one. Refused are steps in which a number is taken out of a tensor, and operators whose
+// results have sizes that depend on values or are random: what a replay could not know.
+#include "capture.h"
+
+#include "ops.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tandem {
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+constexpr auto KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;  // nothing else has a function there
+constexpr int64_t ALIGNED = 64;
+
+std::map<std::string, MakeAgain>& makers() {
+  static std::map<std::string, MakeAgain> table;
+  return table;
+}
+
+struct Call {
+  c10::OperatorHandle op;
+  Stack arguments, results;
+
+  const std::string& name() const { return op.schema().name(); }
+};
+
+template <typename F>
+void for_tensors(const Stack& values, const F& f) {
+  for (const c10::IValue& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) f(value.toTensor());
+    if (value.isTensorList())
+      for (const Tensor& each : value.toTensorVector()) f(each);
+    if (value.isOptionalTensorList())
+      for (const std::optional<Tensor>& each : value.toOptionalTensorVector())
+        if (each.has_value() && each->defined()) f(*each);
+  }
+}
+
+c10::StorageImpl* storage_of(const Tensor& t) { return t.storage().unsafeGetStorageImpl(); }
+
+bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
+
+bool only_makes_room(const std::string& name) {
+  static const std::set<std::string> names = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided",
+                                              "aten::new_empty_strided"};
+  return names.count(name) > 0;
+}
+
+bool asks_for_sizes(const std::string& name) {
+  static const std::set<std::string> names = {"aten::size",   "aten::stride",  "aten::numel", "aten::dim",
+                                              "aten::sym_size", "aten::sym_numel", "aten::sym_stride"};
+  return names.count(name) > 0 || starts_with(name, "aten::is_");
+}
+
+// Whether it is called for what it does besides, as tandem::stepping is.
+bool has_no_tensors(const Call& call) {
+  bool none = true;
+  for_tensors(call.arguments, [&](const Tensor&) { none = false; });
+  for_tensors(call.results, [&](const Tensor&) { none = false; });
+  return none;
+}
+
+// x[i, j], whose sizes depend on values only where an index is a mask.
+bool indexes_by_number(const Call& call) {
+  if (call.name() != "aten::index") return false;
+  bool by_number = true;
+  for_tensors({call.arguments[1]}, [&](const Tensor& t) {
+    by_number = by_number && t.scalar_type() != at::kBool && t.scalar_type() != at::kByte;
+  });
+  return by_number;
+}
+
+// Why a replay of this call could be wrong; empty if it cannot.
+std::string refusal(const Call& call) {
+  if (has_no_tensors(call) || (asks_for_sizes(call.name()) && call.name() != "aten::is_nonzero") ||
+      indexes_by_number(call))
+    return "";
+  if (call.name() == "aten::item" || call.name() == "aten::_local_scalar_dense") return "a number is taken out of a tensor";
+  for (const at::Tag tag : {at::Tag::dynamic_output_shape, at::Tag::data_dependent_output, at::Tag::nondeterministic_seeded})
+    if (call.op.hasTag(tag)) return call.name() + " has a result that depends on values, or on chance";
+  for (const c10::IValue& value : call.results)
+    if (!value.isTensor() && !value.isTensorList() && !value.isNone())
+      return "a number is taken out of a tensor by " + call.name();
+  return "";
+}
+
+class CapturedStep;
+thread_local CapturedStep* active = nullptr;  // what this thread's operators are written into
+
+class CapturedStep : public torch::CustomClassHolder {
+ public:
+  ~CapturedStep() override {
+    if (active == this) stop();
+  }
+
+  void begin() {
+    TORCH_CHECK(active == nullptr && calls_.empty(), "tandem::CapturedStep: begun already");
+    active = this;
+    c10::impl::tls_set_dispatch_key_included(KEY, true);
+  }
+
+  void note(Call call) { calls_.push_back(std::move(call)); }
+
+  // Ends the step, whose results are `outputs`: valid until the next replay. Does it again once, in its own memory.
+  void end(const std::vector<Tensor>& outputs) {
+    TORCH_CHECK(active == this, "tandem::CapturedStep: not begun");
+    stop();
+    outputs_ = outputs;
+    for (const Call& call : calls_) {
+      const std::string why = refusal(call);
+      TORCH_CHECK(why.empty(), "tandem::CapturedStep: ", why);
+    }
+    check_sources();
+    share_memory();
+    for (const Call& call : calls_)
+      if (computes(call)) again_.push_back(again(call));
+    calls_.clear();
+    replay();
+  }
+
+  void abandon() {
+    if (active == this) stop();
+    calls_.clear();
+  }
+
+  void replay() {
+    for (const Again& each : again_) each();
+  }
+
+  int64_t size() const { return static_cast<int64_t>(again_.size()); }
+  int64_t memory() const { return arena_.defined() ? arena_.nbytes() : 0; }
+
+ private:
+  void stop() {
+    active = nullptr;
+    c10::impl::tls_set_dispatch_key_included(KEY, false);
+  }
+
+  static bool writes(const Call& call) { return call.op.schema().is_mutable() && !call.op.hasTag(at::Tag::inplace_view); }
+
+  // Whether all that it returns is memory of its arguments.
+  static bool is_view(const Call& call) {
+    std::set<c10::StorageImpl*> given;
+    for_tensors(call.arguments, [&](const Tensor& t) { given.insert(storage_of(t)); });
+    bool only = true;
+    for_tensors(call.results, [&](const Tensor& t) { only = only && given.count(storage_of(t)) > 0; });
+    return only;
+  }
+
+  static bool computes(const Call& call) {
+    return writes(call) || has_no_tensors(call) || (!is_view(call) && !only_makes_room(call.name()));
+  }
+
+  // Every tensor of the step has its values from outside, or from an operator: what the host has filled is not known again.
+  void check_sources() const {
+    std::set<c10::StorageImpl*> blank;
+    for (const Call& call : calls_) {
+      const auto& formal = call.op.schema().arguments();
+      for (size_t i = 0; i < formal.size() && computes(call); ++i) {
+        const bool written = formal[i].alias_info() != nullptr && formal[i].alias_info()->isWrite();
+        for_tensors({call.arguments[i]}, [&](const Tensor& t) {
+          if (written) blank.erase(storage_of(t));
+          TORCH_CHECK(written || t.numel() == 0 || blank.count(storage_of(t)) == 0, "tandem::CapturedStep: ", call.name(),
+                      " reads a tensor that the host has filled");
+        });
+      }
+      if (only_makes_room(call.name())) for_tensors(call.results, [&](const Tensor& t) { blank.insert(storage_of(t)); });
+    }
+  }
+
+  // Puts what the step made into one stretch of memory, where what is not needed at the same time lies in the same place.
+  void share_memory() {
+    struct Life {
+      int64_t first, last, bytes, at = 0;
+    };
+    std::map<c10::StorageImpl*, Life> lives;
+    std::vector<c10::StorageImpl*> made;  // in their order
+    for (int64_t i = 0; i < static_cast<int64_t>(calls_.size()); ++i) {
+      const Call& call = calls_[i];
+      if (!writes(call) && !is_view(call))
+        for_tensors(call.results, [&](const Tensor& t) {
+          if (!lives.count(storage_of(t))) {
+            lives[storage_of(t)] = {i, i, static_cast<int64_t>(t.storage().nbytes())};
+            made.push_back(storage_of(t));
+          }
+        });
+      if (!computes(call)) continue;
+      const auto use = [&](const Tensor& t) {
+        if (const auto life = lives.find(storage_of(t)); life != lives.end()) life->second.last = i;
+      };
+      for_tensors(call.arguments, use);
+      for_tensors(call.results, use);
+    }
+    for (const Tensor& each : outputs_)
+      if (const auto life = lives.find(storage_of(each)); life != lives.end())
+        life->second.last = static_cast<int64_t>(calls_.size());
+    int64_t total = 0;
+    std::vector<Life*> placed;
+    for (c10::StorageImpl* each : made) {
+      Life& own = lives[each];
+      std::vector<std::pair<int64_t, int64_t>> taken;  // [from, to) of those that live at the same time
+      for (const Life* other : placed)
+        if (other->last >= own.first && other->first <= own.last) taken.emplace_back(other->at, other->at + other->bytes);
+      std::sort(taken.begin(), taken.end());
+      for (const auto& [from, to] : taken) {
+        if (own.at + own.bytes <= from) break;
+        own.at = std::max(own.at, (to + ALIGNED - 1) / ALIGNED * ALIGNED);
+      }
+      total = std::max(total, own.at + own.bytes);
+      placed.push_back(&own);
+    }
+    arena_ = at::empty({total + ALIGNED}, at::TensorOptions().dtype(at::kByte));
+    auto* base = static_cast<uint8_t*>(arena_.data_ptr());
+    base += (ALIGNED - reinterpret_cast<uintptr_t>(base) % ALIGNED) % ALIGNED;
+    for (c10::StorageImpl* each : made)
+      each->set_data_ptr_noswap(c10::DataPtr(base + lives[each].at, c10::Device(c10::kCPU)));
+  }
+
+  static Again again(const Call& call) {
+    const auto maker = makers().find(call.name());
+    if (maker != makers().end())
+      if (Again own = maker->second(call.arguments, call.results)) return own;
+    if (!writes(call) && (call.name() == "aten::to" || call.name() == "aten::_to_copy" || call.name() == "aten::contiguous" ||
+                          call.name() == "aten::clone"))
+      return [from = call.arguments[0].toTensor(), to = call.results[0].toTensor()] { to.copy_(from); };
+    const bool in_place = writes(call) || has_no_tensors(call);
+    return [op = call.op, arguments = call.arguments, results = call.results, in_place] {
+      Stack stack = arguments;
+      op.callBoxed(stack);
+      if (in_place) return;
+      std::vector<Tensor> fresh, kept;
+      for_tensors(stack, [&](const Tensor& t) { fresh.push_back(t); });
+      for_tensors(results, [&](const Tensor& t) { kept.push_back(t); });
+      TORCH_CHECK(fresh.size() == kept.size(), "tandem::CapturedStep: ", op.schema().name(), " returns another number of tensors");
+      for (size_t i = 0; i < fresh.size(); ++i) {
+        TORCH_CHECK(fresh[i].sizes() == kept[i].sizes(), "tandem::CapturedStep: ", op.schema().name(), " returns other sizes");
+        kept[i].copy_(fresh[i]);
+      }
+    };
+  }
+
+  std::vector<Call> calls_;
+  std::vector<Again> again_;
+  std::vector<Tensor> outputs_;
+  Tensor arena_;
+};
+
+// Does an operator as ever and writes it down. Operators that it calls itself are not seen.
+void write_down(const c10::OperatorHandle& op, Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard below(KEY);
+  const size_t count = op.schema().arguments().size();
+  Stack arguments(stack->end() - static_cast<int64_t>(count), stack->end());
+  op.callBoxed(*stack);
+  const size_t returned = op.schema().returns().size();
+  if (active != nullptr) active->note({op, std::move(arguments), Stack(stack->end() - static_cast<int64_t>(returned), stack->end())});
+}
+
+}  // namespace
+
+bool is_repeated(const char* name, MakeAgain make) {
+  return makers().emplace(std::string("tandem::") + name, make).second;
+}
+
+}  // namespace tandem
+
+TORCH_LIBRARY_FRAGMENT(tandem, m) {
+  m.class_<tandem::CapturedStep>("CapturedStep")
+      .def(torch::init<>())
+      .def("begin", &tandem::CapturedStep::begin)
+      .def("end", &tandem::CapturedStep::end)
+      .def("abandon", &tandem::CapturedStep::abandon)
+      .def("replay", &tandem::CapturedStep::replay)
+      .def("size", &tandem::CapturedStep::size)
+      .def("memory", &tandem::CapturedStep::memory);
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tandem::write_down>());
+}
