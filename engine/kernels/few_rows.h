@@ -14,19 +14,11 @@ namespace tandem {
 
 constexpr int64_t V_TILES = 4;  // of V at once
 
-// Of a tile of A [16][32] one of B [16 pairs][16][2].
-inline void turn(const BFloat16* from, BFloat16* to) {
-  __m512i words[LANES];
-  for (int64_t r = 0; r < LANES; ++r) words[r] = _mm512_load_si512(from + r * TILE_K);
-  transpose(words);
-  for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(to + r * TILE_K, words[r]);
-}
-
 // Columns [r, r + 4) of a tile of sums as rows.
 inline void turn_four(const float (*from)[LANES], int64_t r, float* to) {
   __m512 fours[4];  // of tokens i, 4 + i, 8 + i and 12 + i
   for (int i = 0; i < 4; ++i) {
-    const auto four = [&](int64_t token) { return _mm_load_ps(from[token] + r); };
+    const auto four = [&](int64_t token) { return _mm_loadu_ps(from[token] + r); };
     fours[i] = _mm512_castps128_ps512(four(i));
     fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0x00f0, four(4 + i));
     fours[i] = _mm512_mask_broadcast_f32x4(fours[i], 0x0f00, four(8 + i));
@@ -56,7 +48,7 @@ class FewRows {
   explicit FewRows(const Call<T>& call)
       : call_(call),
         shape_(call.shape),
-        q_(own_memory<24, BFloat16>(2 * shape_.k_steps * TILE)),
+        q_(own_memory<24, BFloat16>(shape_.k_steps * TILE)),
         key_copies_(own_memory<25, BFloat16>(4 * shape_.k_steps * TILE)),
         panels_(own_memory<26, BFloat16>(2 * V_TILES * TILE)),
         logits_(own_memory<27, float>(KEY_TILES * SUMS)),
@@ -131,17 +123,33 @@ class FewRows {
     into.apart = dim;
   }
 
+  // The queries of unit n as columns of B, and those of the task's next heads as long as they fit: the columns are
+  // computed anyway, and a unit takes its own.
   void put_queries(int64_t n) {
-    alignas(LINE) const BFloat16* rows[TILE_ROWS];
-    for (int64_t r = 0; r < TILE_ROWS; ++r) rows[r] = call_.query_of(n, r);
-    tiles_from(rows, shape_.k_dim, q_ + shape_.k_steps * TILE);
-    for (int64_t k = 0; k < shape_.k_steps; ++k) turn(q_ + (shape_.k_steps + k) * TILE, q_ + k * TILE);
+    const int64_t each = call_.rows(n);
+    if (n < put_from_ || n >= put_to_) {
+      put_from_ = n, put_to_ = n + std::min(TILE_ROWS / each, shape_.kv_heads - n % shape_.kv_heads);
+      const BFloat16* rows[TILE_ROWS] = {};
+      for (int64_t unit = n; unit < put_to_; ++unit)
+        for (int64_t r = 0; r < each; ++r) rows[(unit - n) * each + r] = call_.query_of(unit, r);
+      for (int64_t k = 0; k < shape_.k_steps; ++k) {
+        __m512i words[LANES];
+        for (int64_t r = 0; r < LANES; ++r) words[r] = words_at(rows[r], k * TILE_K, shape_.k_dim);
+        transpose(words);
+        for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(q_ + k * TILE + r * TILE_K, words[r]);
+      }
+    }
+    column_ = (n - put_from_) * each;
   }
 
   // Asks for tokens [16 i, 16 i + 16) of a stretch, of those that are seen.
   static void fetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t i) {
-    const int64_t from = std::max(stretch.low, i * TILE_ROWS), to = std::min(stretch.high, (i + 1) * TILE_ROWS);
-    for (int64_t t = from; t < to; ++t) prefetch(side.rows[i] + (t - i * TILE_ROWS) * side.apart, dim);
+    const int64_t from = std::max<int64_t>(0, stretch.low - i * TILE_ROWS);
+    const int64_t to = std::min(TILE_ROWS, stretch.high - i * TILE_ROWS);
+    if (from >= to) return;
+    const T* rows = side.rows[i] + from * side.apart;
+    if (side.apart == dim) return prefetch(rows, (to - from) * dim);
+    for (int64_t r = from; r < to; ++r, rows += side.apart) prefetch(rows, dim);
   }
 
   // The part of the next K that is fetched in one of `turns`.
@@ -178,10 +186,10 @@ class FewRows {
   // Logits [KEY_TILES][16 rows][16 tokens] of the steps.
   template <typename M>
   void put_logits(M& tiles, int64_t rows) {
-    alignas(LINE) float sums[4][TILE_ROWS][LANES];
+    alignas(LINE) float sums[5][TILE_ROWS][LANES];  // of two steps; and what is read behind the last column
     const auto turned = [&](int64_t step) {
       for (int64_t i = 2 * step; i < 2 * step + 2; ++i)
-        for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], r, logits_ + i * SUMS + r * LANES);
+        for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], column_ + r, logits_ + i * SUMS + r * LANES);
     };
     if (!as_they_lie()) widen(here_.from);
     for (int64_t step = here_.from; step < here_.to; ++step) {
@@ -305,12 +313,13 @@ class FewRows {
 
   const Call<T>& call_;
   const Shape& shape_;
-  BFloat16* q_;           // [k_steps][16 pairs][16 rows][2], and as much room
+  BFloat16* q_;           // [k_steps][16 pairs][16 rows][2]
   BFloat16* key_copies_;  // of two steps
   BFloat16* panels_;      // of two steps
   float *logits_, *sums_;
   Kept kept_;
   Stretch here_, soon_;
+  int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units of the queries, and the first one's row of this unit
 };
 
 }  // namespace tandem
