@@ -1,9 +1,10 @@
 // Attention by tiles of few rows: units of at most a tile of them, such as single queries.
 //
-// They read much and compute little. So nothing of K is packed: its tokens are the rows of A as they lie in the pages, and
-// the queries are B. V is interleaved by pairs of tokens into panels that stay in the first cache. While K of a stretch is
-// in work its V is fetched, and while V is in work the K that comes next: this is some ten KiB ahead, enough to keep memory
-// busy while the tiles are computed. What is written for a tile or by one is read a step later, for that takes a while.
+// They read much and compute little. So nothing of K is packed: its tokens are the rows of A as they lie in the pages,
+// and the queries are B. V is interleaved by pairs of tokens into panels that stay in the first cache. While K of a
+// stretch is in work its V is fetched, and while V is in work the K that comes next: some ten KiB ahead, enough to keep
+// memory busy while tiles are computed. What is stored for a tile or by one is loaded a step later, for that takes a
+// while.
 #pragma once
 
 #include "tile_attention.h"
@@ -56,27 +57,28 @@ class FewRows {
     if (keys_fit()) return;
     const int64_t tokens = KEYS * (shape_.k_dim + shape_.v_dim);
     auto* copies = own_memory<29, T>(2 * tokens);
-    here_.copies = copies, soon_.copies = copies + tokens;
+    here_->copies = copies, soon_->copies = copies + tokens;
   }
 
   // Unit n; K of unit `next` is fetched, of few rows too, unless that is negative.
   template <typename M>
   void attend(M& tiles, int64_t n, int64_t next) {
-    const int64_t first = call_.first(n) / KEYS * KEYS;
-    if (here_.unit != n || here_.start != first) locate(n, first, here_);
-    put_queries(n);
-    for (int64_t r = 0; r < call_.rows(n); ++r) call_.begin(n, r, kept_);
+    const Unit unit = call_.unit(n);
+    const int64_t first = call_.first(unit) / KEYS * KEYS;
+    if (here_->unit != n || here_->start != first) locate(n, unit, first, *here_);
+    put_queries(n, unit);
+    for (int64_t r = 0; r < unit.rows; ++r) call_.begin(unit, r, kept_);
     for (bool more = true; more; std::swap(here_, soon_)) {
-      more = here_.start + KEYS < call_.last(n);
+      more = here_->start + KEYS < call_.last(unit);
       if (more)
-        locate(n, here_.start + KEYS, soon_);
+        locate(n, unit, here_->start + KEYS, *soon_);
       else if (next >= 0)
-        locate(next, call_.first(next) / KEYS * KEYS, soon_);
+        locate(next, call_.unit(next), call_.first(call_.unit(next)) / KEYS * KEYS, *soon_);
       else
-        soon_ = {.copies = soon_.copies};
-      add_stretch(tiles, here_.start == first);
+        soon_->unit = -1, soon_->from = soon_->to = 0;
+      add_stretch(tiles, unit, here_->start == first);
     }
-    for (int64_t r = 0; r < call_.rows(n); ++r) call_.finish(n, r, kept_, sums_);
+    for (int64_t r = 0; r < unit.rows; ++r) call_.finish(unit, r, kept_, sums_);
   }
 
  private:
@@ -89,10 +91,10 @@ class FewRows {
 
   bool keys_fit() const { return call_.keys.size % TILE_ROWS == 0; }
 
-  void locate(int64_t n, int64_t start, Stretch& into) const {
-    const Place<T> keys = call_.keys_of(n), values = call_.values_of(n);
+  void locate(int64_t n, const Unit& unit, int64_t start, Stretch& into) const {
+    const Place<T> keys = call_.keys_of(unit), values = call_.values_of(unit);
     into.unit = n, into.start = start;
-    into.low = std::max<int64_t>(0, call_.first(n) - start), into.high = std::min(KEYS, call_.last(n) - start);
+    into.low = std::max<int64_t>(0, call_.first(unit) - start), into.high = std::min(KEYS, call_.last(unit) - start);
     into.from = into.low / TILE_K, into.to = steps_of(into.high);
     if (!keys_fit()) {
       copy(keys, shape_.k_dim, into, into.copies, into.keys);
@@ -125,13 +127,13 @@ class FewRows {
 
   // The queries of unit n as columns of B, and those of the task's next heads as long as they fit: the columns are
   // computed anyway, and a unit takes its own.
-  void put_queries(int64_t n) {
-    const int64_t each = call_.rows(n);
+  void put_queries(int64_t n, const Unit& unit) {
     if (n < put_from_ || n >= put_to_) {
-      put_from_ = n, put_to_ = n + std::min(TILE_ROWS / each, shape_.kv_heads - n % shape_.kv_heads);
+      put_from_ = n, put_to_ = n + std::min(TILE_ROWS / unit.rows, shape_.kv_heads - unit.head);
       const BFloat16* rows[TILE_ROWS] = {};
-      for (int64_t unit = n; unit < put_to_; ++unit)
-        for (int64_t r = 0; r < each; ++r) rows[(unit - n) * each + r] = call_.query_of(unit, r);
+      for (int64_t other = n; other < put_to_; ++other)
+        for (int64_t r = 0; r < unit.rows; ++r)
+          rows[(other - n) * unit.rows + r] = call_.query_of(call_.unit(other), r);
       for (int64_t k = 0; k < shape_.k_steps; ++k) {
         __m512i words[LANES];
         for (int64_t r = 0; r < LANES; ++r) words[r] = words_at(rows[r], k * TILE_K, shape_.k_dim);
@@ -139,7 +141,7 @@ class FewRows {
         for (int64_t r = 0; r < LANES; ++r) _mm512_store_si512(q_ + k * TILE + r * TILE_K, words[r]);
       }
     }
-    column_ = (n - put_from_) * each;
+    column_ = (n - put_from_) * unit.rows;
   }
 
   // Asks for tokens [16 i, 16 i + 16) of a stretch, of those that are seen.
@@ -154,26 +156,26 @@ class FewRows {
 
   // The part of the next K that is fetched in one of `turns`.
   void fetch_next(int64_t turn, int64_t turns) const {
-    const int64_t from = 2 * soon_.from, count = 2 * soon_.to - from;
+    const int64_t from = 2 * soon_->from, count = 2 * soon_->to - from;
     for (int64_t i = count * turn / turns; i < count * (turn + 1) / turns; ++i)
-      fetch(soon_, soon_.keys, shape_.k_dim, from + i);
+      fetch(*soon_, soon_->keys, shape_.k_dim, from + i);
   }
 
   template <typename M>
-  void add_stretch(M& tiles, bool first) {
-    const int64_t n = here_.unit, start = here_.start, rows = call_.rows(n);
+  void add_stretch(M& tiles, const Unit& unit, bool first) {
+    const int64_t start = here_->start, rows = unit.rows;
     alignas(LINE) float by_key[KEYS], by_value[KEYS], factors[TILE_ROWS];
     if constexpr (QUANTISED<T>) {
-      call_.scales_of(call_.key_scales, n, start, by_key);
-      call_.scales_of(call_.value_scales, n, start, by_value);
+      call_.scales_of(call_.key_scales, unit, start, by_key);
+      call_.scales_of(call_.value_scales, unit, start, by_value);
     }
     put_logits(tiles, rows);
     int64_t seen[TILE_ROWS], past[TILE_ROWS];
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = call_.position(n, r);
+      const int64_t position = call_.position(unit, r);
       seen[r] = call_.reach.first(position) - start, past[r] = position + 1 - start;
     }
-    const __mmask16 changed = weigh<QUANTISED<T>>(rows, seen, past, here_.from, here_.to, call_.softmax, by_key,
+    const __mmask16 changed = weigh<QUANTISED<T>>(rows, seen, past, here_->from, here_->to, call_.softmax, by_key,
                                                   by_value, logits_, kept_, factors);
     if (!first) scale(sums_, shape_.v_tiles, changed, factors);
     for (int64_t d = 0; d < shape_.v_tiles; d += V_TILES)
@@ -191,15 +193,15 @@ class FewRows {
       for (int64_t i = 2 * step; i < 2 * step + 2; ++i)
         for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], column_ + r, logits_ + i * SUMS + r * LANES);
     };
-    if (!as_they_lie()) widen(here_.from);
-    for (int64_t step = here_.from; step < here_.to; ++step) {
-      if (!as_they_lie() && step + 1 < here_.to) widen(step + 1);
-      fetch(here_, here_.values, shape_.v_dim, 2 * step);
+    if (!as_they_lie()) widen(here_->from);
+    for (int64_t step = here_->from; step < here_->to; ++step) {
+      if (!as_they_lie() && step + 1 < here_->to) widen(step + 1);
+      fetch(*here_, here_->values, shape_.v_dim, 2 * step);
       dot_keys(tiles, step, sums[2 * step % 4][0]);
-      fetch(here_, here_.values, shape_.v_dim, 2 * step + 1);
-      if (step > here_.from) turned(step - 1);
+      fetch(*here_, here_->values, shape_.v_dim, 2 * step + 1);
+      if (step > here_->from) turned(step - 1);
     }
-    turned(here_.to - 1);
+    turned(here_->to - 1);
   }
 
   bool as_they_lie() const { return !QUANTISED<T> && shape_.k_dim % TILE_K == 0; }
@@ -209,8 +211,8 @@ class FewRows {
   // K of a step as bfloat16, whole steps of elements.
   void widen(int64_t step) {
     for (int64_t i = 2 * step; i < 2 * step + 2; ++i) {
-      const T* row = here_.keys.rows[i];
-      for (int64_t r = 0; r < TILE_ROWS; ++r, row += here_.keys.apart)
+      const T* row = here_->keys.rows[i];
+      for (int64_t r = 0; r < TILE_ROWS; ++r, row += here_->keys.apart)
         for (int64_t at = 0; at < shape_.k_dim; at += TILE_K)
           _mm512_store_si512(key_copies(i) + at * TILE_ROWS + r * TILE_K, words_at(row, at, shape_.k_dim));
     }
@@ -219,9 +221,9 @@ class FewRows {
   // Sums of the two tiles of tokens of a step.
   template <typename M>
   void dot_keys(M& tiles, int64_t step, float* sums) {
-    const auto *left = reinterpret_cast<const char*>(here_.keys.rows[2 * step]),
-               *right = reinterpret_cast<const char*>(here_.keys.rows[2 * step + 1]);
-    int64_t row = here_.keys.apart * sizeof(T), next = WIDTH_BYTES;
+    const auto *left = reinterpret_cast<const char*>(here_->keys.rows[2 * step]),
+               *right = reinterpret_cast<const char*>(here_->keys.rows[2 * step + 1]);
+    int64_t row = here_->keys.apart * sizeof(T), next = WIDTH_BYTES;
     if (!as_they_lie()) {
       left = reinterpret_cast<const char*>(key_copies(2 * step));
       right = reinterpret_cast<const char*>(key_copies(2 * step + 1));
@@ -244,7 +246,7 @@ class FewRows {
   template <int COUNT, typename M>
   void add_values(M& tiles, int64_t d, bool first) {
     static_assert(COUNT == 2 || COUNT == 4);
-    const int64_t passes = (shape_.v_tiles + V_TILES - 1) / V_TILES, steps = here_.to - here_.from;
+    const int64_t passes = (shape_.v_tiles + V_TILES - 1) / V_TILES, steps = here_->to - here_->from;
     float* sums = sums_ + d * SUMS;
     if (first) {
       tiles.template zero<0>();
@@ -257,10 +259,10 @@ class FewRows {
       if constexpr (COUNT == 4) tiles.template load<2>(sums + 2 * SUMS, WIDTH_BYTES);
       if constexpr (COUNT == 4) tiles.template load<3>(sums + 3 * SUMS, WIDTH_BYTES);
     }
-    interleave<COUNT>(here_.from, d);
-    for (int64_t step = here_.from; step < here_.to; ++step) {
-      if (step + 1 < here_.to) interleave<COUNT>(step + 1, d);
-      fetch_next(d / V_TILES * steps + step - here_.from, passes * steps);
+    interleave<COUNT>(here_->from, d);
+    for (int64_t step = here_->from; step < here_->to; ++step) {
+      if (step + 1 < here_->to) interleave<COUNT>(step + 1, d);
+      fetch_next(d / V_TILES * steps + step - here_->from, passes * steps);
       const BFloat16* panel = panel_of(step);
       tiles.template load<4>(logits_ + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel, WIDTH_BYTES);
@@ -285,7 +287,7 @@ class FewRows {
   // V of a step, COUNT tiles of 16 elements from `d` on, into the step's panel.
   template <int COUNT>
   void interleave(int64_t step, int64_t d) {
-    const bool all = here_.low <= step * TILE_K && (step + 1) * TILE_K <= here_.high;
+    const bool all = here_->low <= step * TILE_K && (step + 1) * TILE_K <= here_->high;
     if (all && (d + COUNT) * LANES <= shape_.v_dim)
       interleave<COUNT, true>(step, d);
     else
@@ -295,10 +297,10 @@ class FewRows {
   // WHOLE: all of its tokens are seen, and all elements are V's.
   template <int COUNT, bool WHOLE>
   void interleave(int64_t step, int64_t d) {
-    const int64_t apart = here_.values.apart, low = here_.low, high = here_.high, dim = shape_.v_dim;
+    const int64_t apart = here_->values.apart, low = here_->low, high = here_->high, dim = shape_.v_dim;
     BFloat16* into = panel_of(step);
     for (int64_t i = 2 * step; i < 2 * step + 2; ++i) {
-      const T* row = here_.values.rows[i];
+      const T* row = here_->values.rows[i];
       for (int64_t r = 0; r < TILE_ROWS; r += 2, row += 2 * apart, into += TILE_K)
         for (int64_t t = 0; t < COUNT; t += 2) {
           const int64_t at = (d + t) * LANES, token = i * TILE_ROWS + r;
@@ -318,7 +320,7 @@ class FewRows {
   BFloat16* panels_;      // of two steps
   float *logits_, *sums_;
   Kept kept_;
-  Stretch here_, soon_;
+  Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
   int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units of the queries, and the first one's row of this unit
 };
 

@@ -137,74 +137,75 @@ class Chunks {
   // Unit n; the first rows of unit `next` are fetched, unless that is negative.
   template <typename M>
   void attend(M& tiles, int64_t n, int64_t next) {
-    const int64_t first = call_.first(n) / KEYS * KEYS;
-    if (here_.unit != n || here_.start != first) locate(n, first, here_);
-    begin(n);
+    const Unit unit = call_.unit(n);
+    const int64_t first = call_.first(unit) / KEYS * KEYS;
+    if (here_->unit != n || here_->start != first) locate(n, unit, first, *here_);
+    begin(unit);
     for (bool more = true; more; std::swap(here_, soon_)) {
-      more = here_.start + KEYS < call_.last(n);
+      more = here_->start + KEYS < call_.last(unit);
       if (more)
-        locate(n, here_.start + KEYS, soon_);
+        locate(n, unit, here_->start + KEYS, *soon_);
       else if (next >= 0)
-        locate(next, call_.first(next) / KEYS * KEYS, soon_);
+        locate(next, call_.unit(next), call_.first(call_.unit(next)) / KEYS * KEYS, *soon_);
       else
-        soon_ = {};
-      add_stretch(tiles);
+        soon_->unit = -1;
+      add_stretch(tiles, unit);
     }
-    for (int64_t r = 0; r < call_.rows(n); ++r)
-      call_.finish(n, r, kept_[r / TILE_ROWS], sums_ + r / TILE_ROWS * shape_.v_tiles * SUMS);
+    for (int64_t r = 0; r < unit.rows; ++r)
+      call_.finish(unit, r, kept_[r / TILE_ROWS], sums_ + r / TILE_ROWS * shape_.v_tiles * SUMS);
   }
 
  private:
   // KEYS tokens from `start` on; steps [from, to) have tokens that a query of the unit sees.
   struct Stretch {
     int64_t unit = -1, start = 0, from = 0, to = 0;
-    const T *keys[KEYS] = {}, *values[KEYS] = {};  // null for those that none sees
+    const T *keys[KEYS], *values[KEYS];  // null for those that none sees
   };
 
-  void locate(int64_t n, int64_t start, Stretch& into) const {
-    const int64_t first = call_.first(n), last = call_.last(n);
+  void locate(int64_t n, const Unit& unit, int64_t start, Stretch& into) const {
+    const int64_t first = call_.first(unit), last = call_.last(unit);
     into.unit = n, into.start = start;
     into.from = std::max<int64_t>(0, first - start) / TILE_K;
     into.to = steps_of(std::min(KEYS, last - start));
-    call_.keys_of(n).locate(start, KEYS, first, last, into.keys);
-    call_.values_of(n).locate(start, KEYS, first, last, into.values);
+    call_.keys_of(unit).locate(start, KEYS, first, last, into.keys);
+    call_.values_of(unit).locate(start, KEYS, first, last, into.values);
   }
 
-  void begin(int64_t n) {
-    for (int64_t r = 0; r < call_.rows(n); r += TILE_ROWS) {
-      const BFloat16* from[TILE_ROWS];
-      for (int64_t i = 0; i < TILE_ROWS; ++i) from[i] = call_.query_of(n, r + i);
+  void begin(const Unit& unit) {
+    for (int64_t r = 0; r < unit.rows; r += TILE_ROWS) {
+      const BFloat16* from[TILE_ROWS] = {};
+      for (int64_t i = 0; i < std::min(TILE_ROWS, unit.rows - r); ++i) from[i] = call_.query_of(unit, r + i);
       tiles_from(from, shape_.k_dim, q_ + r * shape_.k_steps * TILE_K);
     }
-    for (int64_t r = 0; r < call_.rows(n); ++r) {
+    for (int64_t r = 0; r < unit.rows; ++r) {
       int64_t* own = bounds_ + 2 * (r - r % TILE_ROWS) + r % TILE_ROWS;
-      own[0] = call_.reach.first(call_.position(n, r));
-      own[TILE_ROWS] = call_.position(n, r) + 1;
-      call_.begin(n, r, kept_[r / TILE_ROWS]);
+      own[0] = call_.reach.first(call_.position(unit, r));
+      own[TILE_ROWS] = call_.position(unit, r) + 1;
+      call_.begin(unit, r, kept_[r / TILE_ROWS]);
     }
   }
 
   template <typename M>
-  void add_stretch(M& tiles) {
-    const int64_t n = here_.unit, start = here_.start, rows = call_.rows(n);
+  void add_stretch(M& tiles, const Unit& unit) {
+    const int64_t start = here_->start, rows = unit.rows;
     alignas(LINE) float by_key[KEYS], by_value[KEYS], factors[TILE_ROWS];
     if constexpr (QUANTISED<T>) {
-      call_.scales_of(call_.key_scales, n, start, by_key);
-      call_.scales_of(call_.value_scales, n, start, by_value);
+      call_.scales_of(call_.key_scales, unit, start, by_key);
+      call_.scales_of(call_.value_scales, unit, start, by_value);
     }
-    for (int64_t t = 2 * here_.from; t < 2 * here_.to; ++t)
-      keys_panel(here_.keys + t * LANES, shape_.k_dim, key_panel_ + t * shape_.k_steps * TILE);
-    for (int64_t step = here_.from; step < here_.to; ++step)
-      values_panel(here_.values + step * TILE_K, shape_.v_dim, value_panel_ + step * shape_.v_tiles * TILE);
+    for (int64_t t = 2 * here_->from; t < 2 * here_->to; ++t)
+      keys_panel(here_->keys + t * LANES, shape_.k_dim, key_panel_ + t * shape_.k_steps * TILE);
+    for (int64_t step = here_->from; step < here_->to; ++step)
+      values_panel(here_->values + step * TILE_K, shape_.v_dim, value_panel_ + step * shape_.v_tiles * TILE);
 
-    const int64_t tiles_high = high_of(rows), units = (tiles_high + 1) / 2;
-    for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t tile = 2 * unit, row = tile * TILE_ROWS, both = std::min<int64_t>(2, tiles_high - tile);
+    const int64_t tiles_high = high_of(rows), turns = (tiles_high + 1) / 2;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t tile = 2 * turn, row = tile * TILE_ROWS, both = std::min<int64_t>(2, tiles_high - tile);
       const int64_t until = std::min(rows, row + both * TILE_ROWS);
-      const int64_t lowest = call_.reach.first(call_.position(n, row)) - start;
-      const int64_t past = call_.position(n, until - 1) + 1 - start;
+      const int64_t lowest = call_.reach.first(call_.position(unit, row)) - start;
+      const int64_t past = call_.position(unit, until - 1) + 1 - start;
       const int64_t from = std::max<int64_t>(0, lowest) / TILE_K, to = steps_of(std::min(KEYS, past));
-      if (soon_.unit >= 0) fetch_next(unit, units);
+      if (soon_->unit >= 0) fetch_next(turn, turns);
       if (lowest >= KEYS || past <= 0) continue;
       const BFloat16* own_q = q_ + tile * shape_.k_steps * TILE;
       if (both == 2)
@@ -232,8 +233,8 @@ class Chunks {
   // The part of the next stretch that is fetched in one of `turns`.
   void fetch_next(int64_t turn, int64_t turns) const {
     for (int64_t t = KEYS * turn / turns; t < KEYS * (turn + 1) / turns; ++t) {
-      if (soon_.keys[t] != nullptr) prefetch(soon_.keys[t], shape_.k_dim);
-      if (soon_.values[t] != nullptr) prefetch(soon_.values[t], shape_.v_dim);
+      if (soon_->keys[t] != nullptr) prefetch(soon_->keys[t], shape_.k_dim);
+      if (soon_->values[t] != nullptr) prefetch(soon_->values[t], shape_.v_dim);
     }
   }
 
@@ -243,7 +244,7 @@ class Chunks {
   float *logits_, *sums_;
   Kept* kept_;       // of each tile
   int64_t* bounds_;  // [tiles][first, behind the last][16]: which tokens a row sees
-  Stretch here_, soon_;
+  Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
 };
 
 template <typename T>
@@ -285,8 +286,8 @@ void attend_units(Call<T>& call, const Tensor& starts, const Tensor& lengths, in
   int64_t most = 0;
   for (const Task& task : call.tasks) most = std::max(most, task.queries * shape.groups);
 
-  const int64_t count = static_cast<int64_t>(call.tasks.size()) * shape.kv_heads;
-  const auto few = [&](int64_t n) { return call.rows(n) <= TILE_ROWS; };
+  const int64_t count = call.count();
+  const auto few = [&](int64_t n) { return call.unit(n).rows <= TILE_ROWS; };
   // A run of them has the next one's first rows fetched; its own thread goes on there, unless another one takes it.
   share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     FewRows<T> few_rows(call);
@@ -313,7 +314,8 @@ void attend_by_tiles(Tensor& out, const Tensor& query, const Tensor& k_pages, co
   if (softcap.has_value())
     softmax = {static_cast<float>(*softcap * M_LOG2E), static_cast<float>(scaling / *softcap)};
   const auto over = [&](auto element) {
-    auto call = call_of<decltype(element)>(out, query, k_pages, v_pages, blocks, reach, softmax, sinks, k_scales, v_scales);
+    auto call =
+        call_of<decltype(element)>(out, query, k_pages, v_pages, blocks, reach, softmax, sinks, k_scales, v_scales);
     attend_units(call, starts, lengths, query.size(0));
   };
   if (k_pages.scalar_type() == at::kChar) return over(int8_t());

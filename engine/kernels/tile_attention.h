@@ -1,11 +1,11 @@
 // What chunks of queries and few rows share in attention by tiles, in the order tile32.
 //
-// A task is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
-// tile. The task takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
+// A unit is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
+// tile. The unit takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
 // its weights and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and
 // Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples
 // of these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
-// same bits in any task: what the other rows see besides adds zeros.
+// same bits in any unit: what the other rows see besides adds zeros.
 #pragma once
 
 #include "attention.h"
@@ -82,8 +82,8 @@ void tiles_from(const T* const* rows, int64_t k_dim, BFloat16* to) {
       _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K, words_at(rows[r], at, k_dim));
 }
 
-// 32 elements of V of two tokens into a row each of two tiles of B. The even fours are in the first tile and the odd fours
-// in the second: so 128 bits at a time interleave.
+// 32 elements of V of two tokens into a row each of two tiles of B. The even fours are in the first tile and the odd
+// fours in the second: so 128 bits at a time interleave.
 inline void interleave_pair(__m512i a, __m512i b, BFloat16* to) {
   _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
   _mm512_store_si512(to + TILE, _mm512_unpackhi_epi16(a, b));
@@ -198,8 +198,13 @@ inline void scale(float* sums, int64_t v_tiles, __mmask16 changed, const float* 
   }
 }
 
-// A call of the operator. Its unit is a task with one head of K and V: unit n has head n % kv_heads, and row r of it is
-// query r / groups of the task.
+// A task with one head of K and V. Row r is query r / groups of the task.
+struct Unit {
+  Task task;
+  int64_t head, rows;
+};
+
+// A call of the operator.
 template <typename T>
 struct Call {
   Shape shape;
@@ -213,47 +218,48 @@ struct Call {
   Scales key_scales = {}, value_scales = {};  // if quantised
   std::vector<Task> tasks = {};
 
-  const Task& task(int64_t n) const { return tasks[n / shape.kv_heads]; }
-  int64_t rows(int64_t n) const { return task(n).queries * shape.groups; }
-  int64_t position(int64_t n, int64_t r) const { return task(n).position + r / shape.groups; }
+  int64_t count() const { return static_cast<int64_t>(tasks.size()) * shape.kv_heads; }
+  Unit unit(int64_t n) const {
+    const Task& task = tasks[n / shape.kv_heads];
+    return {task, n % shape.kv_heads, task.queries * shape.groups};
+  }
+
   // Tokens [first, last) are seen by some query.
-  int64_t first(int64_t n) const { return reach.first(task(n).position); }
-  int64_t last(int64_t n) const { return task(n).position + task(n).queries; }
+  int64_t first(const Unit& unit) const { return reach.first(unit.task.position); }
+  int64_t last(const Unit& unit) const { return unit.task.position + unit.task.queries; }
+  int64_t position(const Unit& unit, int64_t r) const { return unit.task.position + r / shape.groups; }
 
-  // The place of K or V of the task's sequence and a head.
-  Place<T> place(const Place<T>& of, int64_t by_head, int64_t n) const {
-    return {of.base + n % shape.kv_heads * by_head, of.table + task(n).sequence * table, of.size, of.block, of.token};
+  Place<T> keys_of(const Unit& unit) const { return place(keys, key_head, unit); }
+  Place<T> values_of(const Unit& unit) const { return place(values, value_head, unit); }
+  Place<T> place(const Place<T>& of, int64_t by_head, const Unit& unit) const {
+    return {of.base + unit.head * by_head, of.table + unit.task.sequence * table, of.size, of.block, of.token};
   }
-  Place<T> keys_of(int64_t n) const { return place(keys, key_head, n); }
-  Place<T> values_of(int64_t n) const { return place(values, value_head, n); }
 
-  // The query of a row; null behind the last.
-  const BFloat16* query_of(int64_t n, int64_t r) const {
-    if (r >= rows(n)) return nullptr;
-    return query.at(task(n).row + r / shape.groups, query_head_of(n, r));
+  const BFloat16* query_of(const Unit& unit, int64_t r) const {
+    return query.at(unit.task.row + r / shape.groups, query_head_of(unit, r));
   }
-  int64_t query_head_of(int64_t n, int64_t r) const { return n % shape.kv_heads * shape.groups + r % shape.groups; }
+  int64_t query_head_of(const Unit& unit, int64_t r) const { return unit.head * shape.groups + r % shape.groups; }
 
   // Before a unit's first stretch.
-  void begin(int64_t n, int64_t r, Kept& into) const {
-    into.top[r % TILE_ROWS] = sinks == nullptr ? LOWEST : sinks[query_head_of(n, r)] * LOG2_E;
+  void begin(const Unit& unit, int64_t r, Kept& into) const {
+    into.top[r % TILE_ROWS] = sinks == nullptr ? LOWEST : sinks[query_head_of(unit, r)] * LOG2_E;
     _mm512_store_ps(into.lanes[r % TILE_ROWS], _mm512_setzero_ps());
   }
 
   // Behind its last: the result of row `r` from its tile of sums.
-  void finish(int64_t n, int64_t r, const Kept& kept, const float* sums) const {
+  void finish(const Unit& unit, int64_t r, const Kept& kept, const float* sums) const {
     float total = 0.0f;
-    if (sinks != nullptr) total = std::exp2(sinks[query_head_of(n, r)] * LOG2_E - kept.top[r % TILE_ROWS]);
+    if (sinks != nullptr) total = std::exp2(sinks[query_head_of(unit, r)] * LOG2_E - kept.top[r % TILE_ROWS]);
     for (const float lane : kept.lanes[r % TILE_ROWS]) total += lane;
     put_mean(sums, r % TILE_ROWS, total, shape.v_dim,
-             out.at(task(n).row + r / shape.groups, query_head_of(n, r)));
+             out.at(unit.task.row + r / shape.groups, query_head_of(unit, r)));
   }
 
   // Scales of the tokens of a stretch that some query sees; zeros for the others.
-  void scales_of(const Scales& scales, int64_t n, int64_t start, float* to) const {
-    const int64_t low = std::max(start, first(n)), high = std::min(start + KEYS, last(n));
+  void scales_of(const Scales& scales, const Unit& unit, int64_t start, float* to) const {
+    const int64_t low = std::max(start, first(unit)), high = std::min(start + KEYS, last(unit));
     std::fill(to, to + KEYS, 0.0f);
-    scales_into(scales.bits + n % shape.kv_heads * scales.head, scales.block, keys_of(n).table, keys.size, low, high,
+    scales_into(scales.bits + unit.head * scales.head, scales.block, keys_of(unit).table, keys.size, low, high,
                 to + low - start);
   }
 };
