@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import pytest
@@ -143,6 +144,16 @@ class Case:
         return torch.einsum("qht,thd->qhd", logits.softmax(dim=2)[..., :length], v)
 
 
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Which tell -0 from 0, and compare NaN."""
     return x.view(torch.int16)
@@ -266,18 +277,60 @@ def test_amx_and_fma_have_the_same_bits(kv: str) -> None:
         assert all(map(same, by_amx, by_fma))
 
 
+HEADS = [(1, 1), (9, 1), (8, 2), (3, 6), (5, 7), (2, 16), (1, 17)]  # of K and V, and queries of each: 16 fit a tile
+EDGES = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 300, 511, 512, 513]
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_single_queries_of_many_lengths_in_one_step(heads: tuple[int, int], kv: str) -> None:
+    """Each has the bits of the last of its chunk, by one thread and by two, whether blocks fit 16 tokens or not."""
+    for size in (16, 48, 5):
+        case = Case(EDGES, kv=kv, size=size, kv_heads=heads[0], groups=heads[1], sinks=heads[0] == 3)
+        for reach in (REACHES[0], REACHES[1], REACHES[4]):
+            chunks = case.run([(index, 0, length) for index, length in enumerate(EDGES)], reach)
+            singles = [(index, length - 1, length) for index, length in enumerate(EDGES)]
+            for threads in (1, 2):
+                with threads_of(threads):
+                    forward, backward = case.run(singles, reach), case.run(singles[::-1], reach)[::-1]
+                assert all(same(one, chunk[-1:]) for one, chunk in zip(forward, chunks, strict=True))
+                assert all(same(one, chunk[-1:]) for one, chunk in zip(backward, chunks, strict=True))
+
+
+def test_few_rows_and_chunks_in_turn() -> None:
+    """In one step, each after the other kind: what was prepared for a next unit is used for that one only."""
+    case = Case([530, 270, 40, 300], kv_heads=3, groups=3)
+    wholes = [case.run([(index, 0, length)])[0] for index, length in enumerate(case.lengths)]
+    parts = [(0, 529, 530), (1, 0, 270), (2, 37, 40), (2, 38, 40), (3, 100, 300), (0, 300, 301), (0, 255, 256)]
+    parts += [(1, 2, 9), (0, 255, 257)]
+    for got, (index, start, end) in zip(case.run(parts), parts, strict=True):
+        assert same(got, wholes[index][start:end])
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.skipif(SERVED and torch.ops.tandem.orders()[0] != "tile32", reason="AMX does not serve here")
+def test_amx_and_fma_have_the_same_bits_for_single_queries(kv: str) -> None:
+    for size, dims in ((16, (64, 64)), (5, (80, 96)), (32, (128, 40))):
+        case = Case(EDGES, kv=kv, size=size, dims=dims)
+        singles = [(index, length - 1, length) for index, length in enumerate(EDGES)]
+        for reach in REACHES:
+            by_amx = case.run(singles, reach)
+            before = torch.ops.tandem.emulate(True)
+            try:
+                by_fma = case.run(singles, reach)
+            finally:
+                torch.ops.tandem.emulate(before)
+            assert all(map(same, by_amx, by_fma))
+
+
 def test_threads_do_not_change_bits() -> None:
     """One thread has the tasks of a chunk in other pieces than two."""
     case = Case([570, 40, 301])
     parts = [(0, 100, 570), (1, 39, 40), (2, 300, 301)]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads_of(1):
         single = case.run(parts)
-        torch.set_num_threads(2)
+    with threads_of(2):
         assert all(map(same, case.run(parts), single))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_comparison_catches_another_order() -> None:
