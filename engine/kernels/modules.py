@@ -124,21 +124,24 @@ def _name(weights: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def panels(model: nn.Module) -> list[torch.Tensor]:
+    """The packed weights of its products, each once."""
+    packed = [each.__dict__[_PACKED][0] for each in model.modules() if _PACKED in each.__dict__]
+    return list({id(tensor): tensor for tensor in packed}.values())
+
+
 def mapped_bytes(model: nn.Module) -> int:
     """Bytes in mapped files that a step reads: of panels, and of weights without a product.
 
     The kernel counts them as available, because the files could be read again; in effect they are not.
     """
-    panels = {
-        id(packed[0]): packed[0] for each in model.modules() if (packed := each.__dict__.get(_PACKED)) is not None
-    }
     others = {
         id(tensor): tensor
         for each in model.modules()
         for name, tensor in each._parameters.items()
         if tensor is not None and not (name == "weight" and _PACKED in each.__dict__)
     }
-    tensors = [*panels.values(), *others.values()]
+    tensors = [*panels(model), *others.values()]
     return sum(each.nbytes for each, on_disk in zip(tensors, file_backed(tensors), strict=True) if on_disk)
 
 

@@ -433,34 +433,42 @@ using TileProduct = Product<BFloat16, BFloat16>;
 // Rows of x from one on that is a multiple of 16.
 TileRows rows_from(const TileRows& x, int64_t row, int64_t steps) { return {x.at + row * steps * TILE_K, x.row, x.step}; }
 
-// x [m, k] times several weights.
+// x [m, k] times several weights, whose panels are shared out together.
 void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<TileProduct>& products) {
   const int64_t steps = steps_of(k), size = steps * STEP;
-  for (const TileProduct& to : products)
-    share_tiles(m, steps, to.panels(), TOGETHER, size * 2, std::min(m, TILE_ROWS),
-                [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-      const BFloat16* panels[TOGETHER];
-      for (int64_t p = 0; p < count; ++p) panels[p] = to.packed + (panel + p) * size;
-      sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
-        const int64_t first = (panel + p) * PANEL, at = (from + row) * to.n + first;
-        leave(sums, std::min(TILE_ROWS, rows - row), to.bias == nullptr ? nullptr : to.bias + first,
-              to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first);
-      });
+  int64_t all = 0;
+  for (const TileProduct& to : products) all += to.panels();
+  share_tiles(m, steps, all, TOGETHER, size * 2, std::min(m, TILE_ROWS),
+              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const TileProduct* of[TOGETHER];
+    const BFloat16* panels[TOGETHER];
+    int64_t first[TOGETHER];  // column of the panel
+    for (int64_t p = 0; p < count; ++p) {
+      int64_t at = panel + p;
+      for (of[p] = products.data(); at >= of[p]->panels(); ++of[p]) at -= of[p]->panels();
+      panels[p] = of[p]->packed + at * size, first[p] = at * PANEL;
+    }
+    sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, count, [&](int64_t p, int64_t row, const float* sums) {
+      const TileProduct& to = *of[p];
+      const int64_t at = (from + row) * to.n + first[p];
+      leave(sums, std::min(TILE_ROWS, rows - row), to.bias == nullptr ? nullptr : to.bias + first[p],
+            to.beside == nullptr ? nullptr : to.beside + at, to.y + at, to.n, to.n - first[p]);
     });
+  });
 }
 
 // gated.y = act(x times one weight) times (x times another), each rounded as if it stood alone.
 template <typename F>
 void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TileProduct& gated, TileProduct up,
                           const F& act) {
-  if (m <= 2 * TILE_ROWS) {  // one weight after the other, each read in one direction
+  if (m > TILE_ROWS && m <= 2 * TILE_ROWS) {  // one weight after the other, each read in one direction
     up.y = own_memory<2, BFloat16>(m * up.n);
     multiply_tiles(x, m, k, {gated, up});
     return gate(gated.y, up.y, gated.y, m * up.n, act);
   }
   const int64_t steps = steps_of(k), size = steps * STEP, n = gated.n;
   const TileProduct* both[] = {&gated, &up};
-  share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2, TILE_ROWS,
+  share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2, std::min(m, TILE_ROWS),
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const BFloat16* panels[TOGETHER];
     for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;

@@ -94,7 +94,8 @@ template <typename M, typename F>
 // Asks for the line at each of a tile's rows, SOON bytes ahead: soon enough to be there, and so few that none waits for room.
 inline void fetch_soon(const c10::BFloat16* tile) {
   const char* from = reinterpret_cast<const char*>(tile) + SOON;
-  for (int64_t line = 0; line < TILE_ROWS; ++line) __builtin_prefetch(from + line * LINE, 0, 2);
+  #pragma GCC unroll 16
+  for (int64_t line = 0; line < TILE_ROWS; ++line) asm volatile("prefetcht1 %0" : : "m"(from[line * LINE]));
 }
 
 // sums of `P` times three tiles += up to 16 rows of x times `steps` of each of P panels. Registers: 0 to 2 the first panel's

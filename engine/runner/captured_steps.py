@@ -132,7 +132,9 @@ class Decode:
     blocks are written to and zeroed again. Raises Uncapturable.
     """
 
-    def __init__(self, model: ModelRunner, pages: KvCache, *, spare: int, max_running: int, capture: Capture | None) -> None:
+    def __init__(
+        self, model: ModelRunner, pages: KvCache, *, spare: int, max_running: int, capture: Capture | None
+    ) -> None:
         if (why := unfit(model, pages)) is not None:
             raise Uncapturable(why)
         self._block_size, self._spare = pages.block_size, spare

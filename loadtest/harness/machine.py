@@ -168,10 +168,19 @@ def products(dtype: torch.dtype, shape: tuple[int, int, int] = GEMM) -> dict[str
 
 def reader(size: int = STREAM_BYTES) -> Callable[[], float]:
     """A function that reads `size` bytes of memory once and returns its seconds."""
-    stream = huge_pages(torch.empty(size // 4)).fill_(1.0)
+    return reader_of([huge_pages(torch.empty(size // 4)).fill_(1.0)])
+
+
+def reader_of(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
+    """A function that reads all of these once and returns its seconds.
+
+    On a host with several memory controllers the same process reads some of its memory a third faster than other
+    memory, so a step is compared with reading its own weights.
+    """
+    streams = [tensor.reshape(-1).view(torch.float32) for tensor in tensors]
     if serving(CPU) == REFERENCE:
-        return lambda: taken(stream.sum)
-    return lambda: taken(lambda: torch.ops.tandem.stream_read.default(stream))
+        return lambda: taken(lambda: [stream.sum() for stream in streams])
+    return lambda: taken(lambda: [torch.ops.tandem.stream_read.default(stream) for stream in streams])
 
 
 def conditions() -> dict[str, Any]:

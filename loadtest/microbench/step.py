@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.core.sequence import Sequence
 from engine.engine import Engine, EngineConfig
+from engine.kernels.modules import panels
 from engine.loading.model_loader import load_model
 from loadtest.harness import machine
 from loadtest.harness.stats import Row, Section, Spread, Tick, in_turn, ratios, taken
@@ -36,7 +37,7 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        return (1 + len(self.batches)) * len(self.dtypes)
+        return (2 + len(self.batches)) * len(self.dtypes)
 
 
 def run(folder: Path, plan: Plan, threads: int, tick: Tick) -> Section:
@@ -54,7 +55,7 @@ def run(folder: Path, plan: Plan, threads: int, tick: Tick) -> Section:
         "both sides compute the logits of the last position only, and take the argmax",
         f"floor of prefill: 2 x parameters of the layers x tokens / GEMM rate ({'x'.join(map(str, machine.GEMM))},"
         " ours or torch's, whichever is faster);"
-        f" floor of decode: (weights + KV read) / read bandwidth ({machine.STREAM_BYTES >> 20} MiB read once)",
+        " floor of decode: (weights + KV read) / read bandwidth (the model's own weights, read once)",
     ]
     return Section("Packed engine step against a plain transformers forward", read, rows, notes)
 
@@ -67,8 +68,10 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
     blocks = (most + 2) * -(-(longest + 1) // BLOCK_SIZE)
     budget = max(plan.prompt, most)
     engine = Engine(
-        model, EngineConfig(num_blocks=blocks, block_size=BLOCK_SIZE, token_budget=budget, max_running=most)
+        model,
+        EngineConfig(num_blocks=blocks, block_size=BLOCK_SIZE, token_budget=budget, max_running=most, spare_block=True),
     )
+    tick(f"decode steps {engine.capture()}, {name}")
     auto: Any = AutoModelForCausalLM  # transformers' factories are not typed
     plain = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     tick(f"prefill of {plan.prompt} tokens, {name}")
@@ -77,10 +80,11 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
     inner = model.parameters - model.vocab_size * model.config.hidden_size  # looked up, or for one position
     rows = _rows(f"prefill {plan.prompt} tokens, {name}", prefill, [2 * inner * plan.prompt / rate for rate in gemm])
     rows[-1].beside["GEMM"] = (Spread.of(gemm), "FLOP/s")
+    weights = panels(model.module) or [each.detach() for each in model.module.parameters()]
     for batch in plan.batches:
         tick(f"decode of {batch} sequences, {name}")
-        decode = _decode(engine, plain, plan, batch)
-        read = [machine.STREAM_BYTES / second for second in decode["floor"]]
+        decode = _decode(engine, plain, plan, batch, machine.reader_of(weights))
+        read = [sum(each.nbytes for each in weights) / second for second in decode["floor"]]
         kv = batch * plan.context * model.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
         floor = [(model.step_bytes + kv) / rate for rate in read]
         wanted = WANTED.get(batch) if name == "bfloat16" else None
@@ -130,7 +134,7 @@ def _prefill(engine: Engine, plain: Any, plan: Plan, dtype: torch.dtype) -> dict
     return in_turn({"packed": packed, **plains, "floor": lambda: min(product() for product in products)}, plan.repeats)
 
 
-def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, list[float]]:
+def _decode(engine: Engine, plain: Any, plan: Plan, batch: int, read: Callable[[], float]) -> dict[str, list[float]]:
     vocab = engine.model.vocab_size
     prompts = [_random_ids(vocab, plan.context) for _ in range(batch)]
     max_len = plan.context + plan.repeats + 8
@@ -164,7 +168,7 @@ def _decode(engine: Engine, plain: Any, plan: Plan, batch: int) -> dict[str, lis
         return once
 
     plains = {implementation: forward(implementation) for implementation in ATTENTION}
-    seconds = in_turn({"packed": packed, **plains, "floor": machine.reader()}, plan.repeats)
+    seconds = in_turn({"packed": packed, **plains, "floor": read}, plan.repeats)
     for name in list(engine.sequences):
         engine.drop(name)
     return seconds

@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have not run; everything around them runs here, uncaptured."""
+"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have not run; all that is around them runs here."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_every_family_is_captured_on_cpu_with_the_same_bits(
     model = load_model(str(checkpoint(f"tiny-{family}")), dtype=dtype, device=CPU, max_model_len=LONGEST)
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     if model.latent or family in COUNTING or (family, dtype) in COUNTING:
-        with pytest.raises(Uncapturable, match="latent|a number is taken"):
+        with pytest.raises(Uncapturable, match=r"latent|a number is taken"):
             Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
         return
     decode, rng = Decode(model, pages, spare=SPARE, max_running=MOST, capture=None), random.Random(0)
@@ -371,9 +371,7 @@ def test_a_step_after_the_captured_one_shares_no_memory_with_what_is_still_neede
         (lambda x: x[torch.tensor([1, 3])], "a tensor that the host has filled"),
     ],
 )
-def test_a_step_that_a_replay_could_not_know_is_refused(
-    step: Callable[[torch.Tensor], torch.Tensor], why: str
-) -> None:
+def test_a_step_that_a_replay_could_not_know_is_refused(step: Callable[[torch.Tensor], torch.Tensor], why: str) -> None:
     """And the thread's operators are as before afterwards. The control: a step that is known."""
     x, rows = torch.randn(5), torch.tensor([1, 3])
     with torch.inference_mode():

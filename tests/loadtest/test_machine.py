@@ -38,10 +38,10 @@ def test_floors_follow_from_the_peaks() -> None:
 def test_the_sizes_of_a_shape_are_those_of_its_products() -> None:
     """What `loadtest.microbench.products` packs, and more for what fills up panels."""
     shape = {**REAL["Qwen3-0.6B"], "num_hidden_layers": 2, "vocab_size": 4800}
-    parts = products._packed([(4800, 1024), (3072, 1024)])
+    parts, _ = products._packed([(4800, 1024), (3072, 1024)])
     assert [part.numel() for part in parts] == [4800 * 1024, 3072 * 1024]
     assert Sizes.of(shape).head == 4800 * 1024
-    _, size = products.products(shape)
+    _, _, size = products.products(shape)
     assert size == Sizes.of(shape).weight_bytes == 2 * (2 * 15_728_640 + 4800 * 1024)
 
 
