@@ -550,10 +550,13 @@ void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const T
   const int64_t item = pages.element_size(), bytes = pages.size(3) * item;
   char* base = static_cast<char*>(pages.data_ptr());
   const char* source = static_cast<const char*>(from.const_data_ptr());
-  for (int64_t t = 0; t < from.size(0); ++t)
-    for (int64_t h = 0; h < from.size(1); ++h)
-      std::memcpy(base + (block[t] * pages.stride(0) + offset[t] * pages.stride(1) + h * pages.stride(2)) * item,
-                  source + (t * from.stride(0) + h * from.stride(1)) * item, bytes);
+  const int64_t heads = from.size(1);
+  at::parallel_for(0, from.size(0), std::max<int64_t>(1, TASK_BYTES / (heads * bytes)), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t h = 0; h < heads; ++h)
+        std::memcpy(base + (block[t] * pages.stride(0) + offset[t] * pages.stride(1) + h * pages.stride(2)) * item,
+                    source + (t * from.stride(0) + h * from.stride(1)) * item, bytes);
+  });
 }
 
 const bool writes = is_repeated("write", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {

@@ -23,6 +23,7 @@ constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a
 constexpr int64_t DEEP = 8;                                     // 24 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
+constexpr int64_t OWN_ROWS = 128;                               // from so many rows on, a thread has its own
 constexpr int64_t STEP_LINES = STEP * 2 / LINE;
 constexpr int64_t SOON = 2048;                                  // bytes between what is in work and what is fetched
 
@@ -223,20 +224,24 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
 }
 
 // run(tiles, panel, count, from, rows) for a few panels of so many bytes beside each other and each part of the rows, shared
-// out. The low registers have `low` rows.
+// out. The low registers have `low` rows. Of many rows each thread begins with rows of its own: those that it has packed,
+// and those that it will need of y, are in its second cache and not in another core's. Of fewer rows reading the weight
+// takes longer, and each thread begins with panels of its own.
 template <typename F>
 void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, int64_t panel_bytes, int64_t low,
                  const F& run) {
   const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
   if (few) together = 2;
-  const int64_t groups = (panels + together - 1) / together;
-  const int64_t parts = few ? 1 : std::max((m + HIGH - 1) / HIGH, parts_of(m, groups, 2 * TILE_ROWS));
-  const int64_t part = ((m + parts - 1) / parts + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+  const int64_t groups = (panels + together - 1) / together, threads = at::get_num_threads();
+  const int64_t slabs = m >= OWN_ROWS * threads ? threads : 1;  // of rows, one for each thread
+  const int64_t parts = few ? 1 : std::max((m + slabs * HIGH - 1) / (slabs * HIGH), slabs > 1 ? 1 : parts_of(m, groups, 2 * TILE_ROWS));
+  const int64_t part = ((m + slabs * parts - 1) / (slabs * parts) + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
   const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * panel_bytes + part * steps * TILE_K * 4));
-  share_out(groups * parts, grain, [&](int64_t begin, int64_t end) {
+  share_out(slabs * groups * parts, grain, [&](int64_t begin, int64_t end) {
     with_tiles(low, [&](auto& tiles) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t panel = task / parts * together, from = task % parts * part, rows = std::min(part, m - from);
+        const int64_t slab = task / (groups * parts), panel = task / parts % groups * together;
+        const int64_t from = (slab * parts + task % parts) * part, rows = std::min(part, m - from);
         if (rows > 0) run(tiles, panel, std::min(together, panels - panel), from, rows);
       }
     });
