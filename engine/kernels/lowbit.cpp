@@ -242,18 +242,24 @@ struct Codes {
   }
 };
 
-// 16 rows' totals of one panel, [16][PANEL], as they leave: with bias, rounded.
-void leave(const float* totals, int64_t rows, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
+// 16 rows' totals of one panel, [16][PANEL], as they leave: scaled, unless they are, with bias, rounded.
+void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
   for (int64_t c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
     Vec add(0.0f);
     if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
-    for (int64_t r = 0; r < rows; ++r) {
-      const Vec total = load(totals + r * PANEL + c * LANES), sum = bias == nullptr ? total : total + add;
-      BFloat16* to = y + r * stride + c * LANES;
-      count == LANES ? put(sum, to) : put(sum, to, count);
-    }
+    const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
+    const auto go = [&](const auto& set) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const Vec total = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
+        set(bias == nullptr ? total : total + add, y + r * stride + c * LANES);
+      }
+    };
+    if (count == LANES)
+      go([](const Vec& v, BFloat16* to) { put(v, to); });
+    else
+      go([count](const Vec& v, BFloat16* to) { put(v, to, count); });
   }
 }
 
@@ -306,7 +312,7 @@ void linear_few(const BFloat16* x, const uint8_t* codes, const float* scales, in
       alignas(LINE) float totals[R][PANEL];
       sum_few<F, R>(wide, stride, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
       const int64_t first = panel * PANEL;
-      leave(totals[0], R, bias == nullptr ? nullptr : bias + first, y + first, n, n - first);
+      leave(totals[0], R, nullptr, bias == nullptr ? nullptr : bias + first, y + first, n, n - first);
     }
   });
 }
@@ -323,19 +329,21 @@ void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, 
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const AsInTiles as_in_tiles;
     const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
-    float* totals = own_memory<4, float>(groups == 1 ? MADE_SUMS : count * high_of(rows) * MADE_SUMS);
+    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * high_of(rows) * MADE_SUMS);
     const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      float* total = groups == 1 ? totals : totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
       const float* scale = scales + ((panel + p) * groups + at) * PANEL;
-      const int64_t here = std::min(TILE_ROWS, rows - row);
+      const int64_t here = std::min(TILE_ROWS, rows - row), first = (panel + p) * PANEL;
+      const auto go = [&](const float* of, const float* by) {
+        leave(of, here, by, bias == nullptr ? nullptr : bias + first, y + (from + row) * n + first, n, n - first);
+      };
+      if (groups == 1) return go(sums, scale);
+      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
       for (int64_t c = 0; c < COLS; ++c) {
         const Vec of_column = load(scale + c * LANES);
         for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
           at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
       }
-      if (at < groups - 1) return;
-      const int64_t first = (panel + p) * PANEL;
-      leave(total, here, bias == nullptr ? nullptr : bias + first, y + (from + row) * n + first, n, n - first);
+      if (at == groups - 1) go(total, nullptr);
     };
     sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count, add_group);
   });
