@@ -242,90 +242,98 @@ struct Codes {
   }
 };
 
-// 16 rows' totals of one panel, [16][PANEL], as they leave: scaled, unless they are, with bias, rounded.
-void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
+// Where 16 rows' totals of one panel, [16][PANEL], go: bias and what is beside them, either may be null, of its first column.
+struct Goal {
+  const BFloat16* bias;
+  const BFloat16* beside;
+  BFloat16* y;
+  int64_t n;
+
+  Goal at(int64_t row, int64_t column) const {
+    const int64_t by = row * n + column;
+    return {bias == nullptr ? nullptr : bias + column, beside == nullptr ? nullptr : beside + by, y + by, n};
+  }
+};
+
+// They leave scaled, unless they are, with bias, rounded, and then with what is beside them; of so many columns.
+void leave(const float* totals, int64_t rows, const float* scales, const Goal& to, int64_t columns) {
   for (int64_t c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
-    Vec add(0.0f);
-    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
     const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
-    const auto go = [&](const auto& set) {
+    const auto go = [&](const auto& get, const auto& set) {
+      const Vec add = to.bias == nullptr ? Vec(0.0f) : get(to.bias + c * LANES);
       for (int64_t r = 0; r < rows; ++r) {
-        const Vec total = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
-        set(bias == nullptr ? total : total + add, y + r * stride + c * LANES);
+        const int64_t at = r * to.n + c * LANES;
+        Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
+        if (to.bias != nullptr) sum = sum + add;
+        if (to.beside != nullptr) sum = rounded<BFloat16>(sum) + get(to.beside + at);
+        set(sum, to.y + at);
       }
     };
+    const int rest = static_cast<int>(count);
     if (count == LANES)
-      go([](const Vec& v, BFloat16* to) { put(v, to); });
+      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* into) { put(v, into); });
     else
-      go([count](const Vec& v, BFloat16* to) { put(v, to, count); });
+      go([rest](const BFloat16* from) { return load(from, rest); },
+         [rest](const Vec& v, BFloat16* into) { put(v, into, rest); });
   }
 }
 
-// totals [R][PANEL] = R rows of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
-template <typename F, int R>
-__attribute__((noinline)) void sum_few(const float* x, int64_t stride, const Codes<F>& of, const float* scales,
-                                       int64_t groups, float (*totals)[PANEL]) {
+// totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
+template <typename F>
+[[gnu::noinline]] void sum_row(const float* x, const Codes<F>& of, const float* scales, int64_t groups, float* totals) {
   const AsCodes<F> source(of.first);
   for (int64_t begin = 0, group = 0; group < groups; ++group, scales += PANEL) {
-    alignas(LINE) float sums[R][PANEL] = {};
+    Vec sums[COLS];
+    for (Vec& sum : sums) sum = Vec(0.0f);
     for (const int64_t end = std::min(of.pairs, (group + 1) * of.of_group); begin < end;) {
-      Vec evens[R][COLS], odds[R][COLS];
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < COLS; ++c) evens[r][c] = odds[r][c] = Vec(0.0f);
+      Vec evens[COLS], odds[COLS];
+      for (int c = 0; c < COLS; ++c) evens[c] = odds[c] = Vec(0.0f);
       for (const int64_t step_end = std::min(end, begin + TILE_ROWS); begin < step_end; ++begin) {
         const auto w = source(begin);
-        for (int r = 0; r < R; ++r) {
-          const Vec first(x[r * stride + 2 * begin]), second(x[r * stride + 2 * begin + 1]);
-          for (int c = 0; c < COLS; ++c) {
-            evens[r][c] = at::vec::fmadd(first, even(w, c), evens[r][c]);
-            odds[r][c] = at::vec::fmadd(second, odd(w, c), odds[r][c]);
-          }
+        const Vec first(x[2 * begin]), second(x[2 * begin + 1]);
+        for (int c = 0; c < COLS; ++c) {
+          evens[c] = at::vec::fmadd(first, even(w, c), evens[c]);
+          odds[c] = at::vec::fmadd(second, odd(w, c), odds[c]);
         }
       }
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < COLS; ++c) {
-          float* sum = sums[r] + c * LANES;
-          (load(sum) + (evens[r][c] + odds[r][c])).store(sum);
-        }
+      for (int c = 0; c < COLS; ++c) sums[c] = sums[c] + (evens[c] + odds[c]);
     }
-    for (int r = 0; r < R; ++r)
-      for (int64_t i = 0; i < PANEL; i += LANES)
-        at::vec::fmadd(load(sums[r] + i), load(scales + i), group == 0 ? Vec(0.0f) : load(totals[r] + i)).store(totals[r] + i);
+    for (int c = 0; c < COLS; ++c) {
+      float* total = totals + c * LANES;
+      at::vec::fmadd(sums[c], load(scales + c * LANES), group == 0 ? Vec(0.0f) : load(total)).store(total);
+    }
   }
 }
 
-template <typename F, int R>
-void linear_few(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                const BFloat16* bias, BFloat16* y, int64_t k, int64_t n) {
-  const int64_t pairs = pairs_of(k), stride = 2 * pairs;
-  float* wide = own_memory<0, float>(R * stride);
-  for (int64_t r = 0; r < R; ++r) {
-    for (int64_t at = 0; at < k; ++at) wide[r * stride + at] = static_cast<float>(x[r * k + at]);
-    if (k < stride) wide[r * stride + k] = 0.0f;
-  }
-  const int64_t bytes = pairs * STEP_BYTES<F>;
-  share_out(panels_of(n), std::max<int64_t>(1, TASK_BYTES / (bytes + R * stride * 4)), [&](int64_t begin, int64_t end) {
+// One row would use a tile's columns once, so none are made.
+template <typename F>
+void linear_row(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
+                const Goal& to, int64_t k) {
+  const int64_t pairs = pairs_of(k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(to.n);
+  float* wide = own_memory<0, float>(2 * pairs);
+  for (int64_t at = 0; at < k; ++at) wide[at] = static_cast<float>(x[at]);
+  if (k < 2 * pairs) wide[k] = 0.0f;
+  share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
     const AsInTiles as_in_tiles;
     for (int64_t panel = begin; panel < end; ++panel) {
-      alignas(LINE) float totals[R][PANEL];
-      sum_few<F, R>(wide, stride, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
-      const int64_t first = panel * PANEL;
-      leave(totals[0], R, nullptr, bias == nullptr ? nullptr : bias + first, y + first, n, n - first);
+      alignas(LINE) float totals[PANEL];
+      sum_row<F>(wide, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
+      leave(totals, 1, nullptr, to.at(0, panel * PANEL), to.n - panel * PANEL);
     }
   });
 }
 
 template <typename F>
 void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                  const BFloat16* bias, BFloat16* y, int64_t m, int64_t k, int64_t n) {
+                  const Goal& to, int64_t m, int64_t k) {
   if (m == 0) return;
   group = groups == 1 ? k + k % 2 : group;
-  if (m == 1) return linear_few<F, 1>(x, codes, scales, groups, group, bias, y, k, n);
+  if (m == 1) return linear_row<F>(x, codes, scales, groups, group, to, k);
   const int64_t steps = steps_of(k, group), pairs = pairs_of(k);
   const BFloat16* tiled = tiles_of(x, m, k, group);
-  share_tiles(m, steps, panels_of(n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
+  share_tiles(m, steps, panels_of(to.n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const AsInTiles as_in_tiles;
     const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
@@ -334,7 +342,7 @@ void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, 
       const float* scale = scales + ((panel + p) * groups + at) * PANEL;
       const int64_t here = std::min(TILE_ROWS, rows - row), first = (panel + p) * PANEL;
       const auto go = [&](const float* of, const float* by) {
-        leave(of, here, by, bias == nullptr ? nullptr : bias + first, y + (from + row) * n + first, n, n - first);
+        leave(of, here, by, to.at(from + row, first), to.n - first);
       };
       if (groups == 1) return go(sums, scale);
       float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
@@ -441,9 +449,10 @@ Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_
   return out;
 }
 
-// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n].
-Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
-                    int64_t n, int64_t k, int64_t group, c10::string_view format) {
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once it is
+// rounded, plus beside [..., n], where it is defined.
+Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                      int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
               x.scalar_type(), ", the weight ", n, " x ", k);
   TORCH_CHECK(!bias.has_value() ||
@@ -460,19 +469,37 @@ Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, 
       using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
       using X = typename D::X;
       const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
-      const auto multiply = [&](const auto& by) {
-        by(rows.const_data_ptr<X>(), codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), groups_of(k, group),
-           group, bias.has_value() ? bias->const_data_ptr<T>() : nullptr, into, y.numel() / n, k, n);
-      };
+      const X* from = rows.const_data_ptr<X>();
+      const uint8_t* code = codes.const_data_ptr<uint8_t>();
+      const float* scale = scales.const_data_ptr<float>();
+      const T* add = bias.has_value() ? bias->const_data_ptr<T>() : nullptr;
+      const int64_t m = y.numel() / n, groups = groups_of(k, group);
 #ifdef TANDEM_TILES
       if constexpr (std::is_same_v<D, ByPairs>)
-        if (by_tiles()) return multiply(linear_tiles<F>);
+        if (by_tiles()) {
+          const Goal to{add, beside.defined() ? beside.const_data_ptr<T>() : nullptr, into, n};
+          return linear_tiles<F>(from, code, scale, groups, group, to, m, k);
+        }
 #endif
-      multiply(linear_rows<F, D, T>);
+      linear_rows<F, D, T>(from, code, scale, groups, group, add, into, m, k, n);
+      if (beside.defined()) y.add_(beside.view(sizes));
     };
     x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   });
   return y;
+}
+
+Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                    int64_t n, int64_t k, int64_t group, c10::string_view format) {
+  return multiply_codes(x, codes, scales, bias, n, k, group, format, {});
+}
+
+// beside [..., n] plus `linear_codes`, as two operators would round it.
+Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                        int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
+  TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
+              "tandem::linear_codes_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
+  return multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous()).view(beside.sizes());
 }
 
 }  // namespace
@@ -484,6 +511,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("unpack_codes(Tensor codes, Tensor scales, int n, int k, int group, str format) -> Tensor");
   m.def("linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format)"
         " -> Tensor");
+  m.def("linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format,"
+        " Tensor beside) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
@@ -491,4 +520,5 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("pack_scales", &tandem::pack_scales);
   m.impl("unpack_codes", &tandem::unpack_codes);
   m.impl("linear_codes", &tandem::linear_codes);
+  m.impl("linear_codes_add", &tandem::linear_codes_add);
 }
