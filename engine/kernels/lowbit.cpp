@@ -7,6 +7,7 @@
 // its own: a row's bits do not depend on the other rows, nor on whether a panel was widened as it was read or before.
 #include "ops.h"
 
+#include "codes.h"
 #include "dots.h"
 #include "tile_blocks.h"
 
@@ -17,16 +18,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <optional>
 #include <string_view>
 #include <type_traits>
 #include <vector>
-
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VBMI__)
-#define TANDEM_TABLES  // codes are widened by permuting a table of bytes
-#endif
-#define TANDEM_INLINE inline __attribute__((always_inline))  // the inner loop keeps its vectors in registers
 
 namespace tandem {
 namespace {
@@ -34,197 +29,24 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t PANEL = COLS * LANES;
 constexpr int64_t AHEAD = 4096;  // bytes between what is in work and what is on its way from memory
 constexpr int64_t WIDEN_FROM = 3 * ROWS;  // more rows have their panel widened first
-
-// ---- formats: what a code is worth
-
-inline float with_sign(float magnitude, uint32_t code) {
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | (code & 0x80u) << 24);
-}
-
-struct Int8 {  // sign and magnitude; minus nothing is -128
-  static constexpr int BITS = 8;
-  static float value(uint32_t code) {
-    const float plain = with_sign(static_cast<float>(static_cast<int32_t>(code & 0x7fu)), code);
-    return code == 0x80u ? -128.0f : plain;
-  }
-};
-
-struct Fp8 {  // e4m3fn, without its NaN
-  static constexpr int BITS = 8;
-  static float value(uint32_t code) { return with_sign(std::bit_cast<float>((code & 0x7fu) << 20) * 0x1p120f, code); }
-};
-
-struct Int4 {  // two's complement
-  static constexpr int BITS = 4;
-  static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code ^ 8u) - 8); }
-};
-
-struct Bf16Code {
-  static constexpr int BITS = 16;
-  static float value(uint32_t code) { return std::bit_cast<float>(code << 16); }
-};
-
-// Bytes of one step: the codes of two neighbours along k for every column of a panel.
-template <typename F>
-constexpr int64_t STEP_BYTES = 2 * PANEL * F::BITS / 8;
-
-inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
-inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
-
-// ---- one step, widened
-
-#ifdef TANDEM_TABLES
-
-struct Wide {
-  __m512i columns[COLS];  // of each column the two neighbours, as bfloat16
-};
-
-inline Vec even(const Wide& w, int c) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(w.columns[c], 16))); }
-inline Vec odd(const Wide& w, int c) {
-  return Vec(_mm512_castsi512_ps(_mm512_and_si512(w.columns[c], _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
-}
-#ifdef TANDEM_BF16_DOT
-inline __m512bh both(const Wide& w, int c) { return (__m512bh)w.columns[c]; }
-#endif
-
-// The bytes of the bfloat16 that a code, less its sign, is worth.
-template <typename F>
-struct Table {
-  static constexpr int SIZE = F::BITS == 4 ? 16 : 128;
-  alignas(64) uint8_t low[128], high[128];
-  Table() {
-    for (int i = 0; i < 128; ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(F::value(i % SIZE));
-      low[i] = bits >> 16 & 0xff;
-      high[i] = bits >> 24;
-    }
-  }
-};
-
-template <typename F>
-inline const Table<F> table{};
-
-// Sixteen places of each vector's two halves stand in every quarter of 64 codes, as unpacking takes them apart.
-inline int64_t place_of_64(int64_t column, int64_t i) {
-  const int64_t vector = column / LANES % 2, element = column % LANES * 2 + i;
-  return element / 8 * 16 + vector * 8 + element % 8;
-}
-
-template <typename F>
-struct Reader {
-  __m512i low[2], high[2];
-
-  Reader() {
-    if constexpr (F::BITS == 8)
-      for (int i = 0; i < 2; ++i) {
-        low[i] = _mm512_load_si512(table<F>.low + 64 * i);
-        high[i] = _mm512_load_si512(table<F>.high + 64 * i);
-      }
-    if constexpr (F::BITS == 4) {
-      low[0] = _mm512_load_si512(table<F>.low);
-      high[0] = _mm512_load_si512(table<F>.high);
-    }
-  }
-
-  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
-    Wide w;
-    if constexpr (F::BITS == 16) {
-      for (int c = 0; c < COLS; ++c) w.columns[c] = _mm512_loadu_si512(at + 64 * c);
-    } else {
-      for (int half = 0; half < 2; ++half) {
-        __m512i lows, highs;
-        if constexpr (F::BITS == 8) {
-          const __m512i codes = _mm512_loadu_si512(at + 64 * half);
-          lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-          highs = _mm512_permutex2var_epi8(high[0], codes, high[1]);
-          highs = _mm512_ternarylogic_epi32(highs, codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // a | b & c
-          if constexpr (std::is_same_v<F, Int8>)
-            highs = _mm512_mask_mov_epi8(highs, _mm512_cmpeq_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(0x80))),
-                                         _mm512_set1_epi8(static_cast<char>(0xc3)));
-        } else {
-          __m512i codes = _mm512_loadu_si512(at);
-          if (half == 1) codes = _mm512_srli_epi16(codes, 4);
-          codes = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
-          lows = _mm512_shuffle_epi8(low[0], codes);
-          highs = _mm512_shuffle_epi8(high[0], codes);
-        }
-        w.columns[2 * half] = _mm512_unpacklo_epi8(lows, highs);
-        w.columns[2 * half + 1] = _mm512_unpackhi_epi8(lows, highs);
-      }
-    }
-    return w;
-  }
-};
-
-// Where the code of (column, i) stands in a step: its byte, and its shift there.
-template <typename F>
-std::pair<int64_t, int> place(int64_t column, int64_t i) {
-  if constexpr (F::BITS == 16) return {(2 * column + i) * 2, 0};
-  const int64_t at = place_of_64(column, i), half = column / LANES / 2;
-  if constexpr (F::BITS == 4) return {at, static_cast<int>(4 * half)};
-  return {64 * half + at, 0};
-}
-
-#else
-
-struct Wide {
-  float evens[PANEL], odds[PANEL];
-};
-
-inline Vec even(const Wide& w, int c) { return load(w.evens + c * LANES); }
-inline Vec odd(const Wide& w, int c) { return load(w.odds + c * LANES); }
-#ifdef TANDEM_BF16_DOT
-inline __m512bh both(const Wide& w, int c) {
-  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even(w, c)), 16);
-  return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_castps_si512(odd(w, c)));
-}
-#endif
-
-template <typename F>
-struct Reader {
-  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
-    Wide w;
-    for (int64_t column = 0; column < PANEL; ++column) {
-      if constexpr (F::BITS == 4) {
-        w.evens[column] = F::value(at[column] & 0x0fu);
-        w.odds[column] = F::value(at[column] >> 4);
-      } else if constexpr (F::BITS == 8) {
-        w.evens[column] = F::value(at[column]);
-        w.odds[column] = F::value(at[PANEL + column]);
-      } else {
-        w.evens[column] = F::value(reinterpret_cast<const uint16_t*>(at)[column]);
-        w.odds[column] = F::value(reinterpret_cast<const uint16_t*>(at)[PANEL + column]);
-      }
-    }
-    return w;
-  }
-};
-
-template <typename F>
-std::pair<int64_t, int> place(int64_t column, int64_t i) {
-  if constexpr (F::BITS == 4) return {column, static_cast<int>(4 * i)};
-  return {(i * PANEL + column) * F::BITS / 8, 0};
-}
-
-#endif
 
 // ---- a step of a tile
 
 struct ByFloats {
   using X = float;
   static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a step, widened
-  template <int COUNT, int R>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const Wide& w, Vec (&sums)[R][COLS]) {
+  template <int COUNT, int R, typename W>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
     for (int r = 0; r < R; ++r) {
       const Vec first(x[r * stride]), second(COUNT == 2 ? x[r * stride + 1] : 0.0f);
       for (int c = 0; c < COLS; ++c)
         sums[r][c] = at::vec::fmadd(second, odd(w, c), at::vec::fmadd(first, even(w, c), sums[r][c]));
     }
   }
-  TANDEM_INLINE static void keep(const Wide& w, uint8_t* to) {
+  template <typename W>
+  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
     float* at = reinterpret_cast<float*>(to);
     for (int c = 0; c < COLS; ++c) {
       even(w, c).store(at + c * LANES);
@@ -247,14 +69,15 @@ struct ByFloats {
 struct ByPairs {
   using X = BFloat16;
   static constexpr int64_t BYTES = 2 * PANEL * sizeof(BFloat16);
-  template <int COUNT, int R>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const Wide& w, Vec (&sums)[R][COLS]) {
+  template <int COUNT, int R, typename W>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
     for (int r = 0; r < R; ++r) {
       const auto pair = Pairs::spread(x + r * stride, COUNT);
       for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, both(w, c), sums[r][c]);
     }
   }
-  TANDEM_INLINE static void keep(const Wide& w, uint8_t* to) {
+  template <typename W>
+  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
     for (int c = 0; c < COLS; ++c) _mm512_storeu_si512(to + 64 * c, (__m512i)both(w, c));
   }
   template <int COUNT, int R>
@@ -278,7 +101,7 @@ struct AsCodes {
   explicit AsCodes(const uint8_t* panel) : panel(panel) {}
   const uint8_t* panel;
   const Reader<F> read{};
-  TANDEM_INLINE Wide operator()(int64_t pair) const {
+  TANDEM_INLINE auto operator()(int64_t pair) const {
     const uint8_t* at = panel + pair * STEP_BYTES<F>;
     for (int64_t line = 0; line < STEP_BYTES<F>; line += LINE)
       __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, 0, 2);
@@ -419,44 +242,116 @@ struct Codes {
   }
 };
 
-// 16 rows' totals of one panel, [16][PANEL], as they leave: with bias, rounded.
-void leave(const float* totals, int64_t rows, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
+// Where 16 rows' totals of one panel, [16][PANEL], go: bias and what is beside them, either may be null, of its first column.
+struct Goal {
+  const BFloat16* bias;
+  const BFloat16* beside;
+  BFloat16* y;
+  int64_t n;
+
+  Goal at(int64_t row, int64_t column) const {
+    const int64_t by = row * n + column;
+    return {bias == nullptr ? nullptr : bias + column, beside == nullptr ? nullptr : beside + by, y + by, n};
+  }
+};
+
+// They leave scaled, unless they are, with bias, rounded, and then with what is beside them; of so many columns.
+void leave(const float* totals, int64_t rows, const float* scales, const Goal& to, int64_t columns) {
   for (int64_t c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
-    Vec add(0.0f);
-    if (bias != nullptr) add = count == LANES ? load(bias + c * LANES) : load(bias + c * LANES, static_cast<int>(count));
-    for (int64_t r = 0; r < rows; ++r) {
-      const Vec total = load(totals + r * PANEL + c * LANES), sum = bias == nullptr ? total : total + add;
-      BFloat16* to = y + r * stride + c * LANES;
-      count == LANES ? put(sum, to) : put(sum, to, count);
+    const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
+    const auto go = [&](const auto& get, const auto& set) {
+      const Vec add = to.bias == nullptr ? Vec(0.0f) : get(to.bias + c * LANES);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = r * to.n + c * LANES;
+        Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
+        if (to.bias != nullptr) sum = sum + add;
+        if (to.beside != nullptr) sum = rounded<BFloat16>(sum) + get(to.beside + at);
+        set(sum, to.y + at);
+      }
+    };
+    const int rest = static_cast<int>(count);
+    if (count == LANES)
+      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* into) { put(v, into); });
+    else
+      go([rest](const BFloat16* from) { return load(from, rest); },
+         [rest](const Vec& v, BFloat16* into) { put(v, into, rest); });
+  }
+}
+
+// totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
+template <typename F>
+[[gnu::noinline]] void sum_row(const float* x, const Codes<F>& of, const float* scales, int64_t groups, float* totals) {
+  const AsCodes<F> source(of.first);
+  for (int64_t begin = 0, group = 0; group < groups; ++group, scales += PANEL) {
+    Vec sums[COLS];
+    for (Vec& sum : sums) sum = Vec(0.0f);
+    for (const int64_t end = std::min(of.pairs, (group + 1) * of.of_group); begin < end;) {
+      Vec evens[COLS], odds[COLS];
+      for (int c = 0; c < COLS; ++c) evens[c] = odds[c] = Vec(0.0f);
+      for (const int64_t step_end = std::min(end, begin + TILE_ROWS); begin < step_end; ++begin) {
+        const auto w = source(begin);
+        const Vec first(x[2 * begin]), second(x[2 * begin + 1]);
+        for (int c = 0; c < COLS; ++c) {
+          evens[c] = at::vec::fmadd(first, even(w, c), evens[c]);
+          odds[c] = at::vec::fmadd(second, odd(w, c), odds[c]);
+        }
+      }
+      for (int c = 0; c < COLS; ++c) sums[c] = sums[c] + (evens[c] + odds[c]);
+    }
+    for (int c = 0; c < COLS; ++c) {
+      float* total = totals + c * LANES;
+      at::vec::fmadd(sums[c], load(scales + c * LANES), group == 0 ? Vec(0.0f) : load(total)).store(total);
     }
   }
 }
 
+// One row would use a tile's columns once, so none are made.
+template <typename F>
+void linear_row(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
+                const Goal& to, int64_t k) {
+  const int64_t pairs = pairs_of(k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(to.n);
+  float* wide = own_memory<0, float>(2 * pairs);
+  for (int64_t at = 0; at < k; ++at) wide[at] = static_cast<float>(x[at]);
+  if (k < 2 * pairs) wide[k] = 0.0f;
+  share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
+    const AsInTiles as_in_tiles;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      alignas(LINE) float totals[PANEL];
+      sum_row<F>(wide, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
+      leave(totals, 1, nullptr, to.at(0, panel * PANEL), to.n - panel * PANEL);
+    }
+  });
+}
+
 template <typename F>
 void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                  const BFloat16* bias, BFloat16* y, int64_t m, int64_t k, int64_t n) {
+                  const Goal& to, int64_t m, int64_t k) {
   if (m == 0) return;
   group = groups == 1 ? k + k % 2 : group;
+  if (m == 1) return linear_row<F>(x, codes, scales, groups, group, to, k);
   const int64_t steps = steps_of(k, group), pairs = pairs_of(k);
   const BFloat16* tiled = tiles_of(x, m, k, group);
-  share_tiles(m, steps, panels_of(n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
+  share_tiles(m, steps, panels_of(to.n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const AsInTiles as_in_tiles;
     const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
-    float* totals = own_memory<4, float>(groups == 1 ? MADE_SUMS : count * high_of(rows) * MADE_SUMS);
+    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * high_of(rows) * MADE_SUMS);
     const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      float* total = groups == 1 ? totals : totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
       const float* scale = scales + ((panel + p) * groups + at) * PANEL;
-      const int64_t here = std::min(TILE_ROWS, rows - row);
+      const int64_t here = std::min(TILE_ROWS, rows - row), first = (panel + p) * PANEL;
+      const auto go = [&](const float* of, const float* by) {
+        leave(of, here, by, to.at(from + row, first), to.n - first);
+      };
+      if (groups == 1) return go(sums, scale);
+      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
       for (int64_t c = 0; c < COLS; ++c) {
         const Vec of_column = load(scale + c * LANES);
         for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
           at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
       }
-      if (at < groups - 1) return;
-      const int64_t first = (panel + p) * PANEL;
-      leave(total, here, bias == nullptr ? nullptr : bias + first, y + (from + row) * n + first, n, n - first);
+      if (at == groups - 1) go(total, nullptr);
     };
     sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count, add_group);
   });
@@ -554,9 +449,10 @@ Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_
   return out;
 }
 
-// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n].
-Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
-                    int64_t n, int64_t k, int64_t group, c10::string_view format) {
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once it is
+// rounded, plus beside [..., n], where it is defined.
+Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                      int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
               x.scalar_type(), ", the weight ", n, " x ", k);
   TORCH_CHECK(!bias.has_value() ||
@@ -573,19 +469,37 @@ Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, 
       using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
       using X = typename D::X;
       const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
-      const auto multiply = [&](const auto& by) {
-        by(rows.const_data_ptr<X>(), codes.const_data_ptr<uint8_t>(), scales.const_data_ptr<float>(), groups_of(k, group),
-           group, bias.has_value() ? bias->const_data_ptr<T>() : nullptr, into, y.numel() / n, k, n);
-      };
+      const X* from = rows.const_data_ptr<X>();
+      const uint8_t* code = codes.const_data_ptr<uint8_t>();
+      const float* scale = scales.const_data_ptr<float>();
+      const T* add = bias.has_value() ? bias->const_data_ptr<T>() : nullptr;
+      const int64_t m = y.numel() / n, groups = groups_of(k, group);
 #ifdef TANDEM_TILES
       if constexpr (std::is_same_v<D, ByPairs>)
-        if (by_tiles()) return multiply(linear_tiles<F>);
+        if (by_tiles()) {
+          const Goal to{add, beside.defined() ? beside.const_data_ptr<T>() : nullptr, into, n};
+          return linear_tiles<F>(from, code, scale, groups, group, to, m, k);
+        }
 #endif
-      multiply(linear_rows<F, D, T>);
+      linear_rows<F, D, T>(from, code, scale, groups, group, add, into, m, k, n);
+      if (beside.defined()) y.add_(beside.view(sizes));
     };
     x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   });
   return y;
+}
+
+Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                    int64_t n, int64_t k, int64_t group, c10::string_view format) {
+  return multiply_codes(x, codes, scales, bias, n, k, group, format, {});
+}
+
+// beside [..., n] plus `linear_codes`, as two operators would round it.
+Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                        int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
+  TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
+              "tandem::linear_codes_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
+  return multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous()).view(beside.sizes());
 }
 
 }  // namespace
@@ -597,6 +511,8 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("unpack_codes(Tensor codes, Tensor scales, int n, int k, int group, str format) -> Tensor");
   m.def("linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format)"
         " -> Tensor");
+  m.def("linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format,"
+        " Tensor beside) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
@@ -604,4 +520,5 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("pack_scales", &tandem::pack_scales);
   m.impl("unpack_codes", &tandem::unpack_codes);
   m.impl("linear_codes", &tandem::linear_codes);
+  m.impl("linear_codes_add", &tandem::linear_codes_add);
 }

@@ -16,18 +16,20 @@ constexpr int64_t MADE_COLUMNS = MADE_TILES * LANES;
 constexpr int64_t MADE = MADE_TILES * TILE;                   // elements of a step
 constexpr int64_t MADE_STRIDE = MADE_TILES * WIDTH_BYTES;     // bytes between rows of its tiles
 constexpr int64_t MADE_SUMS = TILE_ROWS * MADE_COLUMNS;       // of 16 rows and a panel
-constexpr int64_t MADE_DEEP = 8;                              // steps at a time, 32 KiB, where many rows share them
+constexpr int64_t MADE_DEEP = 6;                              // steps at a time, 24 KiB, where many rows share them
 constexpr int64_t MADE_TOGETHER = 4;                          // panels that share a reading of x
 
 // Which operand the weight is: B, whose rows are pairs along k, or A, whose rows are columns of the weight. Then the sums
 // lie [column][row of x].
 enum class Weight { A, B };
 
-// The four tiles of sums += x times so many steps.
-template <Weight W, typename M>
-[[gnu::always_inline]] inline void add_made(M& tiles, const c10::BFloat16* x, const c10::BFloat16* made, int64_t steps) {
+// The four tiles of sums += x times so many steps. fetch(step) asks for what comes.
+template <Weight W, typename M, typename F>
+[[gnu::always_inline]] inline void add_made(M& tiles, const c10::BFloat16* x, const c10::BFloat16* made, int64_t steps,
+                                            const F& fetch) {
   for (int64_t s = 0; s < steps; ++s, x += TILE, made += MADE) {
     tiles.template load<4>(x, WIDTH_BYTES);
+    fetch(s);
     tiles.template load<5>(made, MADE_STRIDE);
     W == Weight::A ? tiles.template dot<0, 5, 4>() : tiles.template dot<0, 4, 5>();
     tiles.template load<6>(made + 32, MADE_STRIDE);
@@ -71,14 +73,14 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
               int64_t count, const L& leave) {
   const int64_t high = high_of(rows);
   alignas(LINE) float out[MADE_SUMS];
-  if (high == 1) {  // one step is made while the one before it is multiplied
+  if (high == 1) {  // a step is made before the one before it is multiplied: its stores are then on their way no more
     alignas(LINE) c10::BFloat16 made[2][MADE];
     for (int64_t p = 0; p < count; ++p) {
       source.make(p, 0, 1, made[0]);
       for (int64_t s = 0, group = 0, left = 0; s < steps; ++s) {
         if (left == 0) zero_made(tiles), left = std::min(of_group, steps - s);
-        add_made<W>(tiles, x + s * TILE, made[s % 2], 1);
         if (s + 1 < steps) source.make(p, s + 1, 1, made[(s + 1) % 2]);
+        add_made<W>(tiles, x + s * TILE, made[s % 2], 1, [](int64_t) {});
         if (--left > 0) continue;
         store_made(tiles, out);
         leave(p, group++, int64_t{0}, out);
@@ -105,8 +107,14 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
         for (int64_t s = from, group = first, some; s < from + deep; s += some, ++group) {
           const int64_t end = std::min((group + 1) * of_group, steps);
           some = std::min(end, from + deep) - s;
-          s == group * of_group ? zero_made(tiles) : load_made(tiles, kept);
-          add_made<W>(tiles, x + (tile * steps + s) * TILE, made + (s - from) * MADE, some);
+          const bool waited = s != group * of_group;
+          waited ? load_made(tiles, kept) : zero_made(tiles);
+          add_made<W>(tiles, x + (tile * steps + s) * TILE, made + (s - from) * MADE, some, [=](int64_t step) {
+            if (!waited) return;
+            constexpr int64_t SHARE = (MADE_SUMS * 4 / LINE + MADE_DEEP - 1) / MADE_DEEP;  // of the next rows' sums
+            for (int64_t line = step * SHARE; line < (step + 1) * SHARE; ++line)
+              __builtin_prefetch(reinterpret_cast<const char*>(kept + MADE_SUMS) + line * LINE, 0, 3);
+          });
           if (s + some < end) {
             store_made(tiles, kept);
           } else {

@@ -110,11 +110,8 @@ bool emulated = false;
 }  // namespace
 
 void dot_by_fma(Words& c, const Words& a, const Words& b, int64_t rows) {
-  constexpr uint32_t DENORMALS_ARE_ZERO = 0x8040, ROUNDING = 0x6000;
-  const uint32_t before = _mm_getcsr();
-  _mm_setcsr((before & ~ROUNDING) | DENORMALS_ARE_ZERO);
-  add_products(c, a, b, rows);  // a call: the compiler does not move sums across it
-  _mm_setcsr(before);
+  const AsInTiles as_in_tiles;
+  add_products(c, a, b, rows);
 }
 
 bool by_amx() { return amx_serves() && !emulated; }

@@ -76,6 +76,25 @@ class Amx {
   }
 };
 
+// While it lives the thread's sums treat denormals and round as tiles do. Sums between are those of numbers in memory.
+class AsInTiles {
+ public:
+  AsInTiles() {
+    constexpr uint32_t DENORMALS_ARE_ZERO = 0x8040, ROUNDING = 0x6000;
+    _mm_setcsr((before_ & ~ROUNDING) | DENORMALS_ARE_ZERO);
+    asm volatile("" ::: "memory");
+  }
+  ~AsInTiles() {
+    asm volatile("" ::: "memory");
+    _mm_setcsr(before_);
+  }
+  AsInTiles(const AsInTiles&) = delete;
+  AsInTiles& operator=(const AsInTiles&) = delete;
+
+ private:
+  const uint32_t before_ = _mm_getcsr();
+};
+
 using Words = uint32_t[TILE_ROWS][LANES];  // a tile: pairs of bfloat16, or floats
 
 // c += a times b, in this order and by FMA; of so many rows, or of a few more.

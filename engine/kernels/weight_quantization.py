@@ -87,11 +87,9 @@ def codes_of(units: torch.Tensor, format: str) -> torch.Tensor:
     """The codes (int16) nearest to numbers in units of their scale."""
     if format == "fp8":
         return units.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
-    rounded = units.round()
     if format == "int4":
-        return rounded.clamp(-8, 7).to(torch.int16) & 15
-    rounded = rounded.clamp(-128, 127).to(torch.int16)
-    return torch.where(rounded == -128, 128, rounded.abs() | (rounded < 0).to(torch.int16) << 7)
+        return units.round().clamp(-8, 7).to(torch.int16) & 15
+    return units.round().clamp(-128, 127).to(torch.int16) & 255
 
 
 def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
@@ -102,7 +100,7 @@ def values_of(codes: torch.Tensor, format: str) -> torch.Tensor:
         return codes.view(torch.bfloat16).float()
     if format == "int4":
         return (codes - 16 * (codes > 7)).float()
-    return torch.where(codes == 128, -128, (codes & 127) * (1 - (codes >> 7) * 2)).float()
+    return (codes - 256 * (codes > 127)).float()
 
 
 def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -> Codes:

@@ -5,7 +5,7 @@ between them as they did. The rules do not depend on a model; other operators st
 `engine.runner.traced_forward` verifies the result against the modules, bit for bit.
 
     three linear layers of the same rows          tandem::linears
-    x + linear(y)                                 tandem::linear_add
+    x + linear(y)                                 tandem::linear_add, linear_codes_add
     x * cos + cat(-x[half:], x[:half]) * sin      tandem::rotate
     silu(x) * y, gelu(x) * y                      tandem::gated
     the same of two linear layers of one x        tandem::linears_gated
@@ -93,10 +93,10 @@ def _is_half(half: Value, x: Value) -> bool:
 def _sums(graph: Graph) -> None:
     for node in graph.findAllNodes("aten::add"):
         for beside, product in ((node.inputsAt(0), node.inputsAt(1)), (node.inputsAt(1), node.inputsAt(0))):
-            linear = _made_by(product, "tandem::linear")
+            linear = _made_by(product, "tandem::linear") or _made_by(product, "tandem::linear_codes")
             plain = len(product.uses()) == 1 and _is(node.inputsAt(2), 1) and _one_type(product, beside)
             if linear is not None and plain:
-                _replace(graph, node, "tandem::linear_add", [*linear.inputs(), beside])
+                _replace(graph, node, f"{linear.kind()}_add", [*linear.inputs(), beside])
                 break
 
 
@@ -179,6 +179,8 @@ _BY_ROWS = {
     "tandem::rms_norm": (0,),
     "tandem::linear": (0,),
     "tandem::linear_add": (0, 5),
+    "tandem::linear_codes": (0,),
+    "tandem::linear_codes_add": (0, 8),
     "tandem::linears_gated": (0,),
     "tandem::gated": (0, 1),
     "aten::add": (0, 1),

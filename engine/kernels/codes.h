@@ -1,0 +1,217 @@
+// Codes of weights in 4, 8 or 16 bits: what each is worth, where it lies in a panel, and how a step of a panel is widened.
+#pragma once
+
+#include "dots.h"
+
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VBMI__)
+#define TANDEM_TABLES  // codes are widened by permuting a table of bytes
+#endif
+#define TANDEM_INLINE inline __attribute__((always_inline))  // the inner loop keeps its vectors in registers
+
+namespace tandem {
+
+constexpr int64_t PANEL = COLS * LANES;
+
+// ---- formats: what a code is worth
+
+inline float with_sign(float magnitude, uint32_t code) {
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | (code & 0x80u) << 24);
+}
+
+struct Int8 {  // two's complement
+  static constexpr int BITS = 8;
+  static float value(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
+};
+
+struct Fp8 {  // e4m3fn, without its NaN
+  static constexpr int BITS = 8;
+  static float value(uint32_t code) { return with_sign(std::bit_cast<float>((code & 0x7fu) << 20) * 0x1p120f, code); }
+};
+
+struct Int4 {  // two's complement
+  static constexpr int BITS = 4;
+  static float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code ^ 8u) - 8); }
+};
+
+struct Bf16Code {
+  static constexpr int BITS = 16;
+  static float value(uint32_t code) { return std::bit_cast<float>(code << 16); }
+};
+
+// Bytes of one step: the codes of two neighbours along k for every column of a panel.
+template <typename F>
+constexpr int64_t STEP_BYTES = 2 * PANEL * F::BITS / 8;
+
+inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
+
+// ---- one step, widened
+
+#ifdef TANDEM_TABLES
+
+struct Wide {
+  __m512i columns[COLS];  // of each column the two neighbours, as bfloat16
+};
+
+inline Vec even(const Wide& w, int c) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(w.columns[c], 16))); }
+inline Vec odd(const Wide& w, int c) {
+  return Vec(_mm512_castsi512_ps(_mm512_and_si512(w.columns[c], _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+}
+#ifdef TANDEM_BF16_DOT
+inline __m512bh both(const Wide& w, int c) { return (__m512bh)w.columns[c]; }
+#endif
+
+// The bytes of the bfloat16 that a code, less its sign, is worth.
+template <typename F>
+struct Table {
+  static constexpr int SIZE = F::BITS == 4 ? 16 : 128;
+  alignas(64) uint8_t low[128], high[128];
+  Table() {
+    for (int i = 0; i < 128; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(F::value(i % SIZE));
+      low[i] = bits >> 16 & 0xff;
+      high[i] = bits >> 24;
+    }
+  }
+};
+
+template <typename F>
+inline const Table<F> table{};
+
+// Sixteen places of each vector's two halves stand in every quarter of 64 codes, as unpacking takes them apart.
+inline int64_t place_of_64(int64_t column, int64_t i) {
+  const int64_t vector = column / LANES % 2, element = column % LANES * 2 + i;
+  return element / 8 * 16 + vector * 8 + element % 8;
+}
+
+template <typename F>
+struct Reader {
+  __m512i low[2], high[2];
+
+  Reader() {
+    if constexpr (F::BITS == 8)
+      for (int i = 0; i < 2; ++i) {
+        low[i] = _mm512_load_si512(table<F>.low + 64 * i);
+        high[i] = _mm512_load_si512(table<F>.high + 64 * i);
+      }
+    if constexpr (F::BITS == 4) {
+      low[0] = _mm512_load_si512(table<F>.low);
+      high[0] = _mm512_load_si512(table<F>.high);
+    }
+  }
+
+  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
+    Wide w;
+    if constexpr (F::BITS == 16) {
+      for (int c = 0; c < COLS; ++c) w.columns[c] = _mm512_loadu_si512(at + 64 * c);
+    } else {
+      for (int half = 0; half < 2; ++half) {
+        __m512i lows, highs;
+        if constexpr (F::BITS == 8) {
+          const __m512i codes = _mm512_loadu_si512(at + 64 * half);
+          lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+          highs = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+          highs = _mm512_ternarylogic_epi32(highs, codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);  // a | b & c
+        } else {
+          __m512i codes = _mm512_loadu_si512(at);
+          if (half == 1) codes = _mm512_srli_epi16(codes, 4);
+          codes = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
+          lows = _mm512_shuffle_epi8(low[0], codes);
+          highs = _mm512_shuffle_epi8(high[0], codes);
+        }
+        w.columns[2 * half] = _mm512_unpacklo_epi8(lows, highs);
+        w.columns[2 * half + 1] = _mm512_unpackhi_epi8(lows, highs);
+      }
+    }
+    return w;
+  }
+};
+
+// Integers of eight bits have an instruction of their own: both neighbours become float32, which bfloat16 is the half of.
+struct Apart {
+  Vec evens[COLS], odds[COLS];
+};
+
+inline Vec even(const Apart& w, int c) { return w.evens[c]; }
+inline Vec odd(const Apart& w, int c) { return w.odds[c]; }
+#ifdef TANDEM_BF16_DOT
+inline __m512bh both(const Apart& w, int c) {
+  return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(w.evens[c]), 16), _mm512_castps_si512(w.odds[c]));
+}
+#endif
+
+template <>
+struct Reader<Int8> {
+  TANDEM_INLINE Apart operator()(const uint8_t* at) const {
+    const auto get = [](const uint8_t* from) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return Vec(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+    };
+    Apart w;
+    for (int c = 0; c < COLS; ++c) {
+      w.evens[c] = get(at + c * LANES);
+      w.odds[c] = get(at + PANEL + c * LANES);
+    }
+    return w;
+  }
+};
+
+// Where the code of (column, i) stands in a step: its byte, and its shift there.
+template <typename F>
+std::pair<int64_t, int> place(int64_t column, int64_t i) {
+  if constexpr (F::BITS == 16) return {(2 * column + i) * 2, 0};
+  if constexpr (std::is_same_v<F, Int8>) return {i * PANEL + column, 0};
+  const int64_t at = place_of_64(column, i), half = column / LANES / 2;
+  if constexpr (F::BITS == 4) return {at, static_cast<int>(4 * half)};
+  return {64 * half + at, 0};
+}
+
+#else
+
+struct Wide {
+  float evens[PANEL], odds[PANEL];
+};
+
+inline Vec even(const Wide& w, int c) { return load(w.evens + c * LANES); }
+inline Vec odd(const Wide& w, int c) { return load(w.odds + c * LANES); }
+#ifdef TANDEM_BF16_DOT
+inline __m512bh both(const Wide& w, int c) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even(w, c)), 16);
+  return (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_castps_si512(odd(w, c)));
+}
+#endif
+
+template <typename F>
+struct Reader {
+  TANDEM_INLINE Wide operator()(const uint8_t* at) const {
+    Wide w;
+    for (int64_t column = 0; column < PANEL; ++column) {
+      if constexpr (F::BITS == 4) {
+        w.evens[column] = F::value(at[column] & 0x0fu);
+        w.odds[column] = F::value(at[column] >> 4);
+      } else if constexpr (F::BITS == 8) {
+        w.evens[column] = F::value(at[column]);
+        w.odds[column] = F::value(at[PANEL + column]);
+      } else {
+        w.evens[column] = F::value(reinterpret_cast<const uint16_t*>(at)[column]);
+        w.odds[column] = F::value(reinterpret_cast<const uint16_t*>(at)[PANEL + column]);
+      }
+    }
+    return w;
+  }
+};
+
+template <typename F>
+std::pair<int64_t, int> place(int64_t column, int64_t i) {
+  if constexpr (F::BITS == 4) return {column, static_cast<int>(4 * i)};
+  return {(i * PANEL + column) * F::BITS / 8, 0};
+}
+
+#endif
+
+}  // namespace tandem
