@@ -7,6 +7,7 @@
 // its own: a row's bits do not depend on the other rows, nor on whether a panel was widened as it was read or before.
 #include "ops.h"
 
+#include "capture.h"
 #include "codes.h"
 #include "dots.h"
 #include "tile_blocks.h"
@@ -19,6 +20,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -449,18 +451,15 @@ Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_
   return out;
 }
 
-// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once it is
-// rounded, plus beside [..., n], where it is defined.
-Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
-                      int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
+// y [..., n] = x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once
+// it is rounded, plus beside [..., n], where it is defined.
+void multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
+                    int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside, Tensor& y) {
   TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
               x.scalar_type(), ", the weight ", n, " x ", k);
   TORCH_CHECK(!bias.has_value() ||
                   (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
               "tandem::linear_codes wants a bias of x's type");
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = n;
-  Tensor y = at::empty(sizes, x.options());
   with_format(format, [&](auto kind) {
     using F = decltype(kind);
     check_sizes(codes, scales, n, k, group, STEP_BYTES<F>);
@@ -468,7 +467,8 @@ Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales
       using T = std::remove_pointer_t<decltype(into)>;
       using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
       using X = typename D::X;
-      const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
+      const auto type = c10::CppTypeToScalarType<X>::value;
+      const Tensor rows = x.scalar_type() == type ? x.contiguous() : x.contiguous().to(type);
       const X* from = rows.const_data_ptr<X>();
       const uint8_t* code = codes.const_data_ptr<uint8_t>();
       const float* scale = scales.const_data_ptr<float>();
@@ -482,16 +482,23 @@ Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales
         }
 #endif
       linear_rows<F, D, T>(from, code, scale, groups, group, add, into, m, k, n);
-      if (beside.defined()) y.add_(beside.view(sizes));
+      if (beside.defined()) y.add_(beside.view(y.sizes()));
     };
     x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   });
-  return y;
+}
+
+Tensor room_for(const Tensor& x, int64_t n) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = n;
+  return at::empty(sizes, x.options());
 }
 
 Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
                     int64_t n, int64_t k, int64_t group, c10::string_view format) {
-  return multiply_codes(x, codes, scales, bias, n, k, group, format, {});
+  Tensor y = room_for(x, n);
+  multiply_codes(x, codes, scales, bias, n, k, group, format, {}, y);
+  return y;
 }
 
 // beside [..., n] plus `linear_codes`, as two operators would round it.
@@ -499,8 +506,25 @@ Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scal
                         int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
               "tandem::linear_codes_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
-  return multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous()).view(beside.sizes());
+  Tensor y = room_for(x, n);
+  multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous(), y);
+  return y.view(beside.sizes());
 }
+
+Again codes_again(const torch::jit::Stack& in, const Tensor& beside, const Tensor& y) {
+  if (beside.defined() && !beside.is_contiguous()) return {};
+  const std::optional<Tensor> bias = in[3].isNone() ? std::nullopt : std::optional<Tensor>(in[3].toTensor());
+  return [x = in[0].toTensor(), codes = in[1].toTensor(), scales = in[2].toTensor(), bias, n = in[4].toInt(),
+          k = in[5].toInt(), group = in[6].toInt(), format = std::string(in[7].toStringRef()), beside,
+          to = Tensor(y)]() mutable { multiply_codes(x, codes, scales, bias, n, k, group, format, beside, to); };
+}
+
+const bool codes_repeated = is_repeated("linear_codes", [](const torch::jit::Stack& in, const torch::jit::Stack& out) {
+  return codes_again(in, {}, out[0].toTensor());
+});
+const bool sums_repeated = is_repeated("linear_codes_add", [](const torch::jit::Stack& in, const torch::jit::Stack& out) {
+  return codes_again(in, in[8].toTensor(), out[0].toTensor());
+});
 
 }  // namespace
 }  // namespace tandem
