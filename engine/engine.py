@@ -4,7 +4,7 @@
                         │
                         ├── scheduler.plan()      which sequences, how many tokens each, blocks for all of them
                         ├── speculation           drafts behind a sequence's last token, where that pays
-                        ├── model.forward()       one packed forward
+                        ├── forward()             one packed forward, captured or not
                         └── choose()              a token for every sequence that caught up, and one more for each
                                                   draft that was right; masks were filled meanwhile
 
@@ -181,7 +181,7 @@ class Engine:
             drafts = self._draft(plan)
             ready = [chunk.sequence for chunk in plan if chunk.tokens == chunk.sequence.num_uncomputed]
             filling = self.masks.begin(ready, self.model.vocab_size)
-            logits = self._forward(self._pack(plan, drafts))  # [rows wanted, vocab]
+            logits = self.forward(self._pack(plan, drafts))  # [rows wanted, vocab]
             progress = self._advance(plan, drafts, logits, filling)
         except (AssertionError, TandemError):  # our own books are wrong
             raise
@@ -249,12 +249,18 @@ class Engine:
             return
         try:
             table = list(self.pool.table(PROOF))
-            self.model.forward(self.pages, Batch([0], [0], [1], [1], [table], [0])).cpu()
+            self.forward(Batch([0], [0], [1], [1], [table], [0])).cpu()
         except Exception as again:
             log.exception("the engine fails at a step of its own, too")
             raise error from again
         finally:
             self.pool.drop(PROOF)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits `[rows wanted, vocab]` of one packed forward, by the captured step where there is one; writes the pages.
+        Valid until the next call."""
+        logits = self.decode.logits(batch) if self.decode else None
+        return self.model.forward(self.pages, batch) if logits is None else logits
 
     # ---- inside
 
@@ -262,10 +268,6 @@ class Engine:
         """The most prompt tokens in a step with this many streams."""
         stretch = self.config.stretch
         return self.pace.prompt_tokens_beside(streams, stretch, self.config.beside_s) if stretch else None
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        logits = self.decode.logits(batch) if self.decode else None
-        return self.model.forward(self.pages, batch) if logits is None else logits
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:

@@ -34,18 +34,18 @@ async def ask(cluster: Any, prompt: list[int]) -> list[int] | TandemError:
 
 def failing(patch: pytest.MonkeyPatch, worker: Worker, when: Callable[[int, Any], bool]) -> list[int]:
     """Its forwards fail when `when` says so of their number and batch; returns the numbers of those that did."""
-    forward, failed = worker.engine.model.forward, []
+    forward, failed = worker.engine.forward, []
     count = 0
 
-    def broken(pages: Any, batch: Any) -> Any:
+    def broken(batch: Any) -> Any:
         nonlocal count
         count += 1
         if when(count, batch):
             failed.append(count)
             raise RuntimeError("the device had a bad moment")
-        return forward(pages, batch)
+        return forward(batch)
 
-    patch.setattr(worker.engine.model, "forward", broken)
+    patch.setattr(worker.engine, "forward", broken)
     return failed
 
 

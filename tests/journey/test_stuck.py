@@ -62,12 +62,12 @@ class Block:
     """Blocks a worker's next step until the end of the block."""
 
     def __init__(self, worker: Worker) -> None:
-        self._model: Any = worker.engine.model
-        self._forward = self._model.forward
+        self._engine: Any = worker.engine
+        self._forward = self._engine.forward
         self._over = threading.Event()
 
     def __enter__(self) -> None:
-        self._model.forward = self._wait
+        self._engine.forward = self._wait
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

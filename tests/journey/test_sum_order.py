@@ -29,15 +29,15 @@ async def known(cluster: Any) -> None:
 
 async def lose_a_stream(cluster: Any, patch: pytest.MonkeyPatch) -> Completion:
     """The first decode worker, which an idle router takes, fails the stream in its middle."""
-    model = cluster.workers["decode-0"].engine.model
-    forward = model.forward
+    engine = cluster.workers["decode-0"].engine
+    forward = engine.forward
 
-    def broken(pages: Any, batch: Any) -> Any:
+    def broken(batch: Any) -> Any:
         if LATER in batch.positions:
             raise RuntimeError("the device had a bad moment")
-        return forward(pages, batch)
+        return forward(batch)
 
-    patch.setattr(model, "forward", broken)
+    patch.setattr(engine, "forward", broken)
     answer: Completion = await cluster.client.generate(
         PROMPT, max_tokens=12, temperature=0.0, ignore_eos=True, timeout=60
     )

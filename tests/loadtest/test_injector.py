@@ -67,9 +67,8 @@ def wrapped() -> Wrapped:
 
 def engine() -> Any:
     sequence = SimpleNamespace(tokens=[5, 6, 7])
-    model = SimpleNamespace(forward=lambda pages, batch: "logits")
-    found = SimpleNamespace(sequences={"a": sequence}, model=model)
-    found.step = lambda: found.model.forward("pages", SimpleNamespace(token_ids=sequence.tokens))
+    found = SimpleNamespace(sequences={"a": sequence}, forward=lambda batch: "logits")
+    found.step = lambda: found.forward(SimpleNamespace(token_ids=sequence.tokens))
     return found
 
 

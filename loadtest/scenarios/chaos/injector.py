@@ -164,18 +164,18 @@ def block() -> NoReturn:
 
 
 def harm_engine(engine: Engine, injector: Injector) -> None:
-    step, forward = engine.step, engine.model.forward
+    step, forward = engine.step, engine.forward
 
     def harmed_step() -> Any:
         injector.step()
         return step()
 
-    def harmed_forward(pages: Any, batch: Any) -> Any:
+    def harmed_forward(batch: Any) -> Any:
         injector.forward(batch.token_ids)
-        return forward(pages, batch)
+        return forward(batch)
 
     vars(engine)["step"] = harmed_step
-    vars(engine.model)["forward"] = harmed_forward
+    vars(engine)["forward"] = harmed_forward
 
 
 # ---- the transport
