@@ -257,8 +257,8 @@ class Engine:
             self.pool.drop(PROOF)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits `[rows wanted, vocab]` of one packed forward, by the captured step where there is one; writes the pages.
-        Valid until the next call."""
+        """Logits `[rows wanted, vocab]` of one packed forward, by the captured step where there is one, valid until the
+        next call; writes the pages."""
         logits = self.decode.logits(batch) if self.decode else None
         return self.model.forward(self.pages, batch) if logits is None else logits
 
