@@ -9,9 +9,11 @@
 
 #include "codes.h"
 #include "dots.h"
+#include "functions.h"
 #include "tile_blocks.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -211,19 +213,31 @@ void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scal
   });
 }
 
+// Rows of x as a product by tiles has prepared them, for the next one of the same rows.
+struct Prepared {
+  const BFloat16* tiles = nullptr;
+  int64_t group = 0;            // neighbours that begin with a step
+  const float* wide = nullptr;  // one row
+};
+
 #ifdef TANDEM_TILES
 
 static_assert(PANEL == MADE_COLUMNS);
 
-// Panels of codes, which sum_made has widened. No group is shared by two steps, and a group's last may be a part of one.
+// Panels of codes, which sum_made has widened: of one weight, or of two in turn. No group is shared by two steps, and a
+// group's last may be a part of one.
 template <typename F>
 struct Codes {
-  const uint8_t* first;
-  int64_t pairs, of_group;  // of a panel, and of a group
+  const uint8_t* first[2];
+  int64_t weights, pairs, of_group;  // pairs of a panel, and of a group
   int64_t steps_of_group = steps_of(2 * of_group);
 
+  const uint8_t* at(int64_t panel) const {
+    return first[panel % weights] + panel / weights * pairs * STEP_BYTES<F>;
+  }
+
   void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
-    const uint8_t* own = first + panel * pairs * STEP_BYTES<F>;
+    const uint8_t* own = at(panel);
     for (const int64_t end = step + steps; step < end; ++step, to += MADE) {
       const int64_t group = step / steps_of_group, within = step % steps_of_group * TILE_ROWS;
       const int64_t begin = group * of_group + within;
@@ -234,41 +248,59 @@ struct Codes {
   }
 
   void fetch(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts) const {
-    const char* from = reinterpret_cast<const char*>(first) +
-                       (panel * pairs + step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS) * STEP_BYTES<F>;
+    const int64_t pair = step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS;
+    const char* from = reinterpret_cast<const char*>(at(panel)) + pair * STEP_BYTES<F>;
     const int64_t lines = steps * TILE_ROWS * STEP_BYTES<F> / LINE;
     for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
       __builtin_prefetch(from + line * LINE, 0, 2);
   }
 };
 
-// Where 16 rows' totals of one panel, [16][PANEL], go: bias and what is beside them, either may be null, of its first column.
-struct Goal {
-  const BFloat16* bias;
-  const BFloat16* beside;
-  BFloat16* y;
-  int64_t n;
-
-  Goal at(int64_t row, int64_t column) const {
-    const int64_t by = row * n + column;
-    return {bias == nullptr ? nullptr : bias + column, beside == nullptr ? nullptr : beside + by, y + by, n};
-  }
+struct Packed {
+  const uint8_t* codes;
+  const float* scales;
+  const BFloat16* bias;  // may be null
 };
 
-// They leave scaled, unless they are, with bias, rounded, and then with what is beside them; of so many columns.
-void leave(const float* totals, int64_t rows, const float* scales, const Goal& to, int64_t columns) {
+// y[0..count) = act(gate) * up; of functions.h.
+using Gate = void (*)(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t count);
+
+Gate gate_of(c10::string_view act) {
+  Gate found = nullptr;
+  with_act(act, [&](const auto& f) {
+    using Act = std::decay_t<decltype(f)>;
+    found = [](const BFloat16* from, const BFloat16* up, BFloat16* y, int64_t count) { gate(from, up, y, count, Act()); };
+  });
+  return found;
+}
+
+// y [m, n] = x times one weight, plus what is beside it, which may be null; or act(that) times x times a second weight.
+struct Product {
+  Packed weights[2];
+  int64_t groups, group, m, k, n;
+  const BFloat16* beside;
+  Gate gate;  // null with one weight
+  BFloat16* y;
+
+  int64_t count() const { return gate == nullptr ? 1 : 2; }
+};
+
+// Up to 16 rows' totals of one panel, [16][PANEL], leave scaled, unless they are, with bias, rounded, and then with what is
+// beside them; of so many columns.
+void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, const BFloat16* beside,
+           BFloat16* y, int64_t stride, int64_t columns) {
   for (int64_t c = 0; c < COLS; ++c) {
     const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
     if (count <= 0) break;
     const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
     const auto go = [&](const auto& get, const auto& set) {
-      const Vec add = to.bias == nullptr ? Vec(0.0f) : get(to.bias + c * LANES);
+      const Vec add = bias == nullptr ? Vec(0.0f) : get(bias + c * LANES);
       for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = r * to.n + c * LANES;
+        const int64_t at = r * stride + c * LANES;
         Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
-        if (to.bias != nullptr) sum = sum + add;
-        if (to.beside != nullptr) sum = rounded<BFloat16>(sum) + get(to.beside + at);
-        set(sum, to.y + at);
+        if (bias != nullptr) sum = sum + add;
+        if (beside != nullptr) sum = rounded<BFloat16>(sum) + get(beside + at);
+        set(sum, y + at);
       }
     };
     const int rest = static_cast<int>(count);
@@ -280,14 +312,34 @@ void leave(const float* totals, int64_t rows, const float* scales, const Goal& t
   }
 }
 
+// The same of a weight's panel, from a row on. Of two weights the first one's wait in `half`, [16][PANEL], for the second's.
+void leave(const float* totals, int64_t rows, const float* scales, const Product& of, int64_t weight, int64_t row,
+           int64_t panel, BFloat16* half) {
+  const int64_t first = panel * PANEL, columns = of.n - first, at = row * of.n + first;
+  const BFloat16* bias = of.weights[weight].bias == nullptr ? nullptr : of.weights[weight].bias + first;
+  BFloat16* y = of.y + at;
+  if (of.gate == nullptr)
+    return leave(totals, rows, scales, bias, of.beside == nullptr ? nullptr : of.beside + at, y, of.n, columns);
+  if (weight == 0) return leave(totals, rows, scales, bias, nullptr, half, PANEL, columns);
+  alignas(LINE) BFloat16 up[TILE_ROWS * PANEL];
+  leave(totals, rows, scales, bias, nullptr, up, PANEL, columns);
+  if (columns < PANEL) {
+    for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, columns);
+    return;
+  }
+  of.gate(half, up, up, rows * PANEL);
+  for (int64_t r = 0; r < rows; ++r) std::memcpy(y + r * of.n, up + r * PANEL, PANEL * sizeof(BFloat16));
+}
+
 // totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
 template <typename F>
-[[gnu::noinline]] void sum_row(const float* x, const Codes<F>& of, const float* scales, int64_t groups, float* totals) {
-  const AsCodes<F> source(of.first);
+[[gnu::noinline]] void sum_row(const float* x, const uint8_t* panel, int64_t pairs, int64_t of_group, const float* scales,
+                               int64_t groups, float* totals) {
+  const AsCodes<F> source(panel);
   for (int64_t begin = 0, group = 0; group < groups; ++group, scales += PANEL) {
     Vec sums[COLS];
     for (Vec& sum : sums) sum = Vec(0.0f);
-    for (const int64_t end = std::min(of.pairs, (group + 1) * of.of_group); begin < end;) {
+    for (const int64_t end = std::min(pairs, (group + 1) * of_group); begin < end;) {
       Vec evens[COLS], odds[COLS];
       for (int c = 0; c < COLS; ++c) evens[c] = odds[c] = Vec(0.0f);
       for (const int64_t step_end = std::min(end, begin + TILE_ROWS); begin < step_end; ++begin) {
@@ -309,43 +361,51 @@ template <typename F>
 
 // One row would use a tile's columns once, so none are made.
 template <typename F>
-void linear_row(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                const Goal& to, int64_t k) {
-  const int64_t pairs = pairs_of(k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(to.n);
-  float* wide = own_memory<0, float>(2 * pairs);
-  for (int64_t at = 0; at < k; ++at) wide[at] = static_cast<float>(x[at]);
-  if (k < 2 * pairs) wide[k] = 0.0f;
+void linear_row(const BFloat16* x, Prepared& prepared, const Product& of) {
+  const int64_t pairs = pairs_of(of.k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(of.n);
+  if (prepared.wide == nullptr) {
+    float* wide = own_memory<0, float>(2 * pairs);
+    for (int64_t at = 0; at < of.k; ++at) wide[at] = static_cast<float>(x[at]);
+    if (of.k < 2 * pairs) wide[of.k] = 0.0f;
+    prepared.wide = wide;
+  }
+  const float* wide = prepared.wide;  // the calling thread's, for all
   share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
     const AsInTiles as_in_tiles;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      alignas(LINE) float totals[PANEL];
-      sum_row<F>(wide, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
-      leave(totals, 1, nullptr, to.at(0, panel * PANEL), to.n - panel * PANEL);
-    }
+    alignas(LINE) BFloat16 half[PANEL];
+    alignas(LINE) float totals[PANEL];
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t i = 0; i < of.count(); ++i) {
+        const auto& [codes, scales, _] = of.weights[i];
+        sum_row<F>(wide, codes + panel * bytes, pairs, of.group / 2, scales + panel * of.groups * PANEL, of.groups, totals);
+        leave(totals, 1, nullptr, of, i, 0, panel, half);
+      }
   });
 }
 
 template <typename F>
-void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                  const Goal& to, int64_t m, int64_t k) {
-  if (m == 0) return;
-  group = groups == 1 ? k + k % 2 : group;
-  if (m == 1) return linear_row<F>(x, codes, scales, groups, group, to, k);
-  const int64_t steps = steps_of(k, group), pairs = pairs_of(k);
-  const BFloat16* tiled = tiles_of(x, m, k, group);
-  share_tiles(m, steps, panels_of(to.n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
+void linear_tiles(const BFloat16* x, Prepared& prepared, Product of) {
+  if (of.m == 0) return;
+  if (of.groups == 1) of.group = of.k + of.k % 2;
+  if (of.m == 1) return linear_row<F>(x, prepared, of);
+  const int64_t steps = steps_of(of.k, of.group), pairs = pairs_of(of.k), weights = of.count(), groups = of.groups;
+  if (prepared.tiles == nullptr || prepared.group != of.group) prepared = {tiles_of(x, of.m, of.k, of.group), of.group};
+  const BFloat16* tiled = prepared.tiles;
+  share_tiles(of.m, steps, panels_of(of.n), MADE_TOGETHER / weights, weights * pairs * STEP_BYTES<F>, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const AsInTiles as_in_tiles;
-    const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
-    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * high_of(rows) * MADE_SUMS);
+    const int64_t skip = panel * pairs * STEP_BYTES<F>, size = high_of(rows) * MADE_SUMS;  // of all rows and a panel
+    const Codes<F> source{{of.weights[0].codes + skip, of.weights[1].codes + skip}, weights, pairs, of.group / 2};
+    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * weights * size);
+    BFloat16* half = own_memory<2, BFloat16>(weights == 1 ? 0 : count * size);
     const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      const float* scale = scales + ((panel + p) * groups + at) * PANEL;
-      const int64_t here = std::min(TILE_ROWS, rows - row), first = (panel + p) * PANEL;
-      const auto go = [&](const float* of, const float* by) {
-        leave(of, here, by, to.at(from + row, first), to.n - first);
+      const int64_t weight = p % weights, own = panel + p / weights, here = std::min(TILE_ROWS, rows - row);
+      const float* scale = of.weights[weight].scales + (own * groups + at) * PANEL;
+      const auto go = [&](const float* sums, const float* by) {
+        leave(sums, here, by, of, weight, from + row, own, half + p / weights * size + row * PANEL);
       };
       if (groups == 1) return go(sums, scale);
-      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
+      float* total = totals + p * size + row * PANEL;
       for (int64_t c = 0; c < COLS; ++c) {
         const Vec of_column = load(scale + c * LANES);
         for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
@@ -353,7 +413,8 @@ void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, 
       }
       if (at == groups - 1) go(total, nullptr);
     };
-    sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count, add_group);
+    sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count * weights,
+                        add_group);
   });
 }
 
@@ -449,49 +510,73 @@ Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_
   return out;
 }
 
-// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once it is
-// rounded, plus beside [..., n], where it is defined.
-Tensor multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
-                      int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
-  TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
-              x.scalar_type(), ", the weight ", n, " x ", k);
-  TORCH_CHECK(!bias.has_value() ||
-                  (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
+struct Coded {
+  const Tensor &codes, &scales;
+  const std::optional<Tensor>& bias;
+  int64_t n, k, group;
+  c10::string_view format;
+};
+
+// A product of x by tiles; in the other orders each weight has one of its own, and others do what comes then.
+bool by_tiles(const Tensor& x) {
+#ifdef TANDEM_TILES
+  return tandem::by_tiles() && x.scalar_type() == at::kBFloat16;
+#else
+  return false;
+#endif
+}
+
+void check(const Tensor& x, const Coded& w) {
+  TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == w.k, "tandem::linear_codes: x is ", x.sizes(),
+              " of ", x.scalar_type(), ", the weight ", w.n, " x ", w.k);
+  TORCH_CHECK(!w.bias.has_value() ||
+                  (w.bias->scalar_type() == x.scalar_type() && w.bias->is_contiguous() && w.bias->numel() == w.n),
               "tandem::linear_codes wants a bias of x's type");
+  with_format(w.format, [&](auto kind) { check_sizes(w.codes, w.scales, w.n, w.k, w.group, STEP_BYTES<decltype(kind)>); });
+}
+
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n]; by tiles then plus `beside`,
+// or, with the gate's name, act(that) times the product with `second`.
+Tensor multiply_codes(const Tensor& x, Prepared& prepared, const Coded& w, const Tensor& beside = {},
+                      const Coded* second = nullptr, c10::string_view act = {}) {
+  check(x, w);
+  if (second != nullptr) check(x, *second);
   std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = n;
+  sizes.back() = w.n;
   Tensor y = at::empty(sizes, x.options());
-  with_format(format, [&](auto kind) {
-    using F = decltype(kind);
-    check_sizes(codes, scales, n, k, group, STEP_BYTES<F>);
-    const auto run = [&](auto* into) {
-      using T = std::remove_pointer_t<decltype(into)>;
-      using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
-      using X = typename D::X;
-      const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
-      const X* from = rows.const_data_ptr<X>();
-      const uint8_t* code = codes.const_data_ptr<uint8_t>();
-      const float* scale = scales.const_data_ptr<float>();
-      const T* add = bias.has_value() ? bias->const_data_ptr<T>() : nullptr;
-      const int64_t m = y.numel() / n, groups = groups_of(k, group);
+  const int64_t m = x.numel() / w.k, groups = groups_of(w.k, w.group);
+  const auto run = [&](auto* into) {
+    using T = std::remove_pointer_t<decltype(into)>;
+    using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
+    using X = typename D::X;
+    const Tensor rows = x.contiguous().to(c10::CppTypeToScalarType<X>::value);
+    const X* from = rows.const_data_ptr<X>();
+    with_format(w.format, [&](auto kind) {
+      using F = decltype(kind);
+      const auto bias = [](const Coded& of) { return of.bias.has_value() ? of.bias->const_data_ptr<T>() : nullptr; };
 #ifdef TANDEM_TILES
       if constexpr (std::is_same_v<D, ByPairs>)
-        if (by_tiles()) {
-          const Goal to{add, beside.defined() ? beside.const_data_ptr<T>() : nullptr, into, n};
-          return linear_tiles<F>(from, code, scale, groups, group, to, m, k);
+        if (by_tiles(x)) {
+          const auto packed = [&](const Coded& of) {
+            return Packed{of.codes.const_data_ptr<uint8_t>(), of.scales.const_data_ptr<float>(), bias(of)};
+          };
+          return linear_tiles<F>(from, prepared, {{packed(w), packed(second == nullptr ? w : *second)}, groups, w.group, m,
+                                                  w.k, w.n, beside.defined() ? beside.const_data_ptr<T>() : nullptr,
+                                                  second == nullptr ? nullptr : gate_of(act), into});
         }
 #endif
-      linear_rows<F, D, T>(from, code, scale, groups, group, add, into, m, k, n);
-      if (beside.defined()) y.add_(beside.view(sizes));
-    };
-    x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
-  });
+      linear_rows<F, D, T>(from, w.codes.const_data_ptr<uint8_t>(), w.scales.const_data_ptr<float>(), groups, w.group,
+                           bias(w), into, m, w.k, w.n);
+    });
+  };
+  x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
   return y;
 }
 
 Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
                     int64_t n, int64_t k, int64_t group, c10::string_view format) {
-  return multiply_codes(x, codes, scales, bias, n, k, group, format, {});
+  Prepared prepared;
+  return multiply_codes(x, prepared, {codes, scales, bias, n, k, group, format});
 }
 
 // beside [..., n] plus `linear_codes`, as two operators would round it.
@@ -499,7 +584,54 @@ Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scal
                         int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
               "tandem::linear_codes_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
-  return multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous()).view(beside.sizes());
+  Prepared prepared;
+  const Coded weight{codes, scales, bias, n, k, group, format};
+  if (by_tiles(x)) return multiply_codes(x, prepared, weight, beside.contiguous()).view(beside.sizes());
+  return multiply_codes(x, prepared, weight).view(beside.sizes()).add_(beside);
+}
+
+// `linear_codes` of the same x with several weights.
+std::vector<Tensor> linears_codes(const Tensor& x, at::TensorList codes, at::TensorList scales,
+                                  const c10::List<std::optional<Tensor>>& biases, at::IntArrayRef n,
+                                  at::IntArrayRef group, const c10::List<std::string>& formats, int64_t k) {
+  const size_t count = codes.size();
+  TORCH_CHECK(scales.size() == count && biases.size() == count && n.size() == count && group.size() == count &&
+                  formats.size() == count,
+              "tandem::linears_codes wants as many of each");
+  Prepared prepared;
+  std::vector<Tensor> out;
+  for (size_t i = 0; i < count; ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    const std::string format = formats.get(i);
+    out.push_back(multiply_codes(x, prepared, {codes[i], scales[i], bias, n[i], k, group[i], format}));
+  }
+  return out;
+}
+
+// act(`linear_codes` with the first weight) times `linear_codes` with the second, as three operators would round it.
+Tensor linears_codes_gated(const Tensor& x, at::TensorList codes, at::TensorList scales,
+                           const c10::List<std::optional<Tensor>>& biases, at::IntArrayRef n, at::IntArrayRef group,
+                           const c10::List<std::string>& formats, int64_t k, c10::string_view act) {
+  TORCH_CHECK(codes.size() == 2 && scales.size() == 2 && biases.size() == 2 && n.size() == 2 && group.size() == 2 &&
+                  formats.size() == 2 && n[0] == n[1],
+              "tandem::linears_codes_gated wants two weights of one size");
+  if (by_tiles(x) && group[0] == group[1] && formats.get(0) == formats.get(1)) {
+    const std::optional<Tensor> bias[] = {biases.get(0), biases.get(1)};
+    const std::string format = formats.get(0);
+    const Coded second{codes[1], scales[1], bias[1], n[1], k, group[1], format};
+    Prepared prepared;
+    return multiply_codes(x, prepared, {codes[0], scales[0], bias[0], n[0], k, group[0], format}, {}, &second, act);
+  }
+  const std::vector<Tensor> both = linears_codes(x, codes, scales, biases, n, group, formats, k);
+  const auto run = [&](auto* y, const auto* up) {
+    with_act(act, [&](const auto& f) {
+      at::parallel_for(0, both[0].numel(), 1 << 14,
+                       [&](int64_t at, int64_t end) { gate(y + at, up + at, y + at, end - at, f); });
+    });
+  };
+  x.scalar_type() == at::kFloat ? run(both[0].data_ptr<float>(), both[1].const_data_ptr<float>())
+                                : run(both[0].data_ptr<BFloat16>(), both[1].const_data_ptr<BFloat16>());
+  return both[0];
 }
 
 }  // namespace
@@ -513,6 +645,10 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
         " -> Tensor");
   m.def("linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format,"
         " Tensor beside) -> Tensor");
+  m.def("linears_codes(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] biases, int[] n, int[] group,"
+        " str[] formats, int k) -> Tensor[]");
+  m.def("linears_codes_gated(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] biases, int[] n, int[] group,"
+        " str[] formats, int k, str act) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
@@ -521,4 +657,6 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("unpack_codes", &tandem::unpack_codes);
   m.impl("linear_codes", &tandem::linear_codes);
   m.impl("linear_codes_add", &tandem::linear_codes_add);
+  m.impl("linears_codes", &tandem::linears_codes);
+  m.impl("linears_codes_gated", &tandem::linears_codes_gated);
 }
