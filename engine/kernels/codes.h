@@ -1,4 +1,5 @@
-// Codes of weights in 4, 8 or 16 bits: what each is worth, where it lies in a panel, and how a step of a panel is widened.
+// Codes of weights in 4, 8 or 16 bits: what each is worth, where it lies in a panel, and how a step of a panel is widened
+// and multiplied.
 #pragma once
 
 #include "dots.h"
@@ -16,6 +17,7 @@
 namespace tandem {
 
 constexpr int64_t PANEL = COLS * LANES;
+constexpr int64_t AHEAD = 4096;  // bytes between what is in work and what is on its way from memory
 
 // ---- formats: what a code is worth
 
@@ -213,5 +215,95 @@ std::pair<int64_t, int> place(int64_t column, int64_t i) {
 }
 
 #endif
+
+// ---- a step of a tile
+
+struct ByFloats {
+  using X = float;
+  static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a step, widened
+  template <int COUNT, int R, typename W>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
+    for (int r = 0; r < R; ++r) {
+      const Vec first(x[r * stride]), second(COUNT == 2 ? x[r * stride + 1] : 0.0f);
+      for (int c = 0; c < COLS; ++c)
+        sums[r][c] = at::vec::fmadd(second, odd(w, c), at::vec::fmadd(first, even(w, c), sums[r][c]));
+    }
+  }
+  template <typename W>
+  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
+    float* at = reinterpret_cast<float*>(to);
+    for (int c = 0; c < COLS; ++c) {
+      even(w, c).store(at + c * LANES);
+      odd(w, c).store(at + PANEL + c * LANES);
+    }
+  }
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
+    const float* at = reinterpret_cast<const float*>(kept);
+    for (int i = 0; i < COUNT; ++i) {
+      Vec w[COLS];
+      for (int c = 0; c < COLS; ++c) w[c] = load(at + i * PANEL + c * LANES);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < COLS; ++c) sums[r][c] = at::vec::fmadd(Vec(x[r * stride + i]), w[c], sums[r][c]);
+    }
+  }
+};
+
+#ifdef TANDEM_BF16_DOT
+struct ByPairs {
+  using X = c10::BFloat16;
+  static constexpr int64_t BYTES = 2 * PANEL * sizeof(c10::BFloat16);
+  template <int COUNT, int R, typename W>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
+    for (int r = 0; r < R; ++r) {
+      const auto pair = Pairs::spread(x + r * stride, COUNT);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, both(w, c), sums[r][c]);
+    }
+  }
+  template <typename W>
+  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
+    for (int c = 0; c < COLS; ++c) _mm512_storeu_si512(to + 64 * c, (__m512i)both(w, c));
+  }
+  template <int COUNT, int R>
+  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
+    __m512bh w[COLS];
+    for (int c = 0; c < COLS; ++c) w[c] = Pairs::get(reinterpret_cast<const c10::BFloat16*>(kept + 64 * c));
+    for (int r = 0; r < R; ++r) {
+      const auto pair = Pairs::spread(x + r * stride, COUNT);
+      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, w[c], sums[r][c]);
+    }
+  }
+};
+using ForBf16 = ByPairs;
+#else
+using ForBf16 = ByFloats;
+#endif
+
+// What a tile reads a step from: codes that it widens, or a panel that has been widened before.
+template <typename F>
+struct AsCodes {
+  explicit AsCodes(const uint8_t* panel) : panel(panel) {}
+  const uint8_t* panel;
+  const Reader<F> read{};
+  TANDEM_INLINE auto operator()(int64_t pair) const {
+    const uint8_t* at = panel + pair * STEP_BYTES<F>;
+    for (int64_t line = 0; line < STEP_BYTES<F>; line += LINE)
+      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, 0, 2);
+    return read(at);
+  }
+};
+
+template <typename D>
+struct AsKept {
+  explicit AsKept(const uint8_t* panel) : panel(panel) {}
+  const uint8_t* panel;
+  TANDEM_INLINE const uint8_t* operator()(int64_t pair) const { return panel + pair * D::BYTES; }
+};
+
+template <typename F, typename D>
+__attribute__((noinline)) void widen(const uint8_t* panel, int64_t pairs, uint8_t* to) {
+  const AsCodes<F> source(panel);
+  for (int64_t pair = 0; pair < pairs; ++pair) D::keep(source(pair), to + pair * D::BYTES);
+}
 
 }  // namespace tandem

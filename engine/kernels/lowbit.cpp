@@ -8,11 +8,13 @@
 #include "ops.h"
 
 #include "capture.h"
+#include "code_tiles.h"
 #include "codes.h"
 #include "dots.h"
-#include "tile_blocks.h"
+#include "functions.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -20,7 +22,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -31,92 +32,7 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t AHEAD = 4096;  // bytes between what is in work and what is on its way from memory
 constexpr int64_t WIDEN_FROM = 3 * ROWS;  // more rows have their panel widened first
-
-// ---- a step of a tile
-
-struct ByFloats {
-  using X = float;
-  static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a step, widened
-  template <int COUNT, int R, typename W>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
-    for (int r = 0; r < R; ++r) {
-      const Vec first(x[r * stride]), second(COUNT == 2 ? x[r * stride + 1] : 0.0f);
-      for (int c = 0; c < COLS; ++c)
-        sums[r][c] = at::vec::fmadd(second, odd(w, c), at::vec::fmadd(first, even(w, c), sums[r][c]));
-    }
-  }
-  template <typename W>
-  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
-    float* at = reinterpret_cast<float*>(to);
-    for (int c = 0; c < COLS; ++c) {
-      even(w, c).store(at + c * LANES);
-      odd(w, c).store(at + PANEL + c * LANES);
-    }
-  }
-  template <int COUNT, int R>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
-    const float* at = reinterpret_cast<const float*>(kept);
-    for (int i = 0; i < COUNT; ++i) {
-      Vec w[COLS];
-      for (int c = 0; c < COLS; ++c) w[c] = load(at + i * PANEL + c * LANES);
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < COLS; ++c) sums[r][c] = at::vec::fmadd(Vec(x[r * stride + i]), w[c], sums[r][c]);
-    }
-  }
-};
-
-#ifdef TANDEM_BF16_DOT
-struct ByPairs {
-  using X = BFloat16;
-  static constexpr int64_t BYTES = 2 * PANEL * sizeof(BFloat16);
-  template <int COUNT, int R, typename W>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
-    for (int r = 0; r < R; ++r) {
-      const auto pair = Pairs::spread(x + r * stride, COUNT);
-      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, both(w, c), sums[r][c]);
-    }
-  }
-  template <typename W>
-  TANDEM_INLINE static void keep(const W& w, uint8_t* to) {
-    for (int c = 0; c < COLS; ++c) _mm512_storeu_si512(to + 64 * c, (__m512i)both(w, c));
-  }
-  template <int COUNT, int R>
-  TANDEM_INLINE static void step(const X* x, int64_t stride, const uint8_t* kept, Vec (&sums)[R][COLS]) {
-    __m512bh w[COLS];
-    for (int c = 0; c < COLS; ++c) w[c] = Pairs::get(reinterpret_cast<const BFloat16*>(kept + 64 * c));
-    for (int r = 0; r < R; ++r) {
-      const auto pair = Pairs::spread(x + r * stride, COUNT);
-      for (int c = 0; c < COLS; ++c) sums[r][c] = Pairs::dot(pair, w[c], sums[r][c]);
-    }
-  }
-};
-using ForBf16 = ByPairs;
-#else
-using ForBf16 = ByFloats;
-#endif
-
-// What a tile reads a step from: codes that it widens, or a panel that has been widened before.
-template <typename F>
-struct AsCodes {
-  explicit AsCodes(const uint8_t* panel) : panel(panel) {}
-  const uint8_t* panel;
-  const Reader<F> read{};
-  TANDEM_INLINE auto operator()(int64_t pair) const {
-    const uint8_t* at = panel + pair * STEP_BYTES<F>;
-    for (int64_t line = 0; line < STEP_BYTES<F>; line += LINE)
-      __builtin_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, 0, 2);
-    return read(at);
-  }
-};
-
-template <typename D>
-struct AsKept {
-  explicit AsKept(const uint8_t* panel) : panel(panel) {}
-  const uint8_t* panel;
-  TANDEM_INLINE const uint8_t* operator()(int64_t pair) const { return panel + pair * D::BYTES; }
-};
 
 struct Scales {
   const float* of_panel;
@@ -175,12 +91,6 @@ void tiles(int64_t rows, const typename D::X* x, int64_t k, const uint8_t* panel
   if constexpr (R > 1) tiles<D, S, R - 1>(rows, x, k, panel, scales, bias, y, stride, columns);
 }
 
-template <typename F, typename D>
-__attribute__((noinline)) void widen(const uint8_t* panel, int64_t pairs, uint8_t* to) {
-  const AsCodes<F> source(panel);
-  for (int64_t pair = 0; pair < pairs; ++pair) D::keep(source(pair), to + pair * D::BYTES);
-}
-
 template <typename F, typename D, typename T>
 void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
                  const T* bias, T* y, int64_t m, int64_t k, int64_t n) {
@@ -212,154 +122,6 @@ void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scal
     }
   });
 }
-
-#ifdef TANDEM_TILES
-
-static_assert(PANEL == MADE_COLUMNS);
-
-// Panels of codes, which sum_made has widened. No group is shared by two steps, and a group's last may be a part of one.
-template <typename F>
-struct Codes {
-  const uint8_t* first;
-  int64_t pairs, of_group;  // of a panel, and of a group
-  int64_t steps_of_group = steps_of(2 * of_group);
-
-  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
-    const uint8_t* own = first + panel * pairs * STEP_BYTES<F>;
-    for (const int64_t end = step + steps; step < end; ++step, to += MADE) {
-      const int64_t group = step / steps_of_group, within = step % steps_of_group * TILE_ROWS;
-      const int64_t begin = group * of_group + within;
-      const int64_t count = std::min({TILE_ROWS, of_group - within, pairs - begin});
-      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(to));
-      std::memset(to + count * 2 * PANEL, 0, (TILE_ROWS - count) * 2 * PANEL * sizeof(BFloat16));
-    }
-  }
-
-  void fetch(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts) const {
-    const char* from = reinterpret_cast<const char*>(first) +
-                       (panel * pairs + step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS) * STEP_BYTES<F>;
-    const int64_t lines = steps * TILE_ROWS * STEP_BYTES<F> / LINE;
-    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
-      __builtin_prefetch(from + line * LINE, 0, 2);
-  }
-};
-
-// Where 16 rows' totals of one panel, [16][PANEL], go: bias and what is beside them, either may be null, of its first column.
-struct Goal {
-  const BFloat16* bias;
-  const BFloat16* beside;
-  BFloat16* y;
-  int64_t n;
-
-  Goal at(int64_t row, int64_t column) const {
-    const int64_t by = row * n + column;
-    return {bias == nullptr ? nullptr : bias + column, beside == nullptr ? nullptr : beside + by, y + by, n};
-  }
-};
-
-// They leave scaled, unless they are, with bias, rounded, and then with what is beside them; of so many columns.
-void leave(const float* totals, int64_t rows, const float* scales, const Goal& to, int64_t columns) {
-  for (int64_t c = 0; c < COLS; ++c) {
-    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
-    if (count <= 0) break;
-    const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
-    const auto go = [&](const auto& get, const auto& set) {
-      const Vec add = to.bias == nullptr ? Vec(0.0f) : get(to.bias + c * LANES);
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = r * to.n + c * LANES;
-        Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
-        if (to.bias != nullptr) sum = sum + add;
-        if (to.beside != nullptr) sum = rounded<BFloat16>(sum) + get(to.beside + at);
-        set(sum, to.y + at);
-      }
-    };
-    const int rest = static_cast<int>(count);
-    if (count == LANES)
-      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* into) { put(v, into); });
-    else
-      go([rest](const BFloat16* from) { return load(from, rest); },
-         [rest](const Vec& v, BFloat16* into) { put(v, into, rest); });
-  }
-}
-
-// totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
-template <typename F>
-[[gnu::noinline]] void sum_row(const float* x, const Codes<F>& of, const float* scales, int64_t groups, float* totals) {
-  const AsCodes<F> source(of.first);
-  for (int64_t begin = 0, group = 0; group < groups; ++group, scales += PANEL) {
-    Vec sums[COLS];
-    for (Vec& sum : sums) sum = Vec(0.0f);
-    for (const int64_t end = std::min(of.pairs, (group + 1) * of.of_group); begin < end;) {
-      Vec evens[COLS], odds[COLS];
-      for (int c = 0; c < COLS; ++c) evens[c] = odds[c] = Vec(0.0f);
-      for (const int64_t step_end = std::min(end, begin + TILE_ROWS); begin < step_end; ++begin) {
-        const auto w = source(begin);
-        const Vec first(x[2 * begin]), second(x[2 * begin + 1]);
-        for (int c = 0; c < COLS; ++c) {
-          evens[c] = at::vec::fmadd(first, even(w, c), evens[c]);
-          odds[c] = at::vec::fmadd(second, odd(w, c), odds[c]);
-        }
-      }
-      for (int c = 0; c < COLS; ++c) sums[c] = sums[c] + (evens[c] + odds[c]);
-    }
-    for (int c = 0; c < COLS; ++c) {
-      float* total = totals + c * LANES;
-      at::vec::fmadd(sums[c], load(scales + c * LANES), group == 0 ? Vec(0.0f) : load(total)).store(total);
-    }
-  }
-}
-
-// One row would use a tile's columns once, so none are made.
-template <typename F>
-void linear_row(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                const Goal& to, int64_t k) {
-  const int64_t pairs = pairs_of(k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(to.n);
-  float* wide = own_memory<0, float>(2 * pairs);
-  for (int64_t at = 0; at < k; ++at) wide[at] = static_cast<float>(x[at]);
-  if (k < 2 * pairs) wide[k] = 0.0f;
-  share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
-    const AsInTiles as_in_tiles;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      alignas(LINE) float totals[PANEL];
-      sum_row<F>(wide, {codes + panel * bytes, pairs, group / 2}, scales + panel * groups * PANEL, groups, totals);
-      leave(totals, 1, nullptr, to.at(0, panel * PANEL), to.n - panel * PANEL);
-    }
-  });
-}
-
-template <typename F>
-void linear_tiles(const BFloat16* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
-                  const Goal& to, int64_t m, int64_t k) {
-  if (m == 0) return;
-  group = groups == 1 ? k + k % 2 : group;
-  if (m == 1) return linear_row<F>(x, codes, scales, groups, group, to, k);
-  const int64_t steps = steps_of(k, group), pairs = pairs_of(k);
-  const BFloat16* tiled = tiles_of(x, m, k, group);
-  share_tiles(m, steps, panels_of(to.n), MADE_TOGETHER, pairs * STEP_BYTES<F>, TILE_ROWS,
-              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-    const AsInTiles as_in_tiles;
-    const Codes<F> source{codes + panel * pairs * STEP_BYTES<F>, pairs, group / 2};
-    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * high_of(rows) * MADE_SUMS);
-    const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
-      const float* scale = scales + ((panel + p) * groups + at) * PANEL;
-      const int64_t here = std::min(TILE_ROWS, rows - row), first = (panel + p) * PANEL;
-      const auto go = [&](const float* of, const float* by) {
-        leave(of, here, by, to.at(from + row, first), to.n - first);
-      };
-      if (groups == 1) return go(sums, scale);
-      float* total = totals + (p * high_of(rows) * TILE_ROWS + row) * PANEL;
-      for (int64_t c = 0; c < COLS; ++c) {
-        const Vec of_column = load(scale + c * LANES);
-        for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
-          at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
-      }
-      if (at == groups - 1) go(total, nullptr);
-    };
-    sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count, add_group);
-  });
-}
-
-#endif
 
 // ---- the operators
 
@@ -451,54 +213,75 @@ Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_
   return out;
 }
 
-// y [..., n] = x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n], and to that, once
-// it is rounded, plus beside [..., n], where it is defined.
-void multiply_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
-                    int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside, Tensor& y) {
-  TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == k, "tandem::linear_codes: x is ", x.sizes(), " of ",
-              x.scalar_type(), ", the weight ", n, " x ", k);
-  TORCH_CHECK(!bias.has_value() ||
-                  (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == n),
-              "tandem::linear_codes wants a bias of x's type");
-  with_format(format, [&](auto kind) {
-    using F = decltype(kind);
-    check_sizes(codes, scales, n, k, group, STEP_BYTES<F>);
-    const auto run = [&](auto* into) {
-      using T = std::remove_pointer_t<decltype(into)>;
-      using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
-      using X = typename D::X;
-      const auto type = c10::CppTypeToScalarType<X>::value;
-      const Tensor rows = x.scalar_type() == type ? x.contiguous() : x.contiguous().to(type);
-      const X* from = rows.const_data_ptr<X>();
-      const uint8_t* code = codes.const_data_ptr<uint8_t>();
-      const float* scale = scales.const_data_ptr<float>();
-      const T* add = bias.has_value() ? bias->const_data_ptr<T>() : nullptr;
-      const int64_t m = y.numel() / n, groups = groups_of(k, group);
+struct Coded {
+  const Tensor &codes, &scales;
+  const std::optional<Tensor>& bias;
+  int64_t n, k, group;
+  c10::string_view format;
+};
+
+// A product of x by tiles; in the other orders each weight has one of its own, and others do what comes then.
+bool by_tiles(const Tensor& x) {
 #ifdef TANDEM_TILES
-      if constexpr (std::is_same_v<D, ByPairs>)
-        if (by_tiles()) {
-          const Goal to{add, beside.defined() ? beside.const_data_ptr<T>() : nullptr, into, n};
-          return linear_tiles<F>(from, code, scale, groups, group, to, m, k);
-        }
+  return tandem::by_tiles() && x.scalar_type() == at::kBFloat16;
+#else
+  return false;
 #endif
-      linear_rows<F, D, T>(from, code, scale, groups, group, add, into, m, k, n);
-      if (beside.defined()) y.add_(beside.view(y.sizes()));
-    };
-    x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
-  });
 }
 
-Tensor room_for(const Tensor& x, int64_t n) {
+void check(const Tensor& x, const Coded& w) {
+  TORCH_CHECK(served(x.scalar_type()) && x.dim() > 0 && x.size(-1) == w.k, "tandem::linear_codes: x is ", x.sizes(),
+              " of ", x.scalar_type(), ", the weight ", w.n, " x ", w.k);
+  TORCH_CHECK(!w.bias.has_value() ||
+                  (w.bias->scalar_type() == x.scalar_type() && w.bias->is_contiguous() && w.bias->numel() == w.n),
+              "tandem::linear_codes wants a bias of x's type");
+  with_format(w.format, [&](auto kind) { check_sizes(w.codes, w.scales, w.n, w.k, w.group, STEP_BYTES<decltype(kind)>); });
+}
+
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n]; by tiles then plus `beside`,
+// or, with the gate's name, act(that) times the product with `second`. Written into `into` where that is defined.
+Tensor multiply_codes(const Tensor& x, Prepared& prepared, const Coded& w, const Tensor& beside = {},
+                      const Coded* second = nullptr, c10::string_view act = {}, const Tensor& into = {}) {
+  check(x, w);
+  if (second != nullptr) check(x, *second);
   std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = n;
-  return at::empty(sizes, x.options());
+  sizes.back() = w.n;
+  Tensor y = into.defined() ? into : at::empty(sizes, x.options());
+  const int64_t m = x.numel() / w.k, groups = groups_of(w.k, w.group);
+  const auto run = [&](auto* into) {
+    using T = std::remove_pointer_t<decltype(into)>;
+    using D = std::conditional_t<std::is_same_v<T, float>, ByFloats, ForBf16>;
+    using X = typename D::X;
+    const auto type = c10::CppTypeToScalarType<X>::value;
+    const Tensor rows = x.scalar_type() == type ? x.contiguous() : x.contiguous().to(type);
+    const X* from = rows.const_data_ptr<X>();
+    with_format(w.format, [&](auto kind) {
+      using F = decltype(kind);
+      const auto bias = [](const Coded& of) { return of.bias.has_value() ? of.bias->const_data_ptr<T>() : nullptr; };
+#ifdef TANDEM_TILES
+      if constexpr (std::is_same_v<D, ByPairs>)
+        if (by_tiles(x)) {
+          const auto packed = [&](const Coded& of) {
+            return code_tiles::Packed{of.codes.const_data_ptr<uint8_t>(), of.scales.const_data_ptr<float>(), bias(of)};
+          };
+          const T* along = beside.defined() ? beside.const_data_ptr<T>() : nullptr;
+          const code_tiles::Gate gate = second == nullptr ? nullptr : code_tiles::gate_of(act);
+          return code_tiles::linear_tiles<F>(from, prepared, {{packed(w), packed(second == nullptr ? w : *second)}, groups,
+                                                              w.group, m, w.k, w.n, along, gate, into});
+        }
+#endif
+      linear_rows<F, D, T>(from, w.codes.const_data_ptr<uint8_t>(), w.scales.const_data_ptr<float>(), groups, w.group,
+                           bias(w), into, m, w.k, w.n);
+    });
+  };
+  x.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
+  return y;
 }
 
 Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
                     int64_t n, int64_t k, int64_t group, c10::string_view format) {
-  Tensor y = room_for(x, n);
-  multiply_codes(x, codes, scales, bias, n, k, group, format, {}, y);
-  return y;
+  Prepared prepared;
+  return multiply_codes(x, prepared, {codes, scales, bias, n, k, group, format});
 }
 
 // beside [..., n] plus `linear_codes`, as two operators would round it.
@@ -506,24 +289,113 @@ Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scal
                         int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
               "tandem::linear_codes_add: ", beside.sizes(), " is added to ", x.sizes(), " x ", n);
-  Tensor y = room_for(x, n);
-  multiply_codes(x, codes, scales, bias, n, k, group, format, beside.contiguous(), y);
-  return y.view(beside.sizes());
+  Prepared prepared;
+  const Coded weight{codes, scales, bias, n, k, group, format};
+  if (by_tiles(x)) return multiply_codes(x, prepared, weight, beside.contiguous()).view(beside.sizes());
+  return multiply_codes(x, prepared, weight).view(beside.sizes()).add_(beside);
 }
 
-Again codes_again(const torch::jit::Stack& in, const Tensor& beside, const Tensor& y) {
-  if (beside.defined() && !beside.is_contiguous()) return {};
+// `linear_codes` of the same x with several weights.
+std::vector<Tensor> linears_codes(const Tensor& x, at::TensorList codes, at::TensorList scales,
+                                  const c10::List<std::optional<Tensor>>& biases, at::IntArrayRef n,
+                                  at::IntArrayRef group, const c10::List<std::string>& formats, int64_t k) {
+  const size_t count = codes.size();
+  TORCH_CHECK(scales.size() == count && biases.size() == count && n.size() == count && group.size() == count &&
+                  formats.size() == count,
+              "tandem::linears_codes wants as many of each");
+  Prepared prepared;
+  std::vector<Tensor> out;
+  for (size_t i = 0; i < count; ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    const std::string format = formats.get(i);
+    out.push_back(multiply_codes(x, prepared, {codes[i], scales[i], bias, n[i], k, group[i], format}));
+  }
+  return out;
+}
+
+// act(`linear_codes` with the first weight) times `linear_codes` with the second, as three operators would round it.
+Tensor linears_codes_gated(const Tensor& x, at::TensorList codes, at::TensorList scales,
+                           const c10::List<std::optional<Tensor>>& biases, at::IntArrayRef n, at::IntArrayRef group,
+                           const c10::List<std::string>& formats, int64_t k, c10::string_view act) {
+  TORCH_CHECK(codes.size() == 2 && scales.size() == 2 && biases.size() == 2 && n.size() == 2 && group.size() == 2 &&
+                  formats.size() == 2 && n[0] == n[1],
+              "tandem::linears_codes_gated wants two weights of one size");
+  if (by_tiles(x) && group[0] == group[1] && formats.get(0) == formats.get(1)) {
+    const std::optional<Tensor> bias[] = {biases.get(0), biases.get(1)};
+    const std::string format = formats.get(0);
+    const Coded second{codes[1], scales[1], bias[1], n[1], k, group[1], format};
+    Prepared prepared;
+    return multiply_codes(x, prepared, {codes[0], scales[0], bias[0], n[0], k, group[0], format}, {}, &second, act);
+  }
+  const std::vector<Tensor> both = linears_codes(x, codes, scales, biases, n, group, formats, k);
+  const auto run = [&](auto* y, const auto* up) {
+    with_act(act, [&](const auto& f) {
+      at::parallel_for(0, both[0].numel(), 1 << 14,
+                       [&](int64_t at, int64_t end) { gate(y + at, up + at, y + at, end - at, f); });
+    });
+  };
+  x.scalar_type() == at::kFloat ? run(both[0].data_ptr<float>(), both[1].const_data_ptr<float>())
+                                : run(both[0].data_ptr<BFloat16>(), both[1].const_data_ptr<BFloat16>());
+  return both[0];
+}
+
+// ---- captured steps
+
+// A weight of an operator's arguments.
+struct Kept {
+  Tensor codes, scales;
+  std::optional<Tensor> bias;
+  int64_t n, k, group;
+  std::string format;
+
+  Coded coded() const { return {codes, scales, bias, n, k, group, format}; }
+};
+
+using torch::jit::Stack;
+
+Again code_again(const Stack& in, const Tensor& beside, const Tensor& y) {
+  const Tensor x = in[0].toTensor();
+  if (!by_tiles(x) || (beside.defined() && !beside.is_contiguous())) return {};
   const std::optional<Tensor> bias = in[3].isNone() ? std::nullopt : std::optional<Tensor>(in[3].toTensor());
-  return [x = in[0].toTensor(), codes = in[1].toTensor(), scales = in[2].toTensor(), bias, n = in[4].toInt(),
-          k = in[5].toInt(), group = in[6].toInt(), format = std::string(in[7].toStringRef()), beside,
-          to = Tensor(y)]() mutable { multiply_codes(x, codes, scales, bias, n, k, group, format, beside, to); };
+  return [x, y, beside, weight = Kept{in[1].toTensor(), in[2].toTensor(), bias, in[4].toInt(), in[5].toInt(), in[6].toInt(),
+                                      in[7].toStringRef()}] {
+    Prepared prepared;
+    multiply_codes(x, prepared, weight.coded(), beside, nullptr, {}, y);
+  };
 }
 
-const bool codes_repeated = is_repeated("linear_codes", [](const torch::jit::Stack& in, const torch::jit::Stack& out) {
-  return codes_again(in, {}, out[0].toTensor());
+std::vector<Kept> kept_of(const Stack& in) {
+  const std::vector<Tensor> codes = in[1].toTensorVector(), scales = in[2].toTensorVector();
+  const auto biases = in[3].to<c10::List<std::optional<Tensor>>>();
+  const std::vector<int64_t> n = in[4].toIntVector(), group = in[5].toIntVector();
+  const auto formats = in[6].to<c10::List<std::string>>();
+  std::vector<Kept> kept;
+  for (size_t i = 0; i < codes.size(); ++i)
+    kept.push_back({codes[i], scales[i], biases.get(i), n[i], in[7].toInt(), group[i], formats.get(i)});
+  return kept;
+}
+
+const bool linear_again = is_repeated("linear_codes", [](const Stack& in, const Stack& out) {
+  return code_again(in, {}, out[0].toTensor());
 });
-const bool sums_repeated = is_repeated("linear_codes_add", [](const torch::jit::Stack& in, const torch::jit::Stack& out) {
-  return codes_again(in, in[8].toTensor(), out[0].toTensor());
+const bool linear_add_again = is_repeated("linear_codes_add", [](const Stack& in, const Stack& out) {
+  return code_again(in, in[8].toTensor(), out[0].toTensor());
+});
+const bool linears_again = is_repeated("linears_codes", [](const Stack& in, const Stack& out) -> Again {
+  return [x = in[0].toTensor(), weights = kept_of(in), y = out[0].toTensorVector()] {
+    Prepared prepared;
+    for (size_t i = 0; i < weights.size(); ++i) multiply_codes(x, prepared, weights[i].coded(), {}, nullptr, {}, y[i]);
+  };
+});
+const bool linears_gated_again = is_repeated("linears_codes_gated", [](const Stack& in, const Stack& out) -> Again {
+  const Tensor x = in[0].toTensor();
+  const std::vector<Kept> weights = kept_of(in);
+  if (!by_tiles(x) || weights[0].group != weights[1].group || weights[0].format != weights[1].format) return {};
+  return [x, weights, act = std::string(in[8].toStringRef()), y = out[0].toTensor()] {
+    Prepared prepared;
+    const Coded second = weights[1].coded();
+    multiply_codes(x, prepared, weights[0].coded(), {}, &second, act, y);
+  };
 });
 
 }  // namespace
@@ -537,6 +409,10 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
         " -> Tensor");
   m.def("linear_codes_add(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int n, int k, int group, str format,"
         " Tensor beside) -> Tensor");
+  m.def("linears_codes(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] biases, int[] n, int[] group,"
+        " str[] formats, int k) -> Tensor[]");
+  m.def("linears_codes_gated(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] biases, int[] n, int[] group,"
+        " str[] formats, int k, str act) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tandem, CPU, m) {
@@ -545,4 +421,6 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("unpack_codes", &tandem::unpack_codes);
   m.impl("linear_codes", &tandem::linear_codes);
   m.impl("linear_codes_add", &tandem::linear_codes_add);
+  m.impl("linears_codes", &tandem::linears_codes);
+  m.impl("linears_codes_gated", &tandem::linears_codes_gated);
 }

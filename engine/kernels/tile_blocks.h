@@ -100,9 +100,10 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
     const int64_t first = from / of_group;
     for (int64_t p = 0; p < count; ++p) {
       source.make(p, from, deep, made);
-      const int64_t next = p + 1 < count ? p + 1 : 0, then = next == 0 ? from + deep : from;
+      const bool over = p + 1 == count, last = over && from + deep == steps;  // then others read on, behind these panels
+      const int64_t next = last ? count : over ? 0 : p + 1, then = last ? 0 : over ? from + deep : from;
       for (int64_t tile = 0; tile < high; ++tile) {
-        if (then < steps) source.fetch(next, then, deep_at(then), tile, high);
+        source.fetch(next, then, deep_at(then), tile, high);
         float* kept = waiting + (p * high + tile) * MADE_SUMS;
         for (int64_t s = from, group = first, some; s < from + deep; s += some, ++group) {
           const int64_t end = std::min((group + 1) * of_group, steps);

@@ -5,11 +5,12 @@ between them as they did. The rules do not depend on a model; other operators st
 `engine.runner.traced_forward` verifies the result against the modules, bit for bit.
 
     three linear layers of the same rows          tandem::linears
-    x + linear(y)                                 tandem::linear_add, linear_codes_add
+    x + linear(y)                                 tandem::linear_add
     x * cos + cat(-x[half:], x[:half]) * sin      tandem::rotate
     silu(x) * y, gelu(x) * y                      tandem::gated
     the same of two linear layers of one x        tandem::linears_gated
 
+Linear layers of quantised weights have operators of their own: linears_codes, linear_codes_add, linears_codes_gated.
 Operators after the last attention are computed only for tokens whose logits are wanted.
 """
 
@@ -100,18 +101,35 @@ def _sums(graph: Graph) -> None:
                 break
 
 
+_TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
+_BIAS = torch._C.OptionalType(_TENSOR)
+# Linear layers: which inputs become lists where there are several of them, and which is their k.
+_LINEARS: dict[str, tuple[tuple[tuple[int, Any], ...], int]] = {
+    "tandem::linear": (((1, _TENSOR), (2, _BIAS), (3, _INT)), 4),
+    "tandem::linear_codes": (
+        ((1, _TENSOR), (2, _TENSOR), (3, _BIAS), (4, _INT), (6, _INT), (7, torch._C.StringType.get())),
+        5,
+    ),
+}
+
+
+def _several(kind: str) -> str:
+    return kind.replace("::linear", "::linears")
+
+
 def _siblings(graph: Graph) -> None:
     """Linear layers of the same rows, all in the place of the first: their other inputs are constants."""
-    groups: dict[str, list[Node]] = defaultdict(list)
-    for node in graph.findAllNodes("tandem::linear"):
-        if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
-            groups[node.inputsAt(0).debugName()].append(node)
-    for nodes in groups.values():
+    groups: dict[tuple[str, str], list[Node]] = defaultdict(list)
+    for kind in _LINEARS:
+        for node in graph.findAllNodes(kind):
+            if all(each.node().kind() == "prim::Constant" for each in list(node.inputs())[1:]):
+                groups[kind, node.inputsAt(0).debugName()].append(node)
+    for (kind, _), nodes in groups.items():
         if len(nodes) == 1:
             continue
-        first = nodes[0]
-        lists = [_list_of(graph, first, [node.inputsAt(at) for node in nodes], of) for at, of in _LISTS]
-        together = graph.create("tandem::linears", [first.inputsAt(0), *lists, first.inputsAt(4)], 1)
+        first, (lists_of, k) = nodes[0], _LINEARS[kind]
+        lists = [_list_of(graph, first, [node.inputsAt(at) for node in nodes], of) for at, of in lists_of]
+        together = graph.create(_several(kind), [first.inputsAt(0), *lists, first.inputsAt(k)], 1)
         together.insertBefore(first)
         together.output().setType(torch._C.ListType.ofTensors())
         apart = graph.create("prim::ListUnpack", [together.output()], len(nodes))
@@ -119,13 +137,6 @@ def _siblings(graph: Graph) -> None:
         for node, output in zip(nodes, apart.outputs(), strict=True):
             output.setType(node.output().type())
             node.output().replaceAllUsesWith(output)
-
-
-_LISTS = (
-    (1, torch._C.TensorType.get()),
-    (2, torch._C.OptionalType(torch._C.TensorType.get())),
-    (3, torch._C.IntType.get()),
-)
 
 
 def _list_of(graph: Graph, before: Node, values: list[Value], of: Any) -> Value:
@@ -158,20 +169,22 @@ def _gated_siblings(graph: Graph) -> None:
         apart = _made_by(gate, "prim::ListUnpack")
         if apart is None or [gate, up] not in (pair := list(apart.outputs()), pair[::-1]):
             continue
-        linears = _made_by(apart.input(), "tandem::linears")
+        linears = apart.input().node()
+        kind = next((kind for kind in _LINEARS if _several(kind) == linears.kind()), None)
         once = all(len(value.uses()) == 1 for value in (gate, up))
-        if linears is None or not once:
+        if kind is None or not once:
             continue
         x, *lists, k = list(linears.inputs())
-        columns = [value.toIValue() for value in lists[2].node().inputs()]
+        types = [of for _, of in _LINEARS[kind][0]]
+        columns = [value.toIValue() for value in lists[types.index(_INT)].node().inputs()]
         if columns[0] != columns[1]:
             continue
         if gate != pair[0]:
             lists = [
                 _list_of(graph, node, list(each.node().inputs())[::-1], of)
-                for each, (_, of) in zip(lists, _LISTS, strict=True)
+                for each, of in zip(lists, types, strict=True)
             ]
-        _replace(graph, node, "tandem::linears_gated", [x, *lists, k, node.inputsAt(2)])
+        _replace(graph, node, f"{_several(kind)}_gated", [x, *lists, k, node.inputsAt(2)])
 
 
 # Operators whose rows do not depend on each other, with the indices of the inputs that have as many rows as the output.
@@ -182,6 +195,7 @@ _BY_ROWS = {
     "tandem::linear_codes": (0,),
     "tandem::linear_codes_add": (0, 8),
     "tandem::linears_gated": (0,),
+    "tandem::linears_codes_gated": (0,),
     "tandem::gated": (0, 1),
     "aten::add": (0, 1),
 }

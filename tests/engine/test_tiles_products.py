@@ -178,6 +178,31 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 
 
 @tiled
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_denormals_are_zero_whatever_computes(format: str) -> None:
+    """One row is summed by other instructions than several, and a scale can make what was too small for float32 visible.
+    The control: it is, where sums keep denormals."""
+    n, k, scale = 70, 200, 2.0**120
+    codes = random_codes(n, k, format)
+    packed, scaled = torch.ops.tandem.pack_codes(codes, format), torch.ops.tandem.pack_scales(torch.full((n, 1), scale))
+    x = (torch.randn(17, k) * 2.0 ** torch.randint(-134, -118, (17, k))).bfloat16()
+    x[3] = torch.full((k,), 2.0**-130)
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tandem.linear_codes(rows, packed, scaled, None, n, k, k, format)
+        return out
+
+    kept = x.double() @ weight_quantization.values_of(codes, format).double().T * scale
+    assert (kept[3] != 0).all()
+    got = multiply(x)
+    assert not got[3].any()
+    assert got.any(1).sum() == 16
+    assert torch.equal(got, torch.cat([multiply(row) for row in x.split(1)]))
+    with emulated():
+        assert torch.equal(got, multiply(x))
+
+
+@tiled
 def test_products_do_not_depend_on_the_threads() -> None:
     """One thread and three give the same bits, for few panels and for many."""
     for n, rows in ((131, 300), (4099, 5), (300, 1100)):

@@ -132,6 +132,21 @@ def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], P
 
 
 @built
+def test_quantised_neighbours_are_done_together(checkpoint: Callable[[str], Path]) -> None:
+    """As those of plain weights, and behind the last attention for the wanted rows only."""
+    model = load_model(
+        str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"), weights="int8"
+    )
+    found, layers = kinds(model), len(model.facts)
+    assert found["tandem::linear_codes_add"] == 2 * layers
+    assert found["tandem::linears_codes"] == found["tandem::linears_codes_gated"] == layers
+    assert found["tandem::linear_codes"] == 1
+    nodes = nodes_of(model)
+    behind = nodes[len(nodes) - nodes[::-1].index("tandem::attend") :]
+    assert behind.index("aten::index") < behind.index("tandem::linears_codes_gated")
+
+
+@built
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_rows_without_logits_end_at_the_last_attention(family: str, checkpoint: Callable[[str], Path]) -> None:
     """A token whose logits nobody wants is of no use behind it: what the last layer adds has the others' rows only."""

@@ -88,6 +88,46 @@ def test_products(format: str, dtype: torch.dtype, shape: tuple[int, int]) -> No
 
 
 @built
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("fp8", "int8")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operators_that_do_several_things(dtype: torch.dtype, formats: tuple[str, str]) -> None:
+    """A sum, several weights and a gate of two in one operator: the bits of one operator after the other. The control: the
+    weights of a gate are not the same the other way around."""
+    ops, (n, k) = torch.ops.tandem, (150, 97)
+    weights = [weight_quantization.quantise(torch.randn(n, k), format) for format in formats]
+    biases = [None, torch.randn(n).to(dtype)]
+    each = zip(*((of.codes, of.scales, of.n, of.group, of.format) for of in weights), strict=True)
+    codes, scales, columns, groups, names = (list(values) for values in each)
+    for rows in (0, 1, 2, 17, 40, 100):
+        x, beside = torch.randn(1, rows, k).to(dtype), torch.randn(1, rows, n).to(dtype)
+        first, second = (of.multiply(x, bias) for of, bias in zip(weights, biases, strict=True))
+        added = ops.linear_codes_add(x, codes[1], scales[1], biases[1], n, k, groups[1], names[1], beside)
+        assert torch.equal(added, beside + second)
+        together = ops.linears_codes(x, codes, scales, biases, columns, groups, names, k)
+        assert all(map(torch.equal, together, (first, second)))
+        gated = ops.linears_codes_gated(x, codes, scales, biases, columns, groups, names, k, "silu")
+        assert torch.equal(gated, ops.gated(first, second, "silu"))
+        assert rows == 0 or not torch.equal(gated, ops.gated(second, first, "silu"))
+
+
+@built
+def test_operators_that_do_several_things_refuse_what_does_not_fit() -> None:
+    """Something to add of another size, lists of other lengths, a gate of three."""
+    packed, ops, x = weight_quantization.quantise(torch.randn(20, 30), "int8"), torch.ops.tandem, torch.randn(4, 30)
+    of = (packed.codes, packed.scales, None, 20, 30, 30, "int8")
+    for beside in (torch.randn(4, 19), torch.randn(5, 20), torch.randn(4, 20).double()):
+        with pytest.raises(RuntimeError, match="linear_codes_add"):
+            ops.linear_codes_add(x, *of, beside)
+    two, three = ([packed.codes] * count for count in (2, 3))
+    with pytest.raises(RuntimeError, match="as many of each"):
+        ops.linears_codes(x, two, [packed.scales], [None] * 2, [20] * 2, [30] * 2, ["int8"] * 2, 30)
+    with pytest.raises(RuntimeError, match="two weights"):
+        ops.linears_codes_gated(
+            x, three, [packed.scales] * 3, [None] * 3, [20] * 3, [30] * 3, ["int8"] * 3, 30, "silu"
+        )
+
+
+@built
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_do_not_depend_on_the_threads(format: str) -> None:
     """One thread and three give the same bits, for few panels and for many."""

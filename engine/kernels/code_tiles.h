@@ -1,0 +1,228 @@
+// Products with weights that are codes by tiles, which are made as the codes are read; with one row by FMA, without tiles
+// and with their bits. Denormals are treated as in tiles until the results leave.
+#pragma once
+
+#include "codes.h"
+#include "functions.h"
+#include "tile_blocks.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace tandem {
+
+// Rows of x as a product by tiles has prepared them, for the next one of the same rows.
+struct Prepared {
+  const c10::BFloat16* tiles = nullptr;
+  int64_t group = 0;            // neighbours that begin with a step
+  const float* wide = nullptr;  // one row
+};
+
+#ifdef TANDEM_TILES
+
+namespace code_tiles {
+
+using c10::BFloat16;
+
+static_assert(PANEL == MADE_COLUMNS);
+
+// Panels of codes, which sum_made has widened: of one weight, or of two in turn. No group is shared by two steps, and a
+// group's last may be a part of one.
+template <typename F>
+struct Codes {
+  const uint8_t* first[2];
+  int64_t weights, pairs, of_group;  // pairs of a panel, and of a group
+  int64_t steps_of_group = steps_of(2 * of_group);
+
+  const uint8_t* at(int64_t panel) const {
+    return first[panel % weights] + panel / weights * pairs * STEP_BYTES<F>;
+  }
+
+  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
+    const uint8_t* own = at(panel);
+    for (const int64_t end = step + steps; step < end; ++step, to += MADE) {
+      const int64_t group = step / steps_of_group, within = step % steps_of_group * TILE_ROWS;
+      const int64_t begin = group * of_group + within;
+      const int64_t count = std::min({TILE_ROWS, of_group - within, pairs - begin});
+      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(to));
+      std::memset(to + count * 2 * PANEL, 0, (TILE_ROWS - count) * 2 * PANEL * sizeof(BFloat16));
+    }
+  }
+
+  void fetch(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts) const {
+    const int64_t pair = step / steps_of_group * of_group + step % steps_of_group * TILE_ROWS;
+    const char* from = reinterpret_cast<const char*>(at(panel)) + pair * STEP_BYTES<F>;
+    const int64_t lines = steps * TILE_ROWS * STEP_BYTES<F> / LINE;
+    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
+      __builtin_prefetch(from + line * LINE, 0, 2);
+  }
+};
+
+struct Packed {
+  const uint8_t* codes;
+  const float* scales;
+  const BFloat16* bias;  // may be null
+};
+
+// y[0..count) = act(gate) * up; of functions.h.
+using Gate = void (*)(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t count);
+
+inline Gate gate_of(c10::string_view act) {
+  Gate found = nullptr;
+  with_act(act, [&](const auto& f) {
+    using Act = std::decay_t<decltype(f)>;
+    found = [](const BFloat16* from, const BFloat16* up, BFloat16* y, int64_t count) { gate(from, up, y, count, Act()); };
+  });
+  return found;
+}
+
+// y [m, n] = x times one weight, plus what is beside it, which may be null; or act(that) times x times a second weight.
+struct Product {
+  Packed weights[2];
+  int64_t groups, group, m, k, n;
+  const BFloat16* beside;
+  Gate gate;  // null with one weight
+  BFloat16* y;
+
+  int64_t count() const { return gate == nullptr ? 1 : 2; }
+};
+
+// Up to 16 rows' totals of one panel, [16][PANEL], leave scaled, unless they are, with bias, rounded, and then with what is
+// beside them; of so many columns.
+inline void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, const BFloat16* beside,
+           BFloat16* y, int64_t stride, int64_t columns) {
+  for (int64_t c = 0; c < COLS; ++c) {
+    const int64_t count = std::min<int64_t>(LANES, columns - c * LANES);
+    if (count <= 0) break;
+    const Vec scale = scales == nullptr ? Vec(1.0f) : load(scales + c * LANES);
+    const auto go = [&](const auto& get, const auto& set) {
+      const Vec add = bias == nullptr ? Vec(0.0f) : get(bias + c * LANES);
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = r * stride + c * LANES;
+        Vec sum = at::vec::fmadd(load(totals + r * PANEL + c * LANES), scale, Vec(0.0f));
+        if (bias != nullptr) sum = sum + add;
+        if (beside != nullptr) sum = rounded<BFloat16>(sum) + get(beside + at);
+        set(sum, y + at);
+      }
+    };
+    const int rest = static_cast<int>(count);
+    if (count == LANES)
+      go([](const BFloat16* from) { return load(from); }, [](const Vec& v, BFloat16* into) { put(v, into); });
+    else
+      go([rest](const BFloat16* from) { return load(from, rest); },
+         [rest](const Vec& v, BFloat16* into) { put(v, into, rest); });
+  }
+}
+
+// The same of a weight's panel, from a row on. Of two weights the first one's wait in `half`, [16][PANEL], for the second's.
+inline void leave(const float* totals, int64_t rows, const float* scales, const Product& of, int64_t weight, int64_t row,
+           int64_t panel, BFloat16* half) {
+  const int64_t first = panel * PANEL, columns = of.n - first, at = row * of.n + first;
+  const BFloat16* bias = of.weights[weight].bias == nullptr ? nullptr : of.weights[weight].bias + first;
+  BFloat16* y = of.y + at;
+  if (of.gate == nullptr)
+    return leave(totals, rows, scales, bias, of.beside == nullptr ? nullptr : of.beside + at, y, of.n, columns);
+  if (weight == 0) return leave(totals, rows, scales, bias, nullptr, half, PANEL, columns);
+  alignas(LINE) BFloat16 up[TILE_ROWS * PANEL];
+  leave(totals, rows, scales, bias, nullptr, up, PANEL, columns);
+  if (columns < PANEL) {
+    for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, columns);
+    return;
+  }
+  of.gate(half, up, up, rows * PANEL);
+  for (int64_t r = 0; r < rows; ++r) std::memcpy(y + r * of.n, up + r * PANEL, PANEL * sizeof(BFloat16));
+}
+
+// totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
+template <typename F>
+[[gnu::noinline]] void sum_row(const float* x, const uint8_t* panel, int64_t pairs, int64_t of_group, const float* scales,
+                               int64_t groups, float* totals) {
+  const AsCodes<F> source(panel);
+  for (int64_t begin = 0, group = 0; group < groups; ++group, scales += PANEL) {
+    Vec sums[COLS];
+    for (Vec& sum : sums) sum = Vec(0.0f);
+    for (const int64_t end = std::min(pairs, (group + 1) * of_group); begin < end;) {
+      Vec evens[COLS], odds[COLS];
+      for (int c = 0; c < COLS; ++c) evens[c] = odds[c] = Vec(0.0f);
+      for (const int64_t step_end = std::min(end, begin + TILE_ROWS); begin < step_end; ++begin) {
+        const auto w = source(begin);
+        const Vec first(x[2 * begin]), second(x[2 * begin + 1]);
+        for (int c = 0; c < COLS; ++c) {
+          evens[c] = at::vec::fmadd(first, even(w, c), evens[c]);
+          odds[c] = at::vec::fmadd(second, odd(w, c), odds[c]);
+        }
+      }
+      for (int c = 0; c < COLS; ++c) sums[c] = sums[c] + (evens[c] + odds[c]);
+    }
+    for (int c = 0; c < COLS; ++c) {
+      float* total = totals + c * LANES;
+      at::vec::fmadd(sums[c], load(scales + c * LANES), group == 0 ? Vec(0.0f) : load(total)).store(total);
+    }
+  }
+}
+
+// One row would use a tile's columns once, so none are made.
+template <typename F>
+void linear_row(const BFloat16* x, Prepared& prepared, const Product& of) {
+  const int64_t pairs = pairs_of(of.k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(of.n);
+  if (prepared.wide == nullptr) {
+    float* wide = own_memory<0, float>(2 * pairs);
+    for (int64_t at = 0; at < of.k; ++at) wide[at] = static_cast<float>(x[at]);
+    if (of.k < 2 * pairs) wide[of.k] = 0.0f;
+    prepared.wide = wide;
+  }
+  const float* wide = prepared.wide;  // the calling thread's, for all
+  share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
+    const AsInTiles as_in_tiles;
+    alignas(LINE) BFloat16 half[PANEL];
+    alignas(LINE) float totals[PANEL];
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t i = 0; i < of.count(); ++i) {
+        const auto& [codes, scales, _] = of.weights[i];
+        sum_row<F>(wide, codes + panel * bytes, pairs, of.group / 2, scales + panel * of.groups * PANEL, of.groups, totals);
+        leave(totals, 1, nullptr, of, i, 0, panel, half);
+      }
+  });
+}
+
+template <typename F>
+void linear_tiles(const BFloat16* x, Prepared& prepared, Product of) {
+  if (of.m == 0) return;
+  if (of.groups == 1) of.group = of.k + of.k % 2;
+  if (of.m == 1) return linear_row<F>(x, prepared, of);
+  const int64_t steps = steps_of(of.k, of.group), pairs = pairs_of(of.k), weights = of.count(), groups = of.groups;
+  if (prepared.tiles == nullptr || prepared.group != of.group) prepared = {tiles_of(x, of.m, of.k, of.group), of.group};
+  const BFloat16* tiled = prepared.tiles;
+  share_tiles(of.m, steps, panels_of(of.n), MADE_TOGETHER / weights, weights * pairs * STEP_BYTES<F>, TILE_ROWS,
+              [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
+    const AsInTiles as_in_tiles;
+    const int64_t skip = panel * pairs * STEP_BYTES<F>, size = high_of(rows) * MADE_SUMS;  // of all rows and a panel
+    const Codes<F> source{{of.weights[0].codes + skip, of.weights[1].codes + skip}, weights, pairs, of.group / 2};
+    float* totals = own_memory<4, float>(groups == 1 ? 0 : count * weights * size);
+    BFloat16* half = own_memory<2, BFloat16>(weights == 1 ? 0 : count * size);
+    const auto add_group = [&](int64_t p, int64_t at, int64_t row, const float* sums) {
+      const int64_t weight = p % weights, own = panel + p / weights, here = std::min(TILE_ROWS, rows - row);
+      const float* scale = of.weights[weight].scales + (own * groups + at) * PANEL;
+      const auto go = [&](const float* sums, const float* by) {
+        leave(sums, here, by, of, weight, from + row, own, half + p / weights * size + row * PANEL);
+      };
+      if (groups == 1) return go(sums, scale);
+      float* total = totals + p * size + row * PANEL;
+      for (int64_t c = 0; c < COLS; ++c) {
+        const Vec of_column = load(scale + c * LANES);
+        for (int64_t i = c * LANES; i < here * PANEL; i += PANEL)
+          at::vec::fmadd(load(sums + i), of_column, at == 0 ? Vec(0.0f) : load(total + i)).store(total + i);
+      }
+      if (at == groups - 1) go(total, nullptr);
+    };
+    sum_made<Weight::B>(tiles, tiled + from * steps * TILE_K, rows, steps, source.steps_of_group, source, count * weights,
+                        add_group);
+  });
+}
+
+}  // namespace code_tiles
+
+#endif
+
+}  // namespace tandem
