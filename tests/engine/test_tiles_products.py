@@ -180,7 +180,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 @tiled
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
 def test_denormals_are_zero_whatever_computes(format: str) -> None:
-    """One row is summed by other instructions than several, and a scale can make what was too small for float32 visible.
+    """One row is summed by other instructions than several; a scale can make visible what was too small for float32.
     The control: it is, where sums keep denormals."""
     n, k, scale = 70, 200, 2.0**120
     codes = random_codes(n, k, format)

@@ -134,9 +134,7 @@ def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], P
 @built
 def test_quantised_neighbours_are_done_together(checkpoint: Callable[[str], Path]) -> None:
     """As those of plain weights, and behind the last attention for the wanted rows only."""
-    model = load_model(
-        str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"), weights="int8"
-    )
+    model = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"), weights="int8")
     found, layers = kinds(model), len(model.facts)
     assert found["tandem::linear_codes_add"] == 2 * layers
     assert found["tandem::linears_codes"] == found["tandem::linears_codes_gated"] == layers

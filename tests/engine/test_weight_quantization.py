@@ -91,8 +91,8 @@ def test_products(format: str, dtype: torch.dtype, shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int4"), ("fp8", "int8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators_that_do_several_things(dtype: torch.dtype, formats: tuple[str, str]) -> None:
-    """A sum, several weights and a gate of two in one operator: the bits of one operator after the other. The control: the
-    weights of a gate are not the same the other way around."""
+    """A sum, several weights and a gate of two in one operator: the bits of one operator after the other. The control:
+    the weights of a gate are not the same the other way around."""
     ops, (n, k) = torch.ops.tandem, (150, 97)
     weights = [weight_quantization.quantise(torch.randn(n, k), format) for format in formats]
     biases = [None, torch.randn(n).to(dtype)]
@@ -122,9 +122,7 @@ def test_operators_that_do_several_things_refuse_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match="as many of each"):
         ops.linears_codes(x, two, [packed.scales], [None] * 2, [20] * 2, [30] * 2, ["int8"] * 2, 30)
     with pytest.raises(RuntimeError, match="two weights"):
-        ops.linears_codes_gated(
-            x, three, [packed.scales] * 3, [None] * 3, [20] * 3, [30] * 3, ["int8"] * 3, 30, "silu"
-        )
+        ops.linears_codes_gated(x, three, [packed.scales] * 3, [None] * 3, [20] * 3, [30] * 3, ["int8"] * 3, 30, "silu")
 
 
 @built
