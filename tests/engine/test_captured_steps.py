@@ -323,6 +323,7 @@ def test_every_family_is_captured_on_cpu_with_the_same_bits(
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_quantised_kv_is_captured_on_cpu(kv: KvDtype, checkpoint: Callable[[str], Path]) -> None:
+    """Elements and scales are written and read as without a capture, token after token."""
     path = str(checkpoint("tiny-llama"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kv_dtype=kv)
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
@@ -385,6 +386,7 @@ def test_a_step_that_a_replay_could_not_know_is_refused(step: Callable[[torch.Te
 def test_a_model_that_is_long_to_read_is_not_captured_on_cpu(
     model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a capture saves would be little of its step."""
     monkeypatch.setattr(captured_steps, "CPU_BYTES", model.step_bytes - 1)
     with pytest.raises(Uncapturable, match="would save little"):
         Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)

@@ -310,6 +310,7 @@ def test_few_rows_and_chunks_in_turn() -> None:
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.skipif(SERVED and torch.ops.tandem.orders()[0] != "tile32", reason="AMX does not serve here")
 def test_amx_and_fma_have_the_same_bits_for_single_queries(kv: str) -> None:
+    """By the processor's tiles and by their emulation."""
     for size, dims in ((16, (64, 64)), (5, (80, 96)), (32, (128, 40))):
         case = Case(EDGES, kv=kv, size=size, dims=dims)
         singles = [(index, length - 1, length) for index, length in enumerate(EDGES)]
