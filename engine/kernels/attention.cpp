@@ -533,7 +533,7 @@ std::optional<T> if_any(const c10::IValue& value) {
   return value.isNone() ? std::nullopt : std::optional<T>(value.to<T>());
 }
 
-const bool attentions = is_repeated("attend", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+const bool attend_replayed = register_replay("attend", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Replay {
   return [out = in[0].toTensor(), query = in[1].toTensor(), k_pages = in[2].toTensor(), v_pages = in[3].toTensor(),
           starts = in[4].toTensor(), lengths = in[5].toTensor(), blocks = in[6].toTensor(), window = in[7].toInt(),
           chunk = in[8].toInt(), scaling = in[9].toDouble(), softcap = if_any<double>(in[10]), sinks = if_any<Tensor>(in[11]),
@@ -559,7 +559,7 @@ void write(Tensor& pages, const Tensor& fresh, const Tensor& slot_block, const T
   });
 }
 
-const bool writes = is_repeated("write", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+const bool write_replayed = register_replay("write", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Replay {
   return [pages = in[0].toTensor(), fresh = in[1].toTensor(), block = in[2].toTensor(), offset = in[3].toTensor()]() mutable {
     write(pages, fresh, block, offset);
   };
@@ -643,7 +643,7 @@ void write_quantised(Tensor& pages, Tensor& scales, const Tensor& fresh, const T
          : quantise_rows<Fp8, BFloat16>(pages, scales, from, block, offset);
 }
 
-const bool quantised = is_repeated("write_quantised", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Again {
+const bool write_quantised_replayed = register_replay("write_quantised", [](const torch::jit::Stack& in, const torch::jit::Stack&) -> Replay {
   return [pages = in[0].toTensor(), scales = in[1].toTensor(), fresh = in[2].toTensor(), block = in[3].toTensor(),
           offset = in[4].toTensor()]() mutable { write_quantised(pages, scales, fresh, block, offset); };
 });

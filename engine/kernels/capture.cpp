@@ -1,7 +1,7 @@
 // Captured steps: the counterpart of CUDA graphs for a CPU.
 //
 //     step = CapturedStep()
-//     step.begin()          from here on each operator that this thread calls is written down
+//     step.begin()          from here on each operator that this thread calls is added
 //     out = run()
 //     step.end([out])       the intermediate tensors share memory by when they are used; views are forgotten
 //     step.replay()         the operators again; `out` has the new values
@@ -35,8 +35,8 @@ using torch::jit::Stack;
 constexpr auto KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;  // nothing else has a function there
 constexpr int64_t ALIGNED = 64;
 
-std::map<std::string, MakeAgain>& makers() {
-  static std::map<std::string, MakeAgain> table;
+std::map<std::string, MakeReplay>& makers() {
+  static std::map<std::string, MakeReplay> table;
   return table;
 }
 
@@ -108,7 +108,7 @@ std::string refusal(const Call& call) {
 }
 
 class CapturedStep;
-thread_local CapturedStep* active = nullptr;  // what this thread's operators are written into
+thread_local CapturedStep* active = nullptr;  // to which this thread's operators are added
 
 class CapturedStep : public torch::CustomClassHolder {
  public:
@@ -122,7 +122,7 @@ class CapturedStep : public torch::CustomClassHolder {
     c10::impl::tls_set_dispatch_key_included(KEY, true);
   }
 
-  void note(Call call) { calls_.push_back(std::move(call)); }
+  void add(Call call) { calls_.push_back(std::move(call)); }
 
   // Ends the step, whose results are `outputs`: valid until the next replay. Does it again once, in its own memory.
   void end(const std::vector<Tensor>& outputs) {
@@ -136,7 +136,7 @@ class CapturedStep : public torch::CustomClassHolder {
     check_sources();
     share_memory();
     for (const Call& call : calls_)
-      if (computes(call)) again_.push_back(again(call));
+      if (computes(call)) replays_.push_back(replay_of(call));
     calls_.clear();
     replay();
   }
@@ -147,10 +147,10 @@ class CapturedStep : public torch::CustomClassHolder {
   }
 
   void replay() {
-    for (const Again& each : again_) each();
+    for (const Replay& run : replays_) run();
   }
 
-  int64_t size() const { return static_cast<int64_t>(again_.size()); }
+  // Bytes of the intermediate tensors and results.
   int64_t memory() const { return arena_.defined() ? arena_.nbytes() : 0; }
 
  private:
@@ -161,14 +161,18 @@ class CapturedStep : public torch::CustomClassHolder {
 
   static bool writes(const Call& call) { return call.op.schema().is_mutable() && !call.op.hasTag(at::Tag::inplace_view); }
 
-  // Whether all that it returns is memory of its arguments.
-  static bool is_view(const Call& call) {
+  // Results that are not memory of an argument.
+  static std::vector<Tensor> made_by(const Call& call) {
     std::set<c10::StorageImpl*> given;
     for_tensors(call.arguments, [&](const Tensor& t) { given.insert(storage_of(t)); });
-    bool only = true;
-    for_tensors(call.results, [&](const Tensor& t) { only = only && given.count(storage_of(t)) > 0; });
-    return only;
+    std::vector<Tensor> made;
+    for_tensors(call.results, [&](const Tensor& t) {
+      if (given.count(storage_of(t)) == 0) made.push_back(t);
+    });
+    return made;
   }
+
+  static bool is_view(const Call& call) { return made_by(call).empty(); }
 
   static bool computes(const Call& call) {
     return writes(call) || has_no_tensors(call) || (!is_view(call) && !only_makes_room(call.name()));
@@ -200,13 +204,9 @@ class CapturedStep : public torch::CustomClassHolder {
     std::vector<c10::StorageImpl*> made;  // in their order
     for (int64_t i = 0; i < static_cast<int64_t>(calls_.size()); ++i) {
       const Call& call = calls_[i];
-      if (!writes(call) && !is_view(call))
-        for_tensors(call.results, [&](const Tensor& t) {
-          if (!lives.count(storage_of(t))) {
-            lives[storage_of(t)] = {i, i, static_cast<int64_t>(t.storage().nbytes())};
-            made.push_back(storage_of(t));
-          }
-        });
+      for (const Tensor& t : made_by(call))
+        if (lives.try_emplace(storage_of(t), Life{i, i, static_cast<int64_t>(t.storage().nbytes())}).second)
+          made.push_back(storage_of(t));
       if (!computes(call)) continue;
       const auto use = [&](const Tensor& t) {
         if (const auto life = lives.find(storage_of(t)); life != lives.end()) life->second.last = i;
@@ -239,10 +239,10 @@ class CapturedStep : public torch::CustomClassHolder {
       each->set_data_ptr_noswap(c10::DataPtr(base + lives[each].at, c10::Device(c10::kCPU)));
   }
 
-  static Again again(const Call& call) {
+  static Replay replay_of(const Call& call) {
     const auto maker = makers().find(call.name());
     if (maker != makers().end())
-      if (Again own = maker->second(call.arguments, call.results)) return own;
+      if (Replay own = maker->second(call.arguments, call.results)) return own;
     if (!writes(call) && (call.name() == "aten::to" || call.name() == "aten::_to_copy" || call.name() == "aten::contiguous" ||
                           call.name() == "aten::clone"))
       return [from = call.arguments[0].toTensor(), to = call.results[0].toTensor()] { to.copy_(from); };
@@ -263,24 +263,25 @@ class CapturedStep : public torch::CustomClassHolder {
   }
 
   std::vector<Call> calls_;
-  std::vector<Again> again_;
+  std::vector<Replay> replays_;
   std::vector<Tensor> outputs_;
   Tensor arena_;
 };
 
-// Does an operator as ever and writes it down. Operators that it calls itself are not seen.
-void write_down(const c10::OperatorHandle& op, Stack* stack) {
+// Calls an operator as ever and adds it to the step. Operators that it calls itself are not seen.
+void intercept(const c10::OperatorHandle& op, Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(KEY);
   const size_t count = op.schema().arguments().size();
   Stack arguments(stack->end() - static_cast<int64_t>(count), stack->end());
   op.callBoxed(*stack);
   const size_t returned = op.schema().returns().size();
-  if (active != nullptr) active->note({op, std::move(arguments), Stack(stack->end() - static_cast<int64_t>(returned), stack->end())});
+  if (active != nullptr)
+    active->add({op, std::move(arguments), Stack(stack->end() - static_cast<int64_t>(returned), stack->end())});
 }
 
 }  // namespace
 
-bool is_repeated(const char* name, MakeAgain make) {
+bool register_replay(const char* name, MakeReplay make) {
   return makers().emplace(std::string("tandem::") + name, make).second;
 }
 
@@ -293,10 +294,9 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
       .def("end", &tandem::CapturedStep::end)
       .def("abandon", &tandem::CapturedStep::abandon)
       .def("replay", &tandem::CapturedStep::replay)
-      .def("size", &tandem::CapturedStep::size)
       .def("memory", &tandem::CapturedStep::memory);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tandem::write_down>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&tandem::intercept>());
 }

@@ -11,13 +11,13 @@
 
 namespace tandem {
 
-// Does an operator again, from the tensors that it had into those that it returned.
-using Again = std::function<void()>;
+// Runs an operator with the tensors of its first run, and writes its results where that one wrote them.
+using Replay = std::function<void()>;
 
-// Makes one from an operator's arguments and results; null where these want the operator itself, which is slower.
-using MakeAgain = Again (*)(const torch::jit::Stack& arguments, const torch::jit::Stack& results);
+// Makes one of an operator's arguments and results; null where it cannot, and the operator itself is called, which is slower.
+using MakeReplay = Replay (*)(const torch::jit::Stack& arguments, const torch::jit::Stack& results);
 
-// Says how tandem::`name` is done again; to be called while the library is loaded.
-bool is_repeated(const char* name, MakeAgain make);
+// Registers how tandem::`name` is replayed, while the library is loaded. Returns whether the name was free.
+bool register_replay(const char* name, MakeReplay make);
 
 }  // namespace tandem

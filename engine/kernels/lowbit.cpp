@@ -353,7 +353,7 @@ struct Kept {
 
 using torch::jit::Stack;
 
-Again code_again(const Stack& in, const Tensor& beside, const Tensor& y) {
+Replay replay_of_codes(const Stack& in, const Tensor& beside, const Tensor& y) {
   const Tensor x = in[0].toTensor();
   if (!by_tiles(x) || (beside.defined() && !beside.is_contiguous())) return {};
   const std::optional<Tensor> bias = in[3].isNone() ? std::nullopt : std::optional<Tensor>(in[3].toTensor());
@@ -375,19 +375,19 @@ std::vector<Kept> kept_of(const Stack& in) {
   return kept;
 }
 
-const bool linear_again = is_repeated("linear_codes", [](const Stack& in, const Stack& out) {
-  return code_again(in, {}, out[0].toTensor());
+const bool linear_replayed = register_replay("linear_codes", [](const Stack& in, const Stack& out) {
+  return replay_of_codes(in, {}, out[0].toTensor());
 });
-const bool linear_add_again = is_repeated("linear_codes_add", [](const Stack& in, const Stack& out) {
-  return code_again(in, in[8].toTensor(), out[0].toTensor());
+const bool linear_add_replayed = register_replay("linear_codes_add", [](const Stack& in, const Stack& out) {
+  return replay_of_codes(in, in[8].toTensor(), out[0].toTensor());
 });
-const bool linears_again = is_repeated("linears_codes", [](const Stack& in, const Stack& out) -> Again {
+const bool linears_replayed = register_replay("linears_codes", [](const Stack& in, const Stack& out) -> Replay {
   return [x = in[0].toTensor(), weights = kept_of(in), y = out[0].toTensorVector()] {
     Prepared prepared;
     for (size_t i = 0; i < weights.size(); ++i) multiply_codes(x, prepared, weights[i].coded(), {}, nullptr, {}, y[i]);
   };
 });
-const bool linears_gated_again = is_repeated("linears_codes_gated", [](const Stack& in, const Stack& out) -> Again {
+const bool linears_gated_replayed = register_replay("linears_codes_gated", [](const Stack& in, const Stack& out) -> Replay {
   const Tensor x = in[0].toTensor();
   const std::vector<Kept> weights = kept_of(in);
   if (!by_tiles(x) || weights[0].group != weights[1].group || weights[0].format != weights[1].format) return {};

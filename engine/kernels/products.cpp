@@ -576,16 +576,16 @@ std::vector<Tensor> multiply_all(const Tensor& x, at::TensorList packed, Biases 
   return out;
 }
 
-Again multiply_again(const Tensor& x, std::vector<Tensor> packed, Biases biases, int64_t k, const Tensor& beside,
+Replay replay_of_products(const Tensor& x, std::vector<Tensor> packed, Biases biases, int64_t k, const Tensor& beside,
                      std::vector<Tensor> out, const std::string& act = "") {
   if (!x.is_contiguous() || (beside.defined() && !beside.is_contiguous())) return {};
-  Again again;
+  Replay replay;
   with_multiplication(x, [&](auto of_type) {
     of_type = {x, beside, std::move(packed), std::move(out), std::move(biases), k, act};
     of_type.prepare();
-    again = [own = std::move(of_type)] { own.run(); };
+    replay = [own = std::move(of_type)] { own.run(); };
   });
-  return again;
+  return replay;
 }
 
 std::optional<Tensor> if_any(const c10::IValue& value) {
@@ -594,20 +594,20 @@ std::optional<Tensor> if_any(const c10::IValue& value) {
 
 using torch::jit::Stack;
 
-const bool linear_again = is_repeated("linear", [](const Stack& in, const Stack& out) {
-  return multiply_again(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), {}, {out[0].toTensor()});
+const bool linear_replayed = register_replay("linear", [](const Stack& in, const Stack& out) {
+  return replay_of_products(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), {}, {out[0].toTensor()});
 });
-const bool linear_add_again = is_repeated("linear_add", [](const Stack& in, const Stack& out) {
-  return multiply_again(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), in[5].toTensor(),
+const bool linear_add_replayed = register_replay("linear_add", [](const Stack& in, const Stack& out) {
+  return replay_of_products(in[0].toTensor(), {in[1].toTensor()}, {if_any(in[2])}, in[4].toInt(), in[5].toTensor(),
                         {out[0].toTensor()});
 });
-const bool linears_again = is_repeated("linears", [](const Stack& in, const Stack& out) {
-  return multiply_again(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
+const bool linears_replayed = register_replay("linears", [](const Stack& in, const Stack& out) {
+  return replay_of_products(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
                         in[4].toInt(), {}, out[0].toTensorVector());
 });
-const bool linears_gated_again = is_repeated("linears_gated", [](const Stack& in, const Stack& out) {
+const bool linears_gated_replayed = register_replay("linears_gated", [](const Stack& in, const Stack& out) {
   const Tensor y = out[0].toTensor();
-  return multiply_again(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
+  return replay_of_products(in[0].toTensor(), in[1].toTensorVector(), in[2].to<c10::List<std::optional<Tensor>>>().vec(),
                         in[4].toInt(), {}, {y, y}, in[5].toStringRef());
 });
 

@@ -77,7 +77,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset
   return y;
 }
 
-const bool norms = is_repeated("rms_norm", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+const bool rms_norm_replayed = register_replay("rms_norm", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Replay {
   if (!in[0].toTensor().is_contiguous()) return {};
   return [x = in[0].toTensor(), weight = in[1].toTensor(), eps = in[2].toDouble(), offset = in[3].toDouble(),
           round_first = in[4].toBool(), y = out[0].toTensor()]() mutable {
@@ -153,7 +153,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return y;
 }
 
-const bool rotations = is_repeated("rotate", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+const bool rotate_replayed = register_replay("rotate", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Replay {
   return [x = in[0].toTensor(), cos = in[1].toTensor(), sin = in[2].toTensor(), y = out[0].toTensor()]() mutable {
     rotate_into(x, cos, sin, y);
   };
@@ -182,7 +182,7 @@ Tensor gated(const Tensor& gate, const Tensor& up, c10::string_view act) {
   return y;
 }
 
-const bool gates = is_repeated("gated", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Again {
+const bool gated_replayed = register_replay("gated", [](const torch::jit::Stack& in, const torch::jit::Stack& out) -> Replay {
   if (!in[0].toTensor().is_contiguous() || !in[1].toTensor().is_contiguous()) return {};
   return [a = in[0].toTensor(), b = in[1].toTensor(), act = std::string(in[2].toStringRef()),
           y = out[0].toTensor()]() mutable { gate_into(a, b, act, y); };

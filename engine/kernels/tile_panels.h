@@ -92,10 +92,10 @@ template <typename M, typename F>
   }
 }
 
-// Asks for the line at each of a tile's rows, SOON bytes ahead: soon enough to be there, and so few that none waits for room.
+// Asks for the lines of a tile that comes SOON bytes later. In assembler: see `prefetch` in attention.h.
 inline void fetch_soon(const c10::BFloat16* tile) {
   const char* from = reinterpret_cast<const char*>(tile) + SOON;
-  #pragma GCC unroll 16
+#pragma GCC unroll 16
   for (int64_t line = 0; line < TILE_ROWS; ++line) asm volatile("prefetcht1 %0" : : "m"(from[line * LINE]));
 }
 
@@ -233,9 +233,11 @@ void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, int
   const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
   if (few) together = 2;
   const int64_t groups = (panels + together - 1) / together, threads = at::get_num_threads();
+  const auto pieces = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
   const int64_t slabs = m >= OWN_ROWS * threads ? threads : 1;  // of rows, one for each thread
-  const int64_t parts = few ? 1 : std::max((m + slabs * HIGH - 1) / (slabs * HIGH), slabs > 1 ? 1 : parts_of(m, groups, 2 * TILE_ROWS));
-  const int64_t part = ((m + slabs * parts - 1) / (slabs * parts) + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+  int64_t parts = pieces(m, slabs * HIGH);                      // of a slab
+  if (slabs == 1 && !few) parts = std::max(parts, parts_of(m, groups, 2 * TILE_ROWS));
+  const int64_t part = pieces(pieces(m, slabs * parts), 2 * TILE_ROWS) * 2 * TILE_ROWS;  // rows
   const int64_t grain = std::max<int64_t>(1, TASK_BYTES / (together * panel_bytes + part * steps * TILE_K * 4));
   share_out(slabs * groups * parts, grain, [&](int64_t begin, int64_t end) {
     with_tiles(low, [&](auto& tiles) {

@@ -39,7 +39,9 @@ Call = Callable[[], torch.Tensor]
 Capture = Callable[[Call], Call]  # returns a function that repeats the given one
 
 LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them is as long as the vocabulary
-CPU_BYTES = 4 << 30  # read by a step: where it is longer, what a capture saves (2 to 4 ms) is not worth the start
+CPU_BYTES = (
+    4 << 30
+)  # read by a step: 0.25 s at 17 GB/s, of which a capture saves 2 to 4 ms and costs five steps a bucket
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
 GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 
@@ -54,6 +56,8 @@ def capture_for(model: ModelRunner) -> Capture:
         return cuda_graphs()
     if model.kernels == REFERENCE:
         raise Uncapturable("the compiled operators do not serve")
+    if model.recorded is None:  # Python between the operators may keep tensors whose memory a capture would move
+        raise Uncapturable("the forward is not recorded")
     if model.step_bytes > CPU_BYTES:
         raise Uncapturable(f"a step reads {model.step_bytes >> 20} MiB, and a capture would save little of its time")
     return operators
@@ -101,35 +105,12 @@ def cuda_graphs() -> Capture:
     return capture
 
 
-def recorded() -> Capture:
-    """Records the operators of a step on a CPU (engine/kernels/capture.cpp). A recording's output is its own and is
-    overwritten by its next replay."""
-
-    def capture(call: Call) -> Call:
-        recording = torch.classes.tandem.Recording()
-        recording.begin()
-        try:
-            out = call()
-            recording.end([out])
-        finally:
-            recording.abandon()
-
-        def replay() -> torch.Tensor:
-            recording.replay()
-            return out
-
-        return replay
-
-    return capture
-
-
 class Decode:
     """The buckets of one engine: 1, 2, 4, ... rows, up to `max_running` and at most LARGEST.
 
-    `capture` is how; None captures as this device does.
-
-    `spare` is the id of the spare block, the last one of `pages`. Made before the pages have any content: the first
-    blocks are written to and zeroed again. Raises Uncapturable.
+    `capture` records a step; None is `capture_for(model)`. `spare` is the id of the spare block, the last one of
+    `pages`. Made before the pages have any content: the first blocks are written to and zeroed again. Raises
+    Uncapturable.
     """
 
     def __init__(

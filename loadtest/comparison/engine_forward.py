@@ -35,7 +35,9 @@ def tandem(folder: Path, threads: int) -> tuple[Prefill, Decode]:
     torch.set_num_threads(threads)
     model = load_model(str(folder), dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=LONGEST)
     blocks = (MOST + 1) * LONGEST // 16
-    engine = Engine(model, EngineConfig(num_blocks=blocks, block_size=16, token_budget=LONGEST, max_running=MOST))
+    config = EngineConfig(num_blocks=blocks, block_size=16, token_budget=LONGEST, max_running=MOST, spare_block=True)
+    engine = Engine(model, config)
+    engine.capture()
 
     def add(name: str, prompt: list[int], max_len: int) -> Sequence:
         sequence = Sequence(id=name, tokens=list(prompt), prompt_len=len(prompt), max_len=max_len)

@@ -73,6 +73,19 @@ def singles(rng: random.Random, rows: int) -> Batch:
     return Batch(ids, positions, [1] * rows, [p + 1 for p in positions], tables, list(range(rows)))
 
 
+def check_same_bits(decode: Decode, model: ModelRunner, pages: KvCache, batch: Batch) -> None:
+    """Logits and pages are those of the unpadded step, which leaves the spare block as it was."""
+    before = pages.buffer.clone()
+    expected = model.forward(pages, batch)
+    left = pages.buffer.clone()
+    pages.buffer.copy_(before)
+    found = decode.logits(batch)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(pages.buffer[:SPARE], left[:SPARE])
+    assert torch.equal(left[SPARE], before[SPARE])
+
+
 def test_buckets_are_powers_of_two_and_the_most() -> None:
     """Every number of sequences has a bucket at most twice as large."""
     assert buckets(1) == [1]
@@ -90,15 +103,7 @@ def test_padding_changes_no_bit(capture: captured_steps.Capture, model: ModelRun
     assert decode.sizes == (1, 2, 4, 6)
     for rows in (3, 1, 6, 5, 2, 4, 1, 6, 3, 2, 5, 1):
         batch = singles(rng, rows)
-        before = pages.buffer.clone()
-        expected = model.forward(pages, batch)
-        left = pages.buffer.clone()
-        pages.buffer.copy_(before)
-        found = decode.logits(batch)
-        assert found is not None
-        assert torch.equal(found, expected)
-        assert torch.equal(pages.buffer[:SPARE], left[:SPARE])
-        assert torch.equal(left[SPARE], before[SPARE])
+        check_same_bits(decode, model, pages, batch)
 
 
 def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvCache) -> None:
@@ -311,14 +316,7 @@ def test_every_family_is_captured_on_cpu_with_the_same_bits(
     noise(pages)
     for rows in (3, 1, 6, 5):
         batch = singles(rng, rows)
-        before = pages.buffer.clone()
-        expected = model.forward(pages, batch)
-        left = pages.buffer.clone()
-        pages.buffer.copy_(before)
-        found = decode.logits(batch)
-        assert found is not None
-        assert torch.equal(found, expected)
-        assert torch.equal(pages.buffer[:SPARE], left[:SPARE])
+        check_same_bits(decode, model, pages, batch)
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
@@ -381,6 +379,29 @@ def test_a_step_that_a_replay_could_not_know_is_refused(step: Callable[[torch.Te
         known = operators(lambda: x[rows] * 2)
         x.normal_()
         assert torch.equal(known(), x[[1, 3]] * 2)
+
+
+def test_what_an_operator_returns_of_its_arguments_stays_where_it_is() -> None:
+    """An operator that returns an argument beside new memory: the argument belongs to somebody else."""
+    library = torch.library.Library("tandem_test", "DEF")
+    library.define("both(Tensor(a) x) -> (Tensor(a), Tensor)")
+    library.impl("both", lambda x: (x.view(-1), x * 2), "CPU")
+    x = torch.randn(3, 4)
+    address = x.data_ptr()
+    with torch.inference_mode():
+        replay = operators(lambda: torch.ops.tandem_test.both(x)[1] + 1)
+        x.normal_()
+        assert torch.equal(replay(), x * 2 + 1)
+    assert x.data_ptr() == address
+
+
+def test_a_forward_by_modules_is_not_captured_on_cpu(
+    model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python may keep a tensor that a capture would move."""
+    monkeypatch.setattr(model, "recorded", None)
+    with pytest.raises(Uncapturable, match="not recorded"):
+        Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
 
 
 def test_a_model_that_is_long_to_read_is_not_captured_on_cpu(
