@@ -341,8 +341,8 @@ Tensor linears_codes_gated(const Tensor& x, at::TensorList codes, at::TensorList
 
 // ---- captured steps
 
-// A weight of an operator's arguments.
-struct Kept {
+// A quantised weight of an operator's arguments, with the tensors held.
+struct OwnedWeight {
   Tensor codes, scales;
   std::optional<Tensor> bias;
   int64_t n, k, group;
@@ -357,22 +357,23 @@ Replay replay_of_codes(const Stack& in, const Tensor& beside, const Tensor& y) {
   const Tensor x = in[0].toTensor();
   if (!by_tiles(x) || (beside.defined() && !beside.is_contiguous())) return {};
   const std::optional<Tensor> bias = in[3].isNone() ? std::nullopt : std::optional<Tensor>(in[3].toTensor());
-  return [x, y, beside, weight = Kept{in[1].toTensor(), in[2].toTensor(), bias, in[4].toInt(), in[5].toInt(), in[6].toInt(),
-                                      in[7].toStringRef()}] {
+  const OwnedWeight weight{in[1].toTensor(), in[2].toTensor(), bias,         in[4].toInt(),
+                           in[5].toInt(),    in[6].toInt(),    in[7].toStringRef()};
+  return [x, y, beside, weight] {
     Prepared prepared;
     multiply_codes(x, prepared, weight.coded(), beside, nullptr, {}, y);
   };
 }
 
-std::vector<Kept> kept_of(const Stack& in) {
+std::vector<OwnedWeight> weights_of(const Stack& in) {
   const std::vector<Tensor> codes = in[1].toTensorVector(), scales = in[2].toTensorVector();
   const auto biases = in[3].to<c10::List<std::optional<Tensor>>>();
   const std::vector<int64_t> n = in[4].toIntVector(), group = in[5].toIntVector();
   const auto formats = in[6].to<c10::List<std::string>>();
-  std::vector<Kept> kept;
+  std::vector<OwnedWeight> weights;
   for (size_t i = 0; i < codes.size(); ++i)
-    kept.push_back({codes[i], scales[i], biases.get(i), n[i], in[7].toInt(), group[i], formats.get(i)});
-  return kept;
+    weights.push_back({codes[i], scales[i], biases.get(i), n[i], in[7].toInt(), group[i], formats.get(i)});
+  return weights;
 }
 
 const bool linear_replayed = register_replay("linear_codes", [](const Stack& in, const Stack& out) {
@@ -382,14 +383,14 @@ const bool linear_add_replayed = register_replay("linear_codes_add", [](const St
   return replay_of_codes(in, in[8].toTensor(), out[0].toTensor());
 });
 const bool linears_replayed = register_replay("linears_codes", [](const Stack& in, const Stack& out) -> Replay {
-  return [x = in[0].toTensor(), weights = kept_of(in), y = out[0].toTensorVector()] {
+  return [x = in[0].toTensor(), weights = weights_of(in), y = out[0].toTensorVector()] {
     Prepared prepared;
     for (size_t i = 0; i < weights.size(); ++i) multiply_codes(x, prepared, weights[i].coded(), {}, nullptr, {}, y[i]);
   };
 });
 const bool linears_gated_replayed = register_replay("linears_codes_gated", [](const Stack& in, const Stack& out) -> Replay {
   const Tensor x = in[0].toTensor();
-  const std::vector<Kept> weights = kept_of(in);
+  const std::vector<OwnedWeight> weights = weights_of(in);
   if (!by_tiles(x) || weights[0].group != weights[1].group || weights[0].format != weights[1].format) return {};
   return [x, weights, act = std::string(in[8].toStringRef()), y = out[0].toTensor()] {
     Prepared prepared;
