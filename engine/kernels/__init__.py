@@ -33,6 +33,7 @@ import torch
 from tandem.errors import SettingsError
 
 REFERENCE = "reference"
+CPU = torch.device("cpu")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 FASTEST = "fastest"
 PLAIN = "torch"  # the order of plain PyTorch, which follows from the shapes of a step
@@ -115,11 +116,12 @@ def exact(device: torch.device) -> Iterator[None]:
         torch.ops.tandem.stepping.default(before)
 
 
-def huge_pages(fresh: torch.Tensor) -> torch.Tensor:
-    """Requests large memory pages for a new CPU tensor that was not written to yet; returns it."""
-    if serving(fresh.device) != REFERENCE:
-        torch.ops.tandem.huge_pages.default(fresh)
-    return fresh
+def fresh_memory(nbytes: int, device: torch.device = CPU) -> torch.Tensor:
+    """New memory, uint8 `[nbytes]`, in large pages where the compiled operators serve."""
+    if serving(device) == REFERENCE:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    memory: torch.Tensor = torch.ops.tandem.fresh_memory.default(nbytes)
+    return memory
 
 
 def _orders(level: str, dtype: torch.dtype) -> tuple[str, ...]:

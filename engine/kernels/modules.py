@@ -16,7 +16,7 @@ import xxhash
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.kernels import DTYPES, huge_pages, panels_of
+from engine.kernels import DTYPES, fresh_memory, panels_of
 from engine.kernels.weight_cache import WeightCache, digest_of, file_backed, placed
 from tandem.errors import CheckpointRefused
 
@@ -102,7 +102,7 @@ def _packed_bytes(weight: torch.Tensor) -> int:
 def _in_one_stretch(weights: Iterable[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
     """Panels in memory of this process: uint8, concatenated, so that small ones share large memory pages."""
     starts, total = placed(sizes)
-    stretch = huge_pages(torch.empty(total, dtype=torch.uint8))
+    stretch = fresh_memory(total)
     parts = [stretch[at : at + size] for at, size in zip(starts, sizes, strict=True)]
     for part, weight in zip(parts, weights, strict=True):
         part.copy_(torch.ops.tandem.pack.default(weight).view(torch.uint8))

@@ -440,11 +440,11 @@ void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<T
   for (const TileProduct& to : products) all += to.panels();
   share_tiles(m, steps, all, TOGETHER, size * 2, std::min(m, TILE_ROWS),
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-    const TileProduct* of[TOGETHER];
-    const BFloat16* panels[TOGETHER];
-    int64_t first[TOGETHER];  // column of the panel
-    for (int64_t p = 0; p < count; ++p) {
-      int64_t at = panel + p;
+    const TileProduct* of[TOGETHER + BEHIND];
+    const BFloat16* panels[TOGETHER + BEHIND];
+    int64_t first[TOGETHER + BEHIND];  // column of the panel
+    for (int64_t p = 0; p < count + BEHIND; ++p) {
+      int64_t at = std::min(panel + p, all - 1);
       for (of[p] = products.data(); at >= of[p]->panels(); ++of[p]) at -= of[p]->panels();
       panels[p] = of[p]->packed + at * size, first[p] = at * PANEL;
     }
@@ -470,8 +470,9 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
   const TileProduct* both[] = {&gated, &up};
   share_tiles(m, steps, gated.panels(), TOGETHER / 2, size * 2, std::min(m, TILE_ROWS),
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
-    const BFloat16* panels[TOGETHER];
-    for (int64_t p = 0; p < 2 * count; ++p) panels[p] = both[p % 2]->packed + (panel + p / 2) * size;
+    const BFloat16* panels[TOGETHER + BEHIND];
+    for (int64_t p = 0; p < 2 * count + BEHIND; ++p)
+      panels[p] = both[p % 2]->packed + std::min(panel + p / 2, gated.panels() - 1) * size;
     // Of each panel of the first weight its columns of these rows; then those of the second weight meet them.
     auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
     sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count,

@@ -22,10 +22,10 @@ constexpr int64_t TILES_WIDE = 3;                               // of a panel
 constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
 constexpr int64_t DEEP = 8;                                     // 24 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
+constexpr int64_t BEHIND = 2;                                   // panels that are named besides, which come next
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
 constexpr int64_t OWN_ROWS = 128;                               // from so many rows on, a thread has its own
 constexpr int64_t STEP_LINES = STEP * 2 / LINE;
-constexpr int64_t SOON = 2048;                                  // bytes between what is in work and what is fetched
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
 inline int64_t steps_of(int64_t k, int64_t group) { return k / group * steps_of(group) + steps_of(k % group); }
@@ -92,31 +92,33 @@ template <typename M, typename F>
   }
 }
 
-// Asks for the lines of a tile that comes SOON bytes later. In assembler: see `prefetch` in attention.h.
-inline void fetch_soon(const c10::BFloat16* tile) {
-  const char* from = reinterpret_cast<const char*>(tile) + SOON;
+// Asks for the lines of a tile of a panel. In assembler: see `prefetch` in attention.h.
+inline void fetch_tile(const c10::BFloat16* tile) {
+  const char* from = reinterpret_cast<const char*>(tile);
 #pragma GCC unroll 16
   for (int64_t line = 0; line < TILE_ROWS; ++line) asm volatile("prefetcht1 %0" : : "m"(from[line * LINE]));
 }
 
-// sums of `P` times three tiles += up to 16 rows of x times `steps` of each of P panels. Registers: 0 to 2 the first panel's
-// sums, 3 to 5 the second's. Two panels at a time are read 5 % faster than one: the processor's own prefetching follows both.
+// sums of `P` times three tiles += up to 16 rows of x times `steps` of each of P panels, of which panels[P] and on come next.
+// Registers: 0 to 2 the first panel's sums, 3 to 5 the second's. Of each panel the tile behind the one in work is fetched.
+// Two panels at a time are read 5 % faster than one: the processor's own prefetching follows both.
 template <int P, typename M>
-[[gnu::always_inline]] inline void read_steps(M& tiles, TileRows x, const c10::BFloat16* first,
-                                              const c10::BFloat16* second, int64_t steps) {
-  const auto add = [&]<int SUM>(const c10::BFloat16* tile) {
-    fetch_soon(tile);
+[[gnu::always_inline]] inline void read_steps(M& tiles, TileRows x, const c10::BFloat16* const* panels, int64_t steps) {
+  const c10::BFloat16 *first = panels[0], *second = panels[P - 1];
+  const auto add = [&]<int SUM>(const c10::BFloat16* tile, const c10::BFloat16* later) {
+    fetch_tile(later);
     tiles.template load<7>(tile, WIDTH_BYTES);
     tiles.template dot<SUM, 6, 7>();
   };
   for (int64_t s = 0; s < steps; ++s, first += STEP, second += STEP, x.at += x.step) {
+    const bool last = s + 1 == steps;
     tiles.template load<6>(x.at, x.row * 2);
-    add.template operator()<0>(first);
-    if constexpr (P == 2) add.template operator()<3>(second);
-    add.template operator()<1>(first + TILE);
-    if constexpr (P == 2) add.template operator()<4>(second + TILE);
-    add.template operator()<2>(first + 2 * TILE);
-    if constexpr (P == 2) add.template operator()<5>(second + 2 * TILE);
+    add.template operator()<0>(first, first + TILE);
+    if constexpr (P == 2) add.template operator()<3>(second, second + TILE);
+    add.template operator()<1>(first + TILE, first + 2 * TILE);
+    if constexpr (P == 2) add.template operator()<4>(second + TILE, second + 2 * TILE);
+    add.template operator()<2>(first + 2 * TILE, last ? panels[P] : first + STEP);
+    if constexpr (P == 2) add.template operator()<5>(second + 2 * TILE, last ? panels[P + 1] : second + STEP);
   }
 }
 
@@ -152,7 +154,7 @@ void read_panels(M& tiles, const TileRows& x, int64_t steps, const c10::BFloat16
   int64_t p = 0;
   for (; p + P <= count; p += P) {
     zero_sums<P>(tiles);
-    read_steps<P>(tiles, x, panels[p], panels[p + P - 1], steps);
+    read_steps<P>(tiles, x, panels + p, steps);
     store_sums<P>(tiles, out);
     for (int64_t i = 0; i < P; ++i) leave(p + i, int64_t{0}, out + i * TILES_WIDE * SUMS);
   }
@@ -169,15 +171,15 @@ void read_panels_twice(M& tiles, const c10::BFloat16* x, int64_t steps, const c1
   for (int64_t p = 0; p < count; ++p) {
     zero_sums<2>(tiles);
     add_steps(tiles, x, x + steps * TILE, panels[p], steps,
-              [&](int64_t step, int64_t third) { fetch_soon(panels[p] + step * STEP + third * TILE); });
+              [&](int64_t step, int64_t third) { fetch_tile(panels[p] + step * STEP + (third + 2) * TILE); });
     store_sums<2>(tiles, out);
     leave(p, int64_t{0}, out);
     leave(p, TILE_ROWS, out + TILES_WIDE * SUMS);
   }
 }
 
-// Rows of x times panels of one length; more than 16 rows lie in tiles. Of each panel and each 16 rows leave(panel, row,
-// sums): three tiles [16][16] of float, one after another.
+// Rows of x times panels of one length, behind which BEHIND others are named, to be fetched; more than 16 rows lie in tiles.
+// Of each panel and each 16 rows leave(panel, row, sums): three tiles [16][16] of float, one after another.
 template <typename M, typename L>
 void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
                 int64_t count, const L& leave) {

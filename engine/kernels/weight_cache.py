@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 BODY = 2 << 20  # where the body begins, bytes: a large page
 PIECE = 16 << 20  # written at once, bytes
-ALIGNMENT = 64  # of each tensor in a body, bytes: a cache line
+ALIGNMENT = 4096  # of each tensor in a body, bytes: a page
 # Names of files; no other file of the folder is ever touched.
 KEPT, PARTIAL, NOTE = ".tandem-weights", ".tandem-partial", ".tandem-note"
 NOTES = 64  # that are kept, those written last

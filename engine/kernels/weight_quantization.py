@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.core.weight_formats import group_of, of_head, weight_bytes
-from engine.kernels import huge_pages, modules
+from engine.kernels import fresh_memory, modules
 from tandem.errors import CheckpointRefused
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -108,7 +108,7 @@ def packed(codes: torch.Tensor, scales: torch.Tensor, group: int, format: str) -
     n, k = codes.shape
     flat = torch.ops.tandem.pack_codes.default(codes, format)
     ours = Codes(
-        huge_pages(torch.empty_like(flat)).copy_(flat),
+        fresh_memory(flat.nbytes).view(flat.dtype).copy_(flat),
         torch.ops.tandem.pack_scales.default(scales.contiguous()),
         n,
         k,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.core.kv_layout import SCALE_DTYPE, VERSION, KvLayout, plan_calls
-from engine.kernels import huge_pages
+from engine.kernels import fresh_memory
 from engine.kv.kv_cache_spec import CallFacts
 
 
@@ -34,7 +34,7 @@ class KvCache:
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.dtype = dtype_named(layout.dtype)
-        self.buffer = huge_pages(torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device))
+        self.buffer = fresh_memory(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
         self.buffer.zero_()  # touches every page: memory that is promised but missing fails here, not under load
         typed = self.buffer.view(self.dtype)  # [num_blocks, block_bytes / itemsize]
         # Keys and values of each attention call: views, `[num_blocks, block_size, kv_heads, dim]`.

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.kernels import REFERENCE, described, huge_pages, serving, sum_order
+from engine.kernels import REFERENCE, described, fresh_memory, serving, sum_order
 from engine.kernels.speed_check import processor
 from loadtest.harness.options import Json, Quick, numbers
 from loadtest.harness.random_checkpoints import REAL
@@ -168,7 +168,7 @@ def products(dtype: torch.dtype, shape: tuple[int, int, int] = GEMM) -> dict[str
 
 def reader(size: int = STREAM_BYTES) -> Callable[[], float]:
     """A function that reads `size` bytes of memory once and returns its seconds."""
-    return reader_of([huge_pages(torch.empty(size // 4)).fill_(1.0)])
+    return reader_of([fresh_memory(size).fill_(1)])
 
 
 def reader_of(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:

@@ -68,7 +68,7 @@ def _packed(shapes: list[tuple[int, int]]) -> tuple[list[torch.Tensor], torch.Te
     made = {(n, k): torch.ops.tandem.pack.default(torch.randn(n, k, dtype=torch.bfloat16)) for n, k in set(shapes)}
     sizes = [made[shape].nbytes for shape in shapes]
     starts, total = placed(sizes)
-    stretch = kernels.huge_pages(torch.empty(total, dtype=torch.uint8))
+    stretch = kernels.fresh_memory(total)
     parts = [stretch[at : at + size].view(torch.bfloat16) for at, size in zip(starts, sizes, strict=True)]
     return [part.copy_(made[shape]) for part, shape in zip(parts, shapes, strict=True)], stretch
 

@@ -322,8 +322,8 @@ WeightCache(Path({str(cache.folder)!r}), 1 << 30).get("key", [{40 << 20}, 1], pa
 
 
 def test_parts_lie_one_behind_another() -> None:
-    """At whole cache lines; none at all where every product is quantised."""
-    assert weight_cache.placed([1, 64, 65]) == ([0, 64, 128], 256)
+    """At whole pages; none at all where every product is quantised."""
+    assert weight_cache.placed([1, 4096, 4097]) == ([0, 4096, 8192], 16384)
     assert weight_cache.placed([]) == ([], 0)
 
 
