@@ -29,31 +29,41 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
+// R rows at once: each is one chain of sums, and a core has time for several.
+template <int R, typename T>
+void rms_of(const T* x, const T* weight, T* y, int64_t n, float eps, float offset, bool round_first) {
+  const auto get = [n](const T* row, int64_t at) {
+    return at + LANES <= n ? load(row + at) : load(row + at, static_cast<int>(n - at));
+  };
+  Vec squares[R];
+  for (Vec& sum : squares) sum = Vec(0.0f);
+  for (int64_t at = 0; at < n; at += LANES)
+    for (int r = 0; r < R; ++r) {
+      const Vec part = get(x + r * n, at);
+      squares[r] = at::vec::fmadd(part, part, squares[r]);
+    }
+  float lanes[R][LANES], totals[R] = {};
+  for (int r = 0; r < R; ++r) squares[r].store(lanes[r]);
+  for (int i = 0; i < LANES; ++i)
+    for (int r = 0; r < R; ++r) totals[r] += lanes[r][i];
+  Vec scales[R];
+  for (int r = 0; r < R; ++r) scales[r] = Vec(1.0f / std::sqrt(totals[r] / static_cast<float>(n) + eps));
+  for (int64_t at = 0; at < n; at += LANES) {
+    const Vec by = get(weight, at) + Vec(offset);
+    for (int r = 0; r < R; ++r) {
+      const Vec part = get(x + r * n, at) * scales[r], normed = (round_first ? rounded<T>(part) : part) * by;
+      at + LANES <= n ? put(normed, y + r * n + at) : put(normed, y + r * n + at, n - at);
+    }
+  }
+}
+
 template <typename T>
 void rms_rows(const T* x, const T* weight, T* y, int64_t m, int64_t n, float eps, float offset, bool round_first) {
-  at::parallel_for(0, m, std::max<int64_t>(1, TASK_BYTES / (n * sizeof(T))), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* from = x + row * n;
-      const auto get = [n](const T* base, int64_t at) {
-        return at + LANES <= n ? load(base + at) : load(base + at, static_cast<int>(n - at));
-      };
-      Vec squares(0.0f);
-      for (int64_t at = 0; at < n; at += LANES) {
-        const Vec part = get(from, at);
-        squares = at::vec::fmadd(part, part, squares);
-      }
-      float lanes[LANES], total = 0.0f;
-      squares.store(lanes);
-      for (int i = 0; i < LANES; ++i) total += lanes[i];
-      const Vec scale(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
-      const auto normed = [&](int64_t at) {
-        const Vec part = get(from, at) * scale;
-        return (round_first ? rounded<T>(part) : part) * (get(weight, at) + Vec(offset));
-      };
-      int64_t at = 0;
-      for (; at + LANES <= n; at += LANES) put(normed(at), y + row * n + at);
-      if (at < n) put(normed(at), y + row * n + at, n - at);
-    }
+  constexpr int TOGETHER = 4;
+  at::parallel_for(0, m, std::max<int64_t>(1, TASK_BYTES / (n * sizeof(T))), [&](int64_t row, int64_t end) {
+    for (; row + TOGETHER <= end; row += TOGETHER)
+      rms_of<TOGETHER>(x + row * n, weight, y + row * n, n, eps, offset, round_first);
+    for (; row < end; ++row) rms_of<1>(x + row * n, weight, y + row * n, n, eps, offset, round_first);
   });
 }
 

@@ -34,14 +34,7 @@ constexpr float LOG2_E = 1.44269504f;
 
 // 2 to the power of x, to 2e-7; zero below the least normal number. Exactly 1 of 0.
 inline __m512 power_of_two(__m512 x) {
-  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // in [0, 1]
-  __m512 p = _mm512_set1_ps(1.867130447e-3f);  // minimax of the relative error
-  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.01702952e-3f));
-  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.579991368e-2f));
-  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.4016445e-1f));
-  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.931513118e-1f));
-  p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, x);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), power_of_rest(x), x);
 }
 
 struct Shape {

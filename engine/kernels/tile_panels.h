@@ -20,12 +20,11 @@ namespace tandem {
 
 constexpr int64_t TILES_WIDE = 3;                               // of a panel
 constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
-constexpr int64_t DEEP = 8;                                     // 24 KiB of each panel
+constexpr int64_t DEEP = 8;                                     // at most: 24 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
 constexpr int64_t BEHIND = 2;                                   // panels that are named besides, which come next
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
 constexpr int64_t OWN_ROWS = 128;                               // from so many rows on, a thread has its own
-constexpr int64_t STEP_LINES = STEP * 2 / LINE;
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
 inline int64_t steps_of(int64_t k, int64_t group) { return k / group * steps_of(group) + steps_of(k % group); }
@@ -68,19 +67,25 @@ struct TileRows {
 };
 
 // sums of two times three tiles += those rows of x times `steps` of a panel. Registers: 0 to 2 the first rows' sums, 3 to 5
-// the second's. fetch(step, third) is called before each tile of the panel, three times for every step, to ask for what comes.
-template <typename M, typename F>
+// the second's. Before each tile of the panel it asks for LINES of what comes, from `soon` on.
+template <int LINES, typename M>
 [[gnu::always_inline]] inline void add_steps(M& tiles, const c10::BFloat16* upper, const c10::BFloat16* lower,
-                                             const c10::BFloat16* panel, int64_t steps, const F& fetch) {
+                                             const c10::BFloat16* panel, int64_t steps, const c10::BFloat16* soon) {
+  const char* line = reinterpret_cast<const char*>(soon);
+  const auto fetch = [&] {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LINES; ++i) asm volatile("prefetcht1 %0" : : "m"(line[i * LINE]));
+    line += LINES * LINE;
+  };
   for (int64_t s = 0; s < steps; ++s, panel += STEP, upper += TILE, lower += TILE) {
     tiles.template load<6>(upper, WIDTH_BYTES);
-    fetch(s, 0);
+    fetch();
     tiles.template load<7>(panel, WIDTH_BYTES);
     tiles.template dot<0, 6, 7>();
-    fetch(s, 1);
+    fetch();
     tiles.template load<7>(panel + TILE, WIDTH_BYTES);
     tiles.template dot<1, 6, 7>();
-    fetch(s, 2);
+    fetch();
     tiles.template load<7>(panel + 2 * TILE, WIDTH_BYTES);
     tiles.template dot<2, 6, 7>();
     tiles.template load<6>(lower, WIDTH_BYTES);
@@ -170,8 +175,7 @@ void read_panels_twice(M& tiles, const c10::BFloat16* x, int64_t steps, const c1
   alignas(LINE) float out[2 * TILES_WIDE * SUMS];
   for (int64_t p = 0; p < count; ++p) {
     zero_sums<2>(tiles);
-    add_steps(tiles, x, x + steps * TILE, panels[p], steps,
-              [&](int64_t step, int64_t third) { fetch_tile(panels[p] + step * STEP + (third + 2) * TILE); });
+    add_steps<TILE_ROWS>(tiles, x, x + steps * TILE, panels[p], steps, panels[p] + 2 * TILE);
     store_sums<2>(tiles, out);
     leave(p, int64_t{0}, out);
     leave(p, TILE_ROWS, out + TILES_WIDE * SUMS);
@@ -189,8 +193,9 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
   alignas(LINE) float out[2 * TILES_WIDE * SUMS];
   const int64_t pairs = (high + 1) / 2;
   float* waiting = own_memory<1, float>(count * pairs * 2 * TILES_WIDE * SUMS);
-  for (int64_t from = 0; from < steps; from += DEEP) {
-    const int64_t deep = std::min(DEEP, steps - from);
+  const int64_t blocks = (steps + DEEP - 1) / DEEP;
+  for (int64_t block = 0, from = 0, deep; block < blocks; ++block, from += deep) {
+    deep = steps * (block + 1) / blocks - from;
     const bool first = from == 0, last = from + deep == steps;
     for (int64_t p = 0; p < count; ++p) {
       const auto* panel = panels[p] + from * STEP;
@@ -210,12 +215,18 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
           tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
         }
         // Each pair of rows fetches its share of the next block, evenly: a core waits for so many lines at once.
-        const int64_t line = STEP_LINES * pair / pairs, lines = STEP_LINES * (pair + 1) / pairs - line;
-        add_steps(tiles, upper, lower, panel, deep, [=](int64_t step, int third) {
-          const char* from = reinterpret_cast<const char*>(next + step * STEP) + line * LINE;
-          for (int64_t at = lines * third / 3; at < lines * (third + 1) / 3; ++at)
-            __builtin_prefetch(from + at * LINE, 0, 2);
-        });
+        const auto add = [&]<int LINES>() {
+          constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // of a step
+          add_steps<LINES>(tiles, upper, lower, panel, deep, next + pair * deep * SHARE);
+        };
+        if (pairs >= TILE_ROWS)
+          add.template operator()<1>();
+        else if (pairs >= TILE_ROWS / 2)
+          add.template operator()<2>();
+        else if (pairs >= TILE_ROWS / 4)
+          add.template operator()<4>();
+        else
+          add.template operator()<8>();
         store_sums<2>(tiles, last ? out : kept);
         if (!last) continue;
         leave(p, 2 * pair * TILE_ROWS, out);
