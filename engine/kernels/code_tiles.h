@@ -126,12 +126,7 @@ inline void leave(const float* totals, int64_t rows, const float* scales, const 
   if (weight == 0) return leave(totals, rows, scales, bias, nullptr, half, PANEL, columns);
   alignas(LINE) BFloat16 up[TILE_ROWS * PANEL];
   leave(totals, rows, scales, bias, nullptr, up, PANEL, columns);
-  if (columns < PANEL) {
-    for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, columns);
-    return;
-  }
-  of.gate(half, up, up, rows * PANEL);
-  for (int64_t r = 0; r < rows; ++r) std::memcpy(y + r * of.n, up + r * PANEL, PANEL * sizeof(BFloat16));
+  for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, std::min(PANEL, columns));
 }
 
 // totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
