@@ -39,14 +39,18 @@ struct Codes {
     return first[panel % weights] + panel / weights * pairs * STEP_BYTES<F>;
   }
 
-  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
+  void make(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts, BFloat16* to) const {
     const uint8_t* own = at(panel);
-    for (const int64_t end = step + steps; step < end; ++step, to += MADE) {
-      const int64_t group = step / steps_of_group, within = step % steps_of_group * TILE_ROWS;
+    const int64_t rows = steps * TILE_ROWS, last = rows * (part + 1) / parts;
+    for (int64_t row = rows * part / parts, end; row < last; row = end) {
+      end = std::min(last, (row / TILE_ROWS + 1) * TILE_ROWS);
+      const int64_t group = (step + row / TILE_ROWS) / steps_of_group;
+      const int64_t within = (step + row / TILE_ROWS) % steps_of_group * TILE_ROWS + row % TILE_ROWS;
       const int64_t begin = group * of_group + within;
-      const int64_t count = std::min({TILE_ROWS, of_group - within, pairs - begin});
-      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(to));
-      std::memset(to + count * 2 * PANEL, 0, (TILE_ROWS - count) * 2 * PANEL * sizeof(BFloat16));
+      const int64_t count = std::max<int64_t>(0, std::min({end - row, of_group - within, pairs - begin}));
+      BFloat16* into = to + row * 2 * PANEL;
+      widen<F, ByPairs>(own + begin * STEP_BYTES<F>, count, reinterpret_cast<uint8_t*>(into));
+      std::memset(into + count * 2 * PANEL, 0, (end - row - count) * 2 * PANEL * sizeof(BFloat16));
     }
   }
 

@@ -119,9 +119,9 @@ struct Columns {
   const BFloat16* first;
   int64_t stride, k, n;
 
-  void make(int64_t panel, int64_t step, int64_t steps, BFloat16* to) const {
+  void make(int64_t panel, int64_t step, int64_t steps, int64_t part, int64_t parts, BFloat16* to) const {
     const int64_t begin = panel * MADE_COLUMNS, count = std::min(MADE_COLUMNS, n - begin);
-    for (int64_t column = 0; column < MADE_COLUMNS; ++column) {
+    for (int64_t column = MADE_COLUMNS * part / parts; column < MADE_COLUMNS * (part + 1) / parts; ++column) {
       const BFloat16* from = first + (begin + column) * stride + step * TILE_K;
       BFloat16* into = to + (column % TILE_ROWS * MADE_TILES + column / TILE_ROWS) * TILE_K;
       for (int64_t s = 0; s < steps; ++s, into += MADE) {

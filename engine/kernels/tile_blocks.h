@@ -65,9 +65,10 @@ void store_made(M& tiles, float* to) {
   tiles.template store<3>(to + 3 * LANES, MADE_STRIDE);
 }
 
-// Rows of x times `count` panels of so many steps. source.make(panel, step, steps, to) makes tiles, source.fetch(panel, step,
-// steps, part, parts) brings a part of what that will read into the second cache. Of each panel, each group of `of_group`
-// steps in order and each 16 rows leave(panel, group, row, sums), with sums [16][64] of float.
+// Rows of x times `count` panels of so many steps. source.make(panel, step, steps, part, parts, to) makes a part of the tiles
+// of some steps, source.fetch(panel, step, steps, part, parts) brings a part of what that will read into the second cache. Of
+// each panel, each group of `of_group` steps in order and each 16 rows leave(panel, group, row, sums), with sums [16][64] of
+// float. Of many rows each 16 that are multiplied make a part of the next block: tiles are computed beside that.
 template <Weight W, typename M, typename S, typename L>
 void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int64_t of_group, const S& source,
               int64_t count, const L& leave) {
@@ -76,10 +77,10 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
   if (high == 1) {  // a step is made before the one before it is multiplied: its stores are then on their way no more
     alignas(LINE) c10::BFloat16 made[2][MADE];
     for (int64_t p = 0; p < count; ++p) {
-      source.make(p, 0, 1, made[0]);
+      source.make(p, 0, 1, 0, 1, made[0]);
       for (int64_t s = 0, group = 0, left = 0; s < steps; ++s) {
         if (left == 0) zero_made(tiles), left = std::min(of_group, steps - s);
-        if (s + 1 < steps) source.make(p, s + 1, 1, made[(s + 1) % 2]);
+        if (s + 1 < steps) source.make(p, s + 1, 1, 0, 1, made[(s + 1) % 2]);
         add_made<W>(tiles, x + s * TILE, made[s % 2], 1, [](int64_t) {});
         if (--left > 0) continue;
         store_made(tiles, out);
@@ -88,40 +89,47 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
     }
     return;
   }
-  auto* made = own_memory<3, c10::BFloat16>(MADE_DEEP * MADE);
+  auto* made = own_memory<3, c10::BFloat16>(2 * MADE_DEEP * MADE);
   float* waiting = own_memory<1, float>(count * high * MADE_SUMS);
-  const auto deep_at = [&](int64_t from) {  // whole groups, or a part of one
+  struct Block {
+    int64_t panel, from, deep;  // steps: whole groups, or a part of one; none behind the last block
+  };
+  const auto block_at = [&](int64_t panel, int64_t from) -> Block {
     const int64_t most = of_group > MADE_DEEP ? std::min(MADE_DEEP, of_group - from % of_group)
                                               : MADE_DEEP / of_group * of_group;
-    return std::min(most, steps - from);
+    return {panel, from, std::min(most, steps - from)};
   };
-  for (int64_t from = 0, deep; from < steps; from += deep) {
-    deep = deep_at(from);
-    const int64_t first = from / of_group;
-    for (int64_t p = 0; p < count; ++p) {
-      source.make(p, from, deep, made);
-      const bool over = p + 1 == count, last = over && from + deep == steps;  // then others read on, behind these panels
-      const int64_t next = last ? count : over ? 0 : p + 1, then = last ? 0 : over ? from + deep : from;
-      for (int64_t tile = 0; tile < high; ++tile) {
-        source.fetch(next, then, deep_at(then), tile, high);
-        float* kept = waiting + (p * high + tile) * MADE_SUMS;
-        for (int64_t s = from, group = first, some; s < from + deep; s += some, ++group) {
-          const int64_t end = std::min((group + 1) * of_group, steps);
-          some = std::min(end, from + deep) - s;
-          const bool waited = s != group * of_group;
-          waited ? load_made(tiles, kept) : zero_made(tiles);
-          add_made<W>(tiles, x + (tile * steps + s) * TILE, made + (s - from) * MADE, some, [=](int64_t step) {
-            if (!waited) return;
-            constexpr int64_t SHARE = (MADE_SUMS * 4 / LINE + MADE_DEEP - 1) / MADE_DEEP;  // of the next rows' sums
-            for (int64_t line = step * SHARE; line < (step + 1) * SHARE; ++line)
-              __builtin_prefetch(reinterpret_cast<const char*>(kept + MADE_SUMS) + line * LINE, 0, 3);
-          });
-          if (s + some < end) {
-            store_made(tiles, kept);
-          } else {
-            store_made(tiles, out);
-            leave(p, group, tile * TILE_ROWS, out);
-          }
+  const auto after = [&](const Block& block) {
+    return block.panel + 1 < count ? Block{block.panel + 1, block.from, block.deep} : block_at(0, block.from + block.deep);
+  };
+  Block here = block_at(0, 0), next = after(here);
+  source.make(0, 0, here.deep, 0, 1, made);
+  for (bool odd = false; here.deep > 0; odd = !odd, here = next, next = next.deep > 0 ? after(next) : next) {
+    const c10::BFloat16* own = made + (odd ? MADE_DEEP * MADE : 0);
+    c10::BFloat16* other = made + (odd ? 0 : MADE_DEEP * MADE);
+    Block then = next.deep > 0 ? after(next) : next;
+    if (next.deep > 0 && then.deep == 0) then = block_at(count, 0);  // others read on, behind these panels
+    const int64_t first = here.from / of_group;
+    for (int64_t tile = 0; tile < high; ++tile) {
+      if (next.deep > 0) source.make(next.panel, next.from, next.deep, tile, high, other);
+      if (then.deep > 0) source.fetch(then.panel, then.from, then.deep, tile, high);
+      float* kept = waiting + (here.panel * high + tile) * MADE_SUMS;
+      for (int64_t s = here.from, group = first, some; s < here.from + here.deep; s += some, ++group) {
+        const int64_t end = std::min((group + 1) * of_group, steps);
+        some = std::min(end, here.from + here.deep) - s;
+        const bool waited = s != group * of_group;
+        waited ? load_made(tiles, kept) : zero_made(tiles);
+        add_made<W>(tiles, x + (tile * steps + s) * TILE, own + (s - here.from) * MADE, some, [=](int64_t step) {
+          if (!waited) return;
+          constexpr int64_t SHARE = (MADE_SUMS * 4 / LINE + MADE_DEEP - 1) / MADE_DEEP;  // of the next rows' sums
+          for (int64_t line = step * SHARE; line < (step + 1) * SHARE; ++line)
+            __builtin_prefetch(reinterpret_cast<const char*>(kept + MADE_SUMS) + line * LINE, 0, 3);
+        });
+        if (s + some < end) {
+          store_made(tiles, kept);
+        } else {
+          store_made(tiles, out);
+          leave(here.panel, group, tile * TILE_ROWS, out);
         }
       }
     }
