@@ -168,7 +168,7 @@ def products(dtype: torch.dtype, shape: tuple[int, int, int] = GEMM) -> dict[str
 
 def reader(size: int = STREAM_BYTES) -> Callable[[], float]:
     """A function that reads `size` bytes of memory once and returns its seconds."""
-    return reader_of([fresh_memory(size).fill_(1)])
+    return reader_of([fresh_memory(size).view(torch.float32).fill_(1.0)])
 
 
 def reader_of(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
