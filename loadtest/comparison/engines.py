@@ -20,7 +20,8 @@ from loadtest.comparison.peer_servers import Peers
 from loadtest.harness.stats import Row, Section, Spread, Tick, ratios
 from tandem.errors import Unavailable
 
-SHAPE, VOCAB = "SmolLM2-135M", 49152
+SHAPES = ("SmolLM2-135M", "Qwen3-0.6B")
+VOCAB = 49152  # token ids that each of them has
 ROOT = Path(__file__).parents[2]
 FORWARD = Path(__file__).with_name("engine_forward.py")
 OURS = ("tandem", "transformers", "floor")  # run in our own environment
@@ -31,9 +32,10 @@ WITHIN = 1.25  # of the best peer, promised
 @dataclass(frozen=True)
 class Plan:
     """`rounds` of each engine in turn: a prompt of `prompt` tokens, then `steps` steps of each of `batches` sequences
-    of `context` tokens; with each number of `threads`."""
+    of `context` tokens; with each shape and each number of `threads`."""
 
     engines: tuple[str, ...] = ENGINES
+    shapes: tuple[str, ...] = SHAPES[:1]
     threads: tuple[int, ...] = (1, 2)
     batches: tuple[int, ...] = (1, 8)
     prompt: int = 512
@@ -43,7 +45,7 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        return len(self.threads) * (len(self.engines) + self.rounds + 1)
+        return len(self.shapes) * len(self.threads) * (len(self.engines) + self.rounds + 1)
 
 
 class Engine:
@@ -115,17 +117,17 @@ class Engine:
 
 
 def run(peers: Peers, plan: Plan, tick: Tick) -> list[Section]:
-    """A section for each number of threads. Raises SettingsError, Unavailable."""
-    return [_with_threads(peers, plan, threads, tick) for threads in plan.threads]
+    """A section for each shape and number of threads. Raises SettingsError, Unavailable."""
+    return [_with_threads(peers, plan, shape, threads, tick) for shape in plan.shapes for threads in plan.threads]
 
 
-def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section:
+def _with_threads(peers: Peers, plan: Plan, shape: str, threads: int, tick: Tick) -> Section:
     timings: dict[str, dict[str, list[float]]] = {}  # what -> engine -> seconds in each round
     tokens: dict[str, list[int]] = {name: [] for name in plan.engines}
-    checkpoint = peers.checkpoint(SHAPE)
+    checkpoint = peers.checkpoint(shape)
     with _engines(peers, plan, checkpoint, threads, tick) as engines:
         for number in range(plan.rounds + 1):
-            tick(f"{threads} threads: {f'round {number}' if number else 'warm-up'}")
+            tick(f"{shape}, {threads} threads: {f'round {number}' if number else 'warm-up'}")
             prompt = _ids(plan.prompt)
             contexts = {batch: [_ids(plan.context) for _ in range(batch)] for batch in plan.batches}
             for engine in engines[:: 1 if number % 2 else -1]:
@@ -137,7 +139,7 @@ def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section
                 for what, value in once.items() if number else ():
                     timings.setdefault(what, {}).setdefault(engine.name, []).append(value)
     notes = [
-        f"bfloat16, {SHAPE}, {threads} thread{'s' if threads > 1 else ''}; decode from {plan.context} tokens on, the"
+        f"bfloat16, {shape}, {threads} thread{'s' if threads > 1 else ''}; decode from {plan.context} tokens on, the"
         f" median of {plan.steps} steps; {plan.rounds} rounds in turn after one that warms up",
         "floor: weights and KV at the bandwidth of reading 256 MiB; products at the rate of one of 512x2048x2048, ours"
         " or torch's, whichever is faster",
@@ -145,7 +147,8 @@ def _with_threads(peers: Peers, plan: Plan, threads: int, tick: Tick) -> Section
     ]
     read = "tandem / peer: below 1, Tandem is faster. floor / tandem: the share of the floor"
     rows = [row for what, sides in timings.items() for row in compare(what, sides)]
-    return Section(f"Engines, {threads} thread{'s' if threads > 1 else ''}", read, rows, notes, dict(timings))
+    title = f"Engines, {shape}, {threads} thread{'s' if threads > 1 else ''}"
+    return Section(title, read, rows, notes, dict(timings))
 
 
 def compare(what: str, sides: dict[str, list[float]]) -> list[Row]:

@@ -35,7 +35,7 @@ class Changes:
     quick: Quick = False
     runs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each side (not for soak).")] = None
     requests: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of soak.")] = None
-    shape: Annotated[str, typer.Option(metavar="A,B", help=f"Of serve: {','.join(serve.Plan.shapes)}.")] = ""
+    shape: Annotated[str, typer.Option(metavar="A,B", help=f"Of serve, engines: {','.join(serve.Plan.shapes)}.")] = ""
     series: Annotated[str, typer.Option(metavar="A,B", help=f"Of serve: {','.join(serve.SERIES)}.")] = ""
     sides: Annotated[str, typer.Option(metavar="A,B", help=f"Of interference: {','.join(SIDES)}.")] = ""
     engines: Annotated[str, typer.Option(metavar="A,B", help=f"Of engines: {','.join(engines.ENGINES)}.")] = ""
@@ -68,6 +68,7 @@ def planned(changes: Changes) -> dict[str, Any]:
         "interference": {"sides": changes.sides and names(changes.sides, SIDES), "rounds": changes.runs},
         "engines": {
             "engines": changes.engines and names(changes.engines, engines.ENGINES),
+            "shapes": changes.shape and names(changes.shape, engines.SHAPES),
             "threads": changes.threads and numbers(changes.threads),
             "rounds": changes.runs,
         },

@@ -232,7 +232,7 @@ def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None
     sinks = torch.randn(case.query[0].shape[1]) * 3 if sink else None
     got = case.run(list(range(10)), reach, softcap=softcap, sinks=sinks)
     for index in range(10):
-        close(got[index], case.exact(index, 0.3, softcap, sinks, reach), scale=10.0, weights=5.0)
+        close(got[index], case.exact(index, 0.3, softcap, sinks, reach), scale=20.0, weights=5.0)
 
 
 @built

@@ -71,10 +71,11 @@ async def test_a_deadline_ends_the_request_everywhere(inside: Any, tiny: Path) -
     go = asyncio.Event()
     wrap = lambda inner, who: Harm(inner, before=hold_until(go)) if who.startswith("decode") else inner  # noqa: E731
     async with inside(wrap=wrap) as cluster:
+        await cluster.client.model_info()  # connecting is not part of a request's time
         watch = Stopwatch()
         with pytest.raises(DeadlineExceeded):
             await cluster.client.generate(oracle.prompts(tiny, [40])[0], max_tokens=50, ignore_eos=True, timeout=0.4)
-        assert watch.within(0.4 + 0.25)
+        assert watch.within(0.4 + 0.6), watch.seconds
         await until(lambda: nothing_held(cluster), 1.0, cluster.held)
 
 

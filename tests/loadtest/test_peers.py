@@ -32,6 +32,9 @@ def test_quick_measures_less_and_the_command_line_has_the_last_word() -> None:
     assert full["serve"].runs >= 5
     assert quick["serve"].ticks < full["serve"].ticks
     assert (said["serve"].concurrency, said["serve"].runs, said["engines"].threads) == ((4,), 3, (2,))
+    larger = planned(Changes(shape="Qwen3-0.6B"))
+    assert larger["serve"].shapes == larger["engines"].shapes == ("Qwen3-0.6B",)
+    assert full["engines"].shapes == ("SmolLM2-135M",), "the engines of both shapes take too long for a default"
 
 
 @pytest.mark.parametrize(
