@@ -41,7 +41,7 @@ Capture = Callable[[Call], Call]  # returns a function that repeats the given on
 LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them is as long as the vocabulary
 CPU_BYTES = (
     4 << 30
-)  # read by a step: 0.25 s at 17 GB/s, of which a capture saves 2 to 4 ms and costs five steps a bucket
+)  # read by a step, for 0.25 s at 17 GB/s: a capture saves 2 to 4 ms of it, and costs five steps a bucket
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
 GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 

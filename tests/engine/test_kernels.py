@@ -228,11 +228,12 @@ QUERIES = [1, 2, 1, 3, 15, 1, 5, 33, 1, 41]
 @pytest.mark.parametrize("reach", [FULL, SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None, sink: bool, reach: Reach) -> None:
     """Any heads, dims, block size, start and length; what lies outside of a context is NaN here and never seen."""
+    torch.manual_seed(0)  # the bound is that of usual numbers: one run in some hundred drew others
     case = Case(dtype, **shape, lengths=LENGTHS, queries=QUERIES)  # type: ignore[arg-type]
     sinks = torch.randn(case.query[0].shape[1]) * 3 if sink else None
     got = case.run(list(range(10)), reach, softcap=softcap, sinks=sinks)
     for index in range(10):
-        close(got[index], case.exact(index, 0.3, softcap, sinks, reach), scale=20.0, weights=5.0)
+        close(got[index], case.exact(index, 0.3, softcap, sinks, reach), scale=10.0, weights=5.0)
 
 
 @built
@@ -262,6 +263,16 @@ def test_extreme_logits(dtype: torch.dtype) -> None:
     """Logits of thousands neither overflow nor vanish: the highest takes all."""
     case = Case(dtype, size=4, kv_heads=1, groups=2, k_dim=16, v_dim=16, lengths=[37])
     close(case.run([0], scaling=1000.0)[0], case.exact(0, 1000.0, None, None), scale=100.0)
+
+
+@built
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, (2 << 20) + 1])
+def test_fresh_memory_begins_at_a_page(nbytes: int) -> None:
+    """And at the beginning of its storage: views of KV count from there. From a large page on it begins at one."""
+    memory = kernels.fresh_memory(nbytes)
+    assert memory.shape == (nbytes,)
+    assert memory.storage_offset() == 0
+    assert memory.data_ptr() % (4096 if nbytes < 2 << 20 else 2 << 20) == 0
 
 
 @built
