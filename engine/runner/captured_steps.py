@@ -39,9 +39,7 @@ Call = Callable[[], torch.Tensor]
 Capture = Callable[[Call], Call]  # returns a function that repeats the given one
 
 LARGEST = {"cuda": 512, "cpu": 32}  # rows: their logits are kept, a row of them is as long as the vocabulary
-CPU_BYTES = (
-    4 << 30
-)  # read by a step, for 0.25 s at 17 GB/s: a capture saves 2 to 4 ms of it, and costs five steps a bucket
+CPU_BYTES = 4 << 30  # read by a step: 0.25 s at 17 GB/s, and a capture saves 2 to 4 ms but costs five steps a bucket
 WARM_UP = 2  # calls before a capture: libraries allocate at the first ones
 GAP = 0.02  # of the logits' standard deviation, between the captured and the uncaptured step on CUDA; none on CPU
 
