@@ -12,6 +12,9 @@ from typing import Any
 
 VERSION = 3
 ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every block starts at a multiple of it
+# Blocks whose starts differ by a multiple of a power of two share a few sets of a CPU's caches, and push each other out:
+# a large block whose length is a multiple of COLLIDING gets a page more.
+COLLIDING, PAGE, LARGE = 32 * 1024, 4096, 512 * 1024  # bytes
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
 SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
 
@@ -94,7 +97,7 @@ def plan_calls(
     """Places every call's K and V in a block, each at a multiple of 64 bytes, and their scales behind them if `scaled`.
 
     `shapes` holds `(kv_heads, k_dim, v_dim)` per call, `itemsize` is bytes per element. Returns the calls and the
-    bytes of a whole block.
+    bytes of a whole block, padding included.
     """
     calls: list[CallLayout] = []
     end = 0
@@ -107,7 +110,7 @@ def plan_calls(
             k_scales, v_scales = end, end + block_size * heads * SCALE_BYTES
             end = _aligned(v_scales + block_size * heads * SCALE_BYTES)
         calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset, k_scales, v_scales))
-    return tuple(calls), end
+    return tuple(calls), end + PAGE if end >= LARGE and end % COLLIDING == 0 else end
 
 
 def _aligned(offset: int) -> int:

@@ -13,7 +13,8 @@
 
 namespace tandem {
 
-constexpr int64_t V_TILES = 4;  // of V at once
+constexpr int64_t V_TILES = 4;   // of V at once
+constexpr int64_t PER_TILE = 4;  // calls that fetch beside a tile of K
 
 // Columns [r, r + 4) of a tile of sums as rows.
 inline void turn_four(const float (*from)[LANES], int64_t r, float* to) {
@@ -40,6 +41,45 @@ template <typename T>
 struct Sixteens {
   const T* rows[KEY_TILES];
   int64_t apart;
+};
+
+// Fetches K or V while something else is in work: a little at a time, for a core waits for so many lines at once and then
+// for all else too. Four blocks of 16 tokens are read side by side, line by line in turn: pages that are read together
+// come faster than one after the other.
+template <typename T>
+class PagesAhead {
+ public:
+  // The tokens [16 from, 16 to) of `side` are asked for by so many calls of some().
+  void begin(const Sixteens<T>& side, int64_t from, int64_t to, int64_t dim, int64_t calls) {
+    rows_ = side.rows + from, left_ = to - from, bytes_ = TILE_ROWS * dim * sizeof(T), at_ = 0;
+    if (side.apart != dim) left_ = 0;  // in no layout of ours
+    const int64_t turns = (left_ + ABREAST - 1) / ABREAST * ((bytes_ + LINE - 1) / LINE);
+    each_ = (turns + calls - 1) / calls;
+    if (left_ > 0) open();
+  }
+
+  void stop() { left_ = 0; }
+
+  [[gnu::always_inline]] void some() {
+    for (int64_t n = each_; n > 0 && left_ > 0; --n) {
+      for (const char* line : lines_) asm volatile("prefetcht1 %0" : : "m"(line[at_]));
+      at_ += LINE;
+      if (at_ < bytes_) continue;
+      rows_ += ABREAST, left_ -= ABREAST, at_ = 0;
+      if (left_ > 0) open();
+    }
+  }
+
+ private:
+  static constexpr int64_t ABREAST = 4;
+
+  void open() {
+    for (int64_t i = 0; i < ABREAST; ++i) lines_[i] = reinterpret_cast<const char*>(rows_[std::min(i, left_ - 1)]);
+  }
+
+  const T* const* rows_ = nullptr;
+  int64_t left_ = 0, bytes_ = 0, at_ = 0, each_ = 0;
+  const char* lines_[ABREAST];
 };
 
 // Attention of units of few rows, one after another, by one thread.
@@ -144,21 +184,9 @@ class FewRows {
     column_ = (n - put_from_) * unit.rows;
   }
 
-  // Asks for tokens [16 i, 16 i + 16) of a stretch, of those that are seen.
-  static void fetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t i) {
-    const int64_t from = std::max<int64_t>(0, stretch.low - i * TILE_ROWS);
-    const int64_t to = std::min(TILE_ROWS, stretch.high - i * TILE_ROWS);
-    if (from >= to) return;
-    const T* rows = side.rows[i] + from * side.apart;
-    if (side.apart == dim) return prefetch(rows, (to - from) * dim);
-    for (int64_t r = from; r < to; ++r, rows += side.apart) prefetch(rows, dim);
-  }
-
-  // The part of the next K that is fetched in one of `turns`.
-  void fetch_next(int64_t turn, int64_t turns) const {
-    const int64_t from = 2 * soon_->from, count = 2 * soon_->to - from;
-    for (int64_t i = count * turn / turns; i < count * (turn + 1) / turns; ++i)
-      fetch(*soon_, soon_->keys, shape_.k_dim, from + i);
+  // What of a stretch is seen, by so many calls.
+  void fetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t calls) {
+    ahead_.begin(side, stretch.low / TILE_ROWS, high_of(stretch.high), dim, calls);
   }
 
   template <typename M>
@@ -178,6 +206,10 @@ class FewRows {
     const __mmask16 changed = weigh<QUANTISED<T>>(rows, seen, past, here_->from, here_->to, call_.softmax, by_key,
                                                   by_value, logits_, kept_, factors);
     if (!first) scale(sums_, shape_.v_tiles, changed, factors);
+    ahead_.stop();
+    if (soon_->unit >= 0)
+      fetch(*soon_, soon_->keys, shape_.k_dim,
+            rounded_up(shape_.v_tiles, V_TILES) / V_TILES * (here_->to - here_->from) * TILE_ROWS);
     for (int64_t d = 0; d < shape_.v_tiles; d += V_TILES)
       if (d + V_TILES <= shape_.v_tiles)
         add_values<V_TILES>(tiles, d, first);
@@ -194,11 +226,10 @@ class FewRows {
         for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], column_ + r, logits_ + i * SUMS + r * LANES);
     };
     if (!as_they_lie()) widen(here_->from);
+    fetch(*here_, here_->values, shape_.v_dim, 2 * PER_TILE * shape_.k_steps * (here_->to - here_->from));
     for (int64_t step = here_->from; step < here_->to; ++step) {
       if (!as_they_lie() && step + 1 < here_->to) widen(step + 1);
-      fetch(*here_, here_->values, shape_.v_dim, 2 * step);
       dot_keys(tiles, step, sums[2 * step % 4][0]);
-      fetch(*here_, here_->values, shape_.v_dim, 2 * step + 1);
       if (step > here_->from) turned(step - 1);
     }
     turned(here_->to - 1);
@@ -234,8 +265,10 @@ class FewRows {
     for (int64_t k = 0; k < shape_.k_steps; ++k, left += next, right += next) {
       tiles.template load<6>(q_ + k * TILE, WIDTH_BYTES);
       tiles.template load<4>(left, row);
+      for (int64_t i = 0; i < PER_TILE; ++i) ahead_.some();
       tiles.template dot<0, 4, 6>();
       tiles.template load<5>(right, row);
+      for (int64_t i = 0; i < PER_TILE; ++i) ahead_.some();
       tiles.template dot<1, 5, 6>();
     }
     tiles.template store<0>(sums, WIDTH_BYTES);
@@ -246,7 +279,6 @@ class FewRows {
   template <int COUNT, typename M>
   void add_values(M& tiles, int64_t d, bool first) {
     static_assert(COUNT == 2 || COUNT == 4);
-    const int64_t passes = (shape_.v_tiles + V_TILES - 1) / V_TILES, steps = here_->to - here_->from;
     float* sums = sums_ + d * SUMS;
     if (first) {
       tiles.template zero<0>();
@@ -262,7 +294,6 @@ class FewRows {
     interleave<COUNT>(here_->from, d);
     for (int64_t step = here_->from; step < here_->to; ++step) {
       if (step + 1 < here_->to) interleave<COUNT>(step + 1, d);
-      fetch_next(d / V_TILES * steps + step - here_->from, passes * steps);
       const BFloat16* panel = panel_of(step);
       tiles.template load<4>(logits_ + 2 * step * SUMS, WIDTH_BYTES);
       tiles.template load<6>(panel, WIDTH_BYTES);
@@ -301,7 +332,8 @@ class FewRows {
     BFloat16* into = panel_of(step);
     for (int64_t i = 2 * step; i < 2 * step + 2; ++i) {
       const T* row = here_->values.rows[i];
-      for (int64_t r = 0; r < TILE_ROWS; r += 2, row += 2 * apart, into += TILE_K)
+      for (int64_t r = 0; r < TILE_ROWS; r += 2, row += 2 * apart, into += TILE_K) {
+        ahead_.some();
         for (int64_t t = 0; t < COUNT; t += 2) {
           const int64_t at = (d + t) * LANES, token = i * TILE_ROWS + r;
           const auto words = [&](int64_t token, const T* row) {
@@ -310,6 +342,7 @@ class FewRows {
           };
           interleave_pair(words(token, row), words(token + 1, row + apart), into + t * TILE);
         }
+      }
     }
   }
 
@@ -320,6 +353,7 @@ class FewRows {
   BFloat16* panels_;      // of two steps
   float *logits_, *sums_;
   Kept kept_;
+  PagesAhead<T> ahead_;
   Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
   int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units of the queries, and the first one's row of this unit
 };

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.attention.forward_context import Batch, Step
-from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout
+from engine.core.kv_layout import ALIGNMENT, CallLayout, KvLayout, plan_calls
 from engine.kv.kv_cache import KvCache, dtype_named, layout_of
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec, describe
 
@@ -48,6 +48,16 @@ def test_shapes_and_alignment() -> None:
     assert pages.block_bytes % ALIGNMENT == 0
     assert pages.buffer.nbytes == 5 * pages.block_bytes == 5 * layout_of(FACTS, 4, torch.bfloat16, "").block_bytes
     assert pages.device_id == 0
+
+
+def test_large_blocks_do_not_start_in_the_same_sets_of_a_cache() -> None:
+    """28 calls of 8 heads of 128 are 1,792 KiB, a multiple of what the sets of a second-level cache cover: such a block
+    gets a page more, in no region. Smaller blocks, and those of another length, are as long as their regions."""
+    large, end = plan_calls([(8, 128, 128)] * 28, 16, 2)
+    assert end == 28 * 64 * 1024 + 4096
+    assert large[-1].v_offset + 8 * 16 * 128 * 2 == end - 4096
+    assert plan_calls([(8, 128, 128)], 16, 2)[1] == 64 * 1024
+    assert plan_calls([(3, 64, 64)] * 30, 16, 2)[1] == 30 * 12 * 1024
 
 
 def test_the_version_says_where_each_element_lies() -> None:
