@@ -118,7 +118,7 @@ def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.
     quick = min(prompts, _ceil(backlog / (rules.wait_s * rate)))  # a prompt is computed by one worker
     why = (
         f"{arriving:.0f} prompt tokens/s arrive, {backlog} wait, a worker computes {rate:.0f}/s:"
-        f" {busy} to be busy at most {MAX_BUSY_SHARE:.0%}, {burst} for the most that came at once,"
+        f" {busy} to be busy at most {MAX_BUSY_SHARE:.0%}, {burst} for the largest burst,"
         f" {quick} to let none wait over {rules.wait_s:g} s"
     )
     return Need(max(busy, burst, quick), why)
@@ -201,7 +201,7 @@ class AutoscalePolicy:
             return Verdict(role, size, min(most, max(least, size)), why)
         wanted, why = min(most, max(least, size, need.workers)), need.why
         if need.workers > most:
-            why += f"; {most} is the most"
+            why += f"; {most} is the maximum"
         elif least < size == wanted and need.workers < size:
             known = [(at, past.workers) for at, past in kept if past is not None]
             peak = max(workers for _, workers in known)
@@ -214,7 +214,7 @@ class AutoscalePolicy:
                 wanted = max(least, peak)
                 why += f"; no more than {peak} for {hold_s:g} s"
         if need.workers < least:
-            why += f"; {least} is the least"
+            why += f"; {least} is the minimum"
         return Verdict(role, size, wanted, why)
 
     def _hand_over(self, verdicts: dict[str, Verdict], taker: str, giver: str, now: float) -> None:

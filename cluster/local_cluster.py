@@ -138,7 +138,7 @@ class LocalCluster:
         except Empty:
             return []
         if item is _Notice.SIGNAL:
-            raise Cancelled("told to end by a signal")
+            raise Cancelled("ended by a signal")
         if item is _Notice.VALKEY_DIED:
             self._restart_valkey()
             return []
@@ -289,10 +289,10 @@ class LocalCluster:
             try:
                 self.events(left)
             except TandemError as error:  # a second signal, or the supervisor is lost
-                self._report(f"stopping at once, what still runs is cut off: {error.message}")
+                self._report(f"stopping at once, running requests are cut off: {error.message}")
                 return
         if stopped.done() and (failure := stopped.exception()):
-            self._report(f"the drain failed, what still runs is cut off: {failure}")
+            self._report(f"the drain failed, running requests are cut off: {failure}")
 
     def _keep_logs(self, directory: Path, logs: Path | None) -> None:
         """Keeps the logs of a failed run, or of every run if the setting `logs` names a folder."""

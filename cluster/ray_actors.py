@@ -279,7 +279,7 @@ class RayWorkerProcess:
             self.placed = True
             await self._call(self._actor.prepare.remote())
         except TandemError as error:
-            log.warning("a spare process is of no use: %s", error)
+            log.warning("a spare process cannot be used: %s", error)
             raise
 
     def become(self, worker_id: str) -> None:
@@ -301,7 +301,7 @@ class RayWorkerProcess:
                 self._worker_id = await self._call(self._actor.serves_as.remote())
             self.placed = self._worker_id == SPARE
         except (TimeoutError, TandemError) as error:
-            log.warning("%s does not say what it serves as: %r", self._worker_id, error)
+            log.warning("%s does not report its worker id: %r", self._worker_id, error)
         return self._worker_id
 
     async def _with_stages(self, answer: Awaitable[Started], report: Callable[[str], None]) -> Started:

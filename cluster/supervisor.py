@@ -238,7 +238,7 @@ class Supervisor:
         if worker.before is None:
             return await self._start(worker)
         report = partial(self._record_stage, worker)
-        report(f"{worker.before.worker_id} drains and becomes it, with the weights that it has")
+        report(f"{worker.before.worker_id} drains and switches to this role, with its weights")
         try:
             async with asyncio.timeout(self._grace_s + ROLE_SWITCH_MARGIN_S):
                 return await worker.process.switch_role(worker.worker_id, self._grace_s, report)
@@ -257,7 +257,7 @@ class Supervisor:
 
                 return await worker.process.start(report)
         except TimeoutError as error:
-            message = f"{worker.worker_id} did not come up: no stage of its start ended for {self._start_s:g} s"
+            message = f"{worker.worker_id} did not start: no stage completed for {self._start_s:g} s"
             raise WorkerLost(message) from error
 
     async def _follow(self, worker: _Worker) -> None:

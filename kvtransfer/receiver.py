@@ -63,8 +63,8 @@ class Receiver:
     ) -> None:
         if ticket.incarnation != peer.incarnation:
             raise StaleTransfer(
-                f"transfer {ticket.transfer_id} is of {peer.worker_id}'s life {ticket.incarnation}, "
-                f"which now lives as {peer.incarnation}"
+                f"transfer {ticket.transfer_id} is of incarnation {ticket.incarnation} of {peer.worker_id}, "
+                f"which is now {peer.incarnation}"
             )
         if contexts.keys() != local_blocks.keys():
             raise InvalidRequest("hashes and local blocks name different indices", field="local_blocks")

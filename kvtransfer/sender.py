@@ -94,7 +94,7 @@ class Sender:
         if entry is not None and entry.ticket == ticket:
             return entry
         if ticket.incarnation != self._incarnation:
-            why = "belongs to another life of this worker"
+            why = "belongs to another incarnation of this worker"
         else:
             why = self._ends.get((ticket.transfer_id, ticket.generation), "is not open here")
         raise StaleTransfer(f"transfer {ticket.transfer_id} generation {ticket.generation}: {why}")

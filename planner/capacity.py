@@ -226,6 +226,4 @@ def _first(config: dict[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise CheckpointRefused(
-        f"config.json says none of {', '.join(names)}; this kind of model is not known to the planner"
-    )
+    raise CheckpointRefused(f"config.json has none of {', '.join(names)}; the planner does not know this kind of model")

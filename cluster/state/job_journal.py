@@ -203,16 +203,16 @@ class JobJournal:
         outcome, *about = [part.decode() for part in await self._writes.run(SUBMIT, keys, args)]
         if outcome == "other":
             raise PreconditionFailed(
-                f"there is a job {about[0]!r:.140} already, and it asked for something else",
+                f"job {about[0]!r:.140} exists already, with a different request",
                 reason="JOB_DIFFERS",
                 field="request_id",
                 bound="a new one for a new request",
             )
         if outcome == "full":
-            raise Busy(f"{self._most} jobs are open, and more are not kept", reason="JOBS_FULL", retry_after=5.0)
+            raise Busy(f"{self._most} jobs are open, the maximum (max_jobs)", reason="JOBS_FULL", retry_after=5.0)
         if outcome == "full for it":
             raise Busy(
-                f"{tenant} may have {self._most_each} open jobs, and with these it would have more",
+                f"{tenant} may have {self._most_each} open jobs, which these would exceed",
                 reason="TENANT_JOBS",
                 retry_after=5.0,
             )
@@ -349,7 +349,7 @@ def _entry(raw: Raw) -> Entry:
 
 def _unknown(job_id: str) -> NotFound:
     return NotFound(
-        f"there is no job {job_id!r:.140}; ended ones are forgotten after a while",
+        f"there is no job {job_id!r:.140}; ended jobs are forgotten after job_kept_s",
         reason="NO_SUCH_JOB",
         field="job_id",
         bound="the id of a job that is kept",

@@ -121,7 +121,7 @@ def _of_many(plain: str, kind: str, rest: str, options: dict[str, Any]) -> Any:
             startup_nodes=[ClusterNode(*address) for address in addresses], **{**options, **connection}
         )
     if not path:
-        raise _bad_url("the name of the Sentinel service is missing behind the hosts")
+        raise _bad_url("the name of the Sentinel service is missing after the hosts")
     bounded = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
     sentinel: Any = redis.Sentinel(addresses, sentinel_kwargs={**bounded, **tls, **logins})  # type: ignore[no-untyped-call]
     return sentinel.master_for(path[0], **{**options, **connection})
@@ -131,7 +131,7 @@ def _address(text: str, port: int) -> tuple[str, int]:
     host, colon, number = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     host, number = (host, number) if colon else (text, str(port))
     if not host or not number.isdigit():
-        raise _bad_url("a host is missing or a port is no number")
+        raise _bad_url("a host is missing or a port is not a number")
     return host.strip("[]"), int(number)
 
 

@@ -97,7 +97,7 @@ class InProcessTransport:
     def _find(self, peer: Peer) -> InProcessTransport:
         source = _open.get(peer.agent_name)
         if self._closed or source is None:
-            raise WorkerLost(f"{peer.agent_name} is not there")
+            raise WorkerLost(f"{peer.agent_name} is closed")
         return source
 
     def _copy(self, peer: Peer, batch: Sequence[Pair]) -> None:

@@ -123,7 +123,7 @@ class NixlAgent:
             remote.dlist = self._blocks_dlist(name, peer)
         except self.errors as error:
             self._agent.remove_remote_agent(name)
-            raise IncompatibleLayout(f"{name} has no memory where it says: {error}", field="address") from error
+            raise IncompatibleLayout(f"{name} has no memory at its address: {error}", field="address") from error
 
     def remove(self, remote: Remote) -> None:
         """Forgets a peer from which nothing is in flight."""

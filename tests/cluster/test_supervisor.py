@@ -152,7 +152,7 @@ async def test_a_start_that_makes_no_progress_is_given_up_and_tried_again(regist
         await watch.until(Kind.LOADING, "decode-0")
         hung = host.processes["decode-0"]
         ended = await watch.until(Kind.DIED, "decode-0")
-        assert "no stage of its start ended for 0.1 s" in ended.error.message  # type: ignore[union-attr]
+        assert "no stage completed for 0.1 s" in ended.error.message  # type: ignore[union-attr]
         assert hung.killed
         host._slow = ()
         await watch.until(Kind.READY, "decode-0")

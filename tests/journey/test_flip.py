@@ -190,7 +190,7 @@ async def test_no_ticket_of_the_old_life_works_in_the_new_one(inside: Any) -> No
         with pytest.raises(TandemError, match="Method not found"):
             await old.release()
         worker, new = await anext(walk)
-        with pytest.raises(StaleTransfer, match="another life of this worker"):
+        with pytest.raises(StaleTransfer, match="another incarnation of this worker"):
             await old.release()
         with pytest.raises(StaleTransfer, match="look it up again"):
             await old.open()

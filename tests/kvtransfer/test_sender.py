@@ -72,7 +72,7 @@ def test_a_ticket_of_another_life_is_stale():
     old, new = before.open("t"), after.open("t")
     assert (old.transfer_id, old.generation) == (new.transfer_id, new.generation)
     after.announce(new, offers(1))
-    with pytest.raises(StaleTransfer, match="another life"):
+    with pytest.raises(StaleTransfer, match="another incarnation"):
         after.release(old)
     assert after.release(new) == (1,)
 
