@@ -15,11 +15,11 @@ from tandem.errors import TandemError
 from tandem.results import Receipt
 
 HELP = """\
-/new            forget what was messages
-/system TEXT    how the model is to be from here on; without TEXT: no way in particular
+/new            forget the conversation
+/system TEXT    set the system message; without TEXT: remove it
 /again          another answer to the last question
-/receipt        where and how the last answer was made
-/quit           so does Ctrl-D; Ctrl-C ends an answer"""
+/receipt        the receipt of the last answer
+/quit           end, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Chat:
             self.tell("forgotten")
         elif command == "/system":
             self.system = rest.strip()
-            self.tell("it is to be so from here on" if self.system else "it is to be no way in particular")
+            self.tell("system message set" if self.system else "system message removed")
         elif command == "/again":
             self._again()
         elif command == "/receipt":
@@ -62,7 +62,7 @@ class Chat:
 
     def _again(self) -> None:
         if not self.messages:
-            self.tell("nothing was asked yet")
+            self.tell("there is no question yet")
             return
         if self.messages[-1]["role"] == "assistant":
             self.messages.pop()
@@ -72,7 +72,7 @@ class Chat:
 
     def _show_receipt(self) -> None:
         if self.receipt is None:
-            self.tell("there is no whole answer yet")
+            self.tell("there is no complete answer yet")
         else:
             self.tell(receipt_rendering.receipt(self.receipt))
 

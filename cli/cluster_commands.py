@@ -13,12 +13,12 @@ from tandem.errors import SettingsError
 Weights = Annotated[
     str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")
 ]
-KvDtype = Annotated[str | None, typer.Option(help="What KV is kept and moved in: auto, int8 or fp8. [default: auto]")]
+KvDtype = Annotated[str | None, typer.Option(help="Type of stored and moved KV: auto, int8 or fp8. [default: auto]")]
 Autoscale = Annotated[
     str | None, typer.Option(help="off, dry-run or on, up to the two maxima that follow. [default: off]")
 ]
 SpeculationKind = Annotated[
-    str | None, typer.Option(help="Guess tokens and verify them: off, ngram or draft. [default: off]")
+    str | None, typer.Option(help="Draft tokens and verify them: off, ngram or draft. [default: off]")
 ]
 app = typer.Typer()
 
@@ -45,8 +45,8 @@ def up(
     redis: Annotated[str | None, typer.Option(metavar="URL", help="The registry. [default: an embedded one]")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster's name in the registry.")] = None,
     autoscale: Autoscale = None,
-    prefill_max: Annotated[int | None, typer.Option(help="Most prefill workers; --prefill is the least.")] = None,
-    decode_max: Annotated[int | None, typer.Option(help="Most decode workers; --decode is the least.")] = None,
+    prefill_max: Annotated[int | None, typer.Option(help="Maximum of prefill workers; minimum: --prefill.")] = None,
+    decode_max: Annotated[int | None, typer.Option(help="Maximum of decode workers; minimum: --decode.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="An existing Ray cluster. [default: one of its own]")] = None,
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
@@ -60,7 +60,7 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in progress on one worker.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step.")] = None,
     speculation: SpeculationKind = None,
-    speculation_tokens: Annotated[int | None, typer.Option(help="Guesses for one step. [default: 8]")] = None,
+    speculation_tokens: Annotated[int | None, typer.Option(help="Drafts in one step. [default: 8]")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
@@ -100,7 +100,7 @@ def demo(
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages.")] = None,
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="For prompts that do not say.")] = 48,
+    max_tokens: Annotated[int, typer.Option(help="For prompts without max_tokens.")] = 48,
     output: Output = TEXT,
 ) -> None:
     """Start a cluster, send it a file of prompts at once, show the streams and the receipts, stop it."""

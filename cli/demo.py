@@ -104,7 +104,7 @@ def run(
     start."""
     home = HOME / "model"
     if model is None and not home.is_dir():
-        raise SettingsError("the demo's own model is not here; name a checkpoint with --model", field="model")
+        raise SettingsError("the demo model is missing; name a checkpoint with --model", field="model")
     rows = read_prompts(prompts or HOME / "prompts.jsonl", max_tokens)
     settings = load(model=model or str(home), prefill=prefill, decode=decode, port=0)
     screen = sys.stderr if as_json else sys.stdout

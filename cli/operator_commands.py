@@ -130,7 +130,7 @@ def explain(
 @app.command()
 def slow(
     last: Annotated[str, typer.Option(metavar="TIME", help="As in 90s, 10m or 2h.")] = "1h",
-    limit: Annotated[int, typer.Option(metavar="N", help="So many at most.", min=1)] = 10,
+    limit: Annotated[int, typer.Option(metavar="N", help="Maximum number of requests.", min=1)] = 10,
     target: Target = DEFAULT_TARGET,
     output: Output = TEXT,
 ) -> None:
@@ -151,7 +151,7 @@ def slow(
 def _parse_time(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if not match or not float(match[1]):
-        raise typer.BadParameter(f"{text!r} is no time, as in 90s, 10m or 2h")
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m or 2h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 

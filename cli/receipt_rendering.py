@@ -91,7 +91,7 @@ def explained(item: Receipt) -> RenderableType:
     parts: list[RenderableType] = [receipt(item), Text("")]
     guess = item.estimate
     if guess is None:
-        return Group(*parts, Text("nothing was expected: a worker had not said how fast it is", style="dim"))
+        return Group(*parts, Text("no estimate: a worker's rate was unknown", style="dim"))
     table = Table(box=None, padding=(0, 2), show_edge=False)
     table.add_column("at the worker that prefilled")
     table.add_column("expected", justify="right")
@@ -107,8 +107,8 @@ def explained(item: Receipt) -> RenderableType:
         chosen, rejected = (guess.here, guess.there) if item.path == "local" else (guess.there, guess.here)
         parts.append(
             Text(
-                f"prefilled on the {where} worker, which was to cost everybody {seconds(chosen)}; on the {other} worker"
-                f" {seconds(rejected)}"
+                f"prefilled on the {where} worker, estimated cost {seconds(chosen)} for all requests; on the {other}"
+                f" worker {seconds(rejected)}"
             )
         )
     return Group(*parts)

@@ -129,7 +129,7 @@ def wanted(sizes: dict[str, int]) -> str:
 
 def autoscaling(answer: Autoscaling) -> RenderableType:
     mode = "autoscale is on" if answer.mode == "on" else "dry-run: nothing is done"
-    lines: list[RenderableType] = [Text(f"{mode}, looked {seconds(answer.age)} ago")]
+    lines: list[RenderableType] = [Text(f"{mode}, decided {seconds(answer.age)} ago")]
     for pool in answer.pools:
         step = (
             f"{pool.role} stays {pool.size}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Adapter = Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")]
-Priority = Annotated[int | None, typer.Option(help="The smaller comes first when some wait. [default: 0]")]
+Priority = Annotated[int | None, typer.Option(help="The smaller is placed first when requests wait. [default: 0]")]
 
 
 @app.command()
@@ -52,7 +52,7 @@ def generate(
     adapter: Adapter = None,
     priority: Priority = None,
     ttft_slo: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="A first token after that is of no use: be told at once.")
+        float | None, typer.Option(metavar="SECONDS", help="Refuse the request if its first token would come later.")
     ] = None,
     request_id: Annotated[str | None, typer.Option(metavar="ID", help="To find the request again in logs.")] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="For the whole request.")] = None,
@@ -137,8 +137,8 @@ def _show(answers: Sequence[Completion], output: Format, *, several: bool, recei
 
 @app.command()
 def chat(
-    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to be.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Of one answer. [default: 1024]")] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="The system message.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer. [default: 1024]")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
     top_p: Annotated[float | None, typer.Option(help="[default: 1]")] = None,
     seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
@@ -202,11 +202,11 @@ def submit(
     adapter: Adapter = None,
     priority: Priority = None,
     request_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="The job's; the same one twice is one job.")
+        str | None, typer.Option(metavar="ID", help="The job's id; submitted twice, it is one job.")
     ] = None,
     output: Output = TEXT,
 ) -> None:
-    """Submit jobs: their tokens are kept until somebody fetches them. Prints their ids."""
+    """Submit jobs, whose tokens are stored for later. Prints their ids."""
     if request_id is not None and len(prompts) > 1:
         raise typer.BadParameter("--request-id names one job")
     inputs: list[Any] = [sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt) for prompt in prompts]
@@ -233,7 +233,7 @@ def watch(
     job: Annotated[str, typer.Argument(metavar="JOB", help="An id that `tandem submit` printed.")],
     target: Target = DEFAULT_TARGET,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Print ids.")] = False,
-    from_token: Annotated[int, typer.Option(help="The first one that is wanted.", min=0)] = 0,
+    from_token: Annotated[int, typer.Option(help="The first token to print.", min=0)] = 0,
     receipt: Annotated[
         bool, typer.Option("--receipt", help="Draw where the time went, on stdout below the text.")
     ] = False,

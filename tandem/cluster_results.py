@@ -233,11 +233,11 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
         if pair.error:
             problems.append(f"{name}: the probe failed: {pair.error}")
         elif not pair.compatible:
-            problems.append(f"{name} do not fit: {'; '.join(pair.differences) or 'no reason given'}")
+            problems.append(f"{name} are incompatible: {'; '.join(pair.differences) or 'no reason given'}")
     hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in pools}
     slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
     sentences = [
-        f"{pair.prefill_worker} and {pair.decode_worker} are on one host and talk over TCP ({pair.transport})"
+        f"{pair.prefill_worker} and {pair.decode_worker} are on one host but communicate over TCP ({pair.transport})"
         for pair in slow
     ]
     pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
@@ -253,10 +253,10 @@ def _unlike_orders(pools: Pools) -> list[str]:
     if len(orders) < 2:
         return []
     names = "; ".join(f"{order}: {', '.join(orders[order])}" for order in sorted(orders))
-    cure = "plain PyTorch agrees with none" if "torch" in orders else "the setting sum_order makes them agree on one"
+    cure = "plain PyTorch matches no other" if "torch" in orders else "the setting sum_order makes them agree"
     return [
-        f"workers sum in unlike orders ({names}): a stream that goes from one to another may go on with other tokens,"
-        f" as right as those that it would have had; {cure}"
+        f"workers sum in different orders ({names}): a stream that moves between them may continue with other, equally"
+        f" valid tokens than it would have had; {cure}"
     ]
 
 

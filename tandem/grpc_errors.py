@@ -87,7 +87,7 @@ def to_status(error: TandemError) -> status_pb2.Status:
     return status
 
 
-def from_rpc(error: grpc.RpcError, *, late: str = "the time for the call was up") -> TandemError:
+def from_rpc(error: grpc.RpcError, *, late: str = "the call timed out") -> TandemError:
     """The error that a peer raised, or what the broken call means. Works for sync and aio calls.
 
     `late` is the message for a deadline that expired on this side; a peer that noticed it sends its own message.
@@ -166,7 +166,7 @@ async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoRetu
         pushback = ("grpc-retry-pushback-ms", str(int(error.retry_after * 1000)))
         status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
     await context.abort_with_status(status)
-    raise AssertionError("abort returns to nobody")
+    raise AssertionError("abort returned")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

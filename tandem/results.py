@@ -254,7 +254,7 @@ class StreamReader:
         if choice in self._finished:
             raise InternalError("the server sent more after the end of the stream")
         if choice >= len(self._tokens):
-            raise InternalError(f"the server sent something of answer {choice}, of {len(self._tokens)}")
+            raise InternalError(f"the server sent answer index {choice} of {len(self._tokens)} answers")
         if kind == "delta":
             return self._delta(event.delta)
         self._finished.add(choice)
@@ -266,7 +266,7 @@ class StreamReader:
         if due == self._from and delta.index <= due < delta.index + len(delta.token_ids):
             due = self._tokens[choice] = delta.index
         if delta.index != due:
-            raise InternalError(f"the stream has a gap: token {due} was due and token {delta.index} came")
+            raise InternalError(f"the stream has a gap: expected token {due}, received token {delta.index}")
         if delta.token_ids and choice not in self._first_token:
             self._first_token[choice] = perf_counter() - self._sent
         self._tokens[choice] += len(delta.token_ids)

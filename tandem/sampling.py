@@ -50,32 +50,32 @@ class SamplingOptions(TypedDict, total=False):
     min_p: Annotated[float | None, Bounds(0, 1), Cli("P")]
     seed: Annotated[int | None, Cli("S", "The same seed gives the same tokens.")]
     """0 to 2^64-1. The same seed, prompt and model give the same tokens. The receipt has the one that was used."""
-    ignore_eos: Annotated[bool, Cli(None, "Go on at the model's end tokens.")]
+    ignore_eos: Annotated[bool, Cli(None, "Do not stop at the model's end tokens.")]
     stop_token_ids: Iterable[int] | None
-    min_tokens: Annotated[int | None, Cli("N", "Do not end before so many.")]
+    min_tokens: Annotated[int | None, Cli("N", "Do not end before N tokens.")]
     """No token that would end the completion is chosen before it has this many tokens."""
     repetition_penalty: Annotated[
         float | None,
         Bounds(0, 10, least_excluded=True),
-        Cli("R", "Over 1: fewer tokens that prompt or answer hold already."),
+        Cli("R", "Over 1: tokens of the prompt or the answer become less likely."),
     ]
-    """Over 1: what the prompt or the completion holds already becomes less likely, as in transformers and vLLM."""
+    """Over 1: tokens of the prompt or the completion become less likely, as in transformers and vLLM."""
     frequency_penalty: Annotated[
-        float | None, Bounds(-2, 2), Cli("F", "Off a token's logit for each time that the answer holds it.")
+        float | None, Bounds(-2, 2), Cli("F", "Subtracted from a logit per occurrence in the answer.")
     ]
-    """Off a token's logit for each time that the completion holds it; -2 to 2, as in OpenAI's API."""
+    """Subtracted from a token's logit per occurrence in the completion; -2 to 2, as in OpenAI's API."""
     presence_penalty: Annotated[
-        float | None, Bounds(-2, 2), Cli("P", "Off a token's logit once if the answer holds it.")
+        float | None, Bounds(-2, 2), Cli("P", "Subtracted from the logits of the answer's tokens.")
     ]
-    """Off a token's logit once if the completion holds it; -2 to 2."""
+    """Subtracted once from the logit of each token of the completion; -2 to 2."""
     logit_bias: Annotated[Mapping[int, float] | None, Cli("ID=BIAS", "Added to a token's logit; may be repeated.")]
     """Token id to what is added to its logit, -100 to 100."""
     logprobs: Annotated[
-        int | None, Bounds(0, 20), Cli("N", "As JSON: log probabilities, and of the N most likely tokens.")
+        int | None, Bounds(0, 20), Cli("N", "With --output json: log probabilities, also of the N most likely tokens.")
     ]
     """The log probability of each token and of this many most likely ones at its place, 0 to 20. They are the model's
     own: before bias, penalties, temperature and filters."""
-    prompt_logprobs: Annotated[int | None, Bounds(0, 20), Cli("N", "As JSON: the same for the tokens of the prompt.")]
+    prompt_logprobs: Annotated[int | None, Bounds(0, 20), Cli("N", "The same for the prompt.")]
     """The same for the tokens of the prompt but the first, which nothing precedes. The prompt is computed whole then,
     whatever is cached."""
     grammar: Mapping[str, Any] | None

@@ -39,9 +39,9 @@ class Settings(BaseSettings):
     waiting requests and the objectives; nothing else may size them. dry-run: it only reports what it would do, which
     `tandem autoscale` shows."""
     prefill_max: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Most prefill workers, with autoscale; `prefill` is the least. Absent: the same as `prefill`."""
+    """Maximum number of prefill workers, with autoscale; `prefill` is the minimum. Absent: the same as `prefill`."""
     decode_max: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Most decode workers, with autoscale; `decode` is the least. Absent: the same as `decode`."""
+    """Maximum number of decode workers, with autoscale; `decode` is the minimum. Absent: the same as `decode`."""
     autoscale_hold_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """A pool shrinks when fewer workers have been enough for this long."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
@@ -277,13 +277,13 @@ def load(**overrides: Any) -> Settings:
         )
     if (settings.speculation == "draft") != (settings.draft_model is not None):
         raise SettingsError(
-            "speculation = draft needs a draft_model, and nothing else has a use for one",
+            "draft_model is needed with speculation = draft, and permitted only then",
             field="draft_model",
             bound="given exactly when speculation is draft",
         )
     if settings.model in settings.adapters:
         raise SettingsError(
-            f"an adapter is named {settings.model}, as the model is",
+            f"an adapter has the name of the model, {settings.model}",
             field="adapters",
             bound="names that differ from the model's",
         )
@@ -294,7 +294,7 @@ def load(**overrides: Any) -> Settings:
         raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="given with tls_client_ca")
     if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
         raise SettingsError(
-            "heartbeat_ttl_s must be at least twice heartbeat_s, or a worker is lost at every late beat",
+            "heartbeat_ttl_s must be at least twice heartbeat_s, or one late heartbeat loses a worker",
             field="heartbeat_ttl_s",
             bound=f">= {2 * settings.heartbeat_s}",
         )
@@ -309,7 +309,7 @@ def _check_autoscale(settings: Settings) -> None:
             )
     if (settings.autoscale == "off") != all(least == most for least, most in settings.limits.values()):
         raise SettingsError(
-            f"autoscale is {settings.autoscale}: prefill_max or decode_max says how far a pool may grow, and only then",
+            f"autoscale is {settings.autoscale}: it and a prefill_max or decode_max above the minimum need each other",
             field="autoscale",
             bound="on or dry-run exactly when prefill_max is over prefill, or decode_max over decode",
         )

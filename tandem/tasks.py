@@ -42,7 +42,7 @@ async def _forever(work: Callable[[], Awaitable[object]], name: str) -> None:
         except asyncio.CancelledError:
             if _cancelled():
                 raise
-            why = "a cancellation that nobody asked for"  # a channel that closes ends its readers like this
+            why = "an unexpected cancellation"  # a channel that closes ends its readers like this
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             log.exception("task.failed", task=name)

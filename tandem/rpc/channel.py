@@ -66,7 +66,7 @@ def _channel_options(target: str) -> list[tuple[str, Any]]:
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     key = os.environ.get("TANDEM_API_KEY", "") if api_key is None else api_key
     if not (key.isascii() and key.isprintable()):
-        raise InvalidRequest("the API key is no printable ASCII", field="api_key", bound="printable ASCII")
+        raise InvalidRequest("the API key is not printable ASCII", field="api_key", bound="printable ASCII")
     return (("authorization", f"Bearer {key}"),) if key else ()
 
 
@@ -87,7 +87,7 @@ class Tls:
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Raises InvalidRequest for files that cannot be read, or half of a pair."""
         if (self.cert is None) != (self.key is None) or (self.cert is not None and self.ca is None):
-            raise InvalidRequest("a certificate is shown with its key, to a router of a known authority", field="tls")
+            raise InvalidRequest("a client certificate needs its key and the router's authority", field="tls")
         if self.ca is None:
             return None
         try:

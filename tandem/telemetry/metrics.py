@@ -209,7 +209,7 @@ class RouterMetrics(Metrics):
         )
         self._retries = Counter("tandem_retries_total", "Requests placed again after a failure.", registry=registry)
         self._late = _seconds(
-            registry, "tandem_kv_transfer_exposed_seconds", "By which moving KV delayed the second token.", TTFT_BUCKETS
+            registry, "tandem_kv_transfer_exposed_seconds", "Delay of the second token by KV transfer.", TTFT_BUCKETS
         )
 
     @contextmanager
@@ -307,14 +307,14 @@ class WorkerMetrics(Metrics):
         self._moved = _seconds(
             registry,
             "tandem_kv_transfer_seconds",
-            "While at least one read of a request's KV ran.",
+            "Time with at least one read of a request's KV in flight.",
             TTFT_BUCKETS,
             ["transport"],
         )
-        self._bytes = Counter("tandem_kv_transfer_bytes_total", "KV that was read.", ["transport"], registry=registry)
+        self._bytes = Counter("tandem_kv_transfer_bytes_total", "KV bytes read.", ["transport"], registry=registry)
         self._transfers = Counter(
             "tandem_kv_transfers_total",
-            "Transfers that ended: ok (used), failed, cancelled (nobody needed it any more).",
+            "Transfers that ended: ok (used), failed, cancelled (no longer needed).",
             ["result", "reason"],
             registry=registry,
         )
@@ -357,19 +357,19 @@ class WorkerMetrics(Metrics):
         """The metrics that are read at each scrape."""
         load = self._load()
         total = load.free + load.cached + load.held
-        blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by who has them.", labels=["state"])
+        blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by state.", labels=["state"])
         for state, count in (("free", load.free), ("cached", load.cached), ("held", load.held)):
             blocks.add_metric([state], count)
-        states = GaugeMetricFamily("tandem_worker_state", "1 for the state that it is in.", labels=["state"])
+        states = GaugeMetricFamily("tandem_worker_state", "1 for the current state.", labels=["state"])
         for state in STATES:
             states.add_metric([state], state == load.state)
         backlog_s = GaugeMetricFamily(
-            "tandem_prefill_backlog_seconds", "The same over the measured rate; absent while that is not known."
+            "tandem_prefill_backlog_seconds", "Backlog tokens over the measured rate; absent while it is unknown."
         )
         if load.prompt_rate or not load.backlog:
             backlog_s.add_metric([], load.backlog / load.prompt_rate if load.backlog else 0.0)
         yield from (blocks, states)
-        yield _gauge("tandem_kv_cache_usage_ratio", "Blocks that somebody holds, of all.", load.held / total)
+        yield _gauge("tandem_kv_cache_usage_ratio", "Share of blocks that are held.", load.held / total)
         yield _gauge("tandem_prefill_backlog_tokens", "Prompt tokens that are still to be computed.", load.backlog)
         yield backlog_s
         yield _gauge("tandem_inflight_requests", "Requests in progress.", load.inflight)

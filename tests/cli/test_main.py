@@ -308,7 +308,7 @@ async def test_autoscale(fake: Any) -> None:
     """Whether anything is done, how old it is, and for each pool the step and its reasons."""
     result = await run("autoscale", "--target", fake.target)
     assert result.out == (
-        "dry-run: nothing is done, looked 250 ms ago\n"
+        "dry-run: nothing is done, decided 250 ms ago\n"
         "prefill stays 1: 0 prompt tokens/s arrive\n"
         "decode 1 -> 2: 9 requests\n"
     )
@@ -386,7 +386,7 @@ async def test_doctor_names_workers_that_sum_in_unlike_orders(fake: Any) -> None
         assert ("(pairs:decode-0;tile32:prefill-0)" in told and "sum_order" in told) == said
     fake.workers[0].sum_order = "torch"
     (advice,) = json.loads((await run("doctor", "--output", "json", "--target", fake.target)).out)["advice"]
-    assert "plain PyTorch agrees with none" in advice
+    assert "plain PyTorch matches no other" in advice
 
 
 @pytest.mark.parametrize("what", ["incompatible", "probe", "registry", "other"])

@@ -55,7 +55,7 @@ async def test_a_lost_stream_goes_on_with_a_worker_of_the_same_order(
         await known(cluster)
         answer = await lose_a_stream(cluster, monkeypatch)
         assert answer.receipt.decode_worker == second
-        assert not any("unlike orders" in note for note in answer.receipt.notes)
+        assert not any("different orders" in note for note in answer.receipt.notes)
 
 
 async def test_a_stream_that_must_change_its_order_goes_on_and_says_so(
@@ -67,7 +67,7 @@ async def test_a_stream_that_must_change_its_order_goes_on_and_says_so(
         await known(cluster)
         answer = await lose_a_stream(cluster, monkeypatch)
         assert answer.receipt.decode_worker == "decode-1"
-        (note,) = [note for note in answer.receipt.notes if "unlike orders" in note]
+        (note,) = [note for note in answer.receipt.notes if "different orders" in note]
         assert "(prefill-0 tile32, decode-0 tile32, decode-1 pairs)" in note
         assert "sum_order" in note
         findings = examine(await cluster.client.diagnose(), await cluster.client.workers())

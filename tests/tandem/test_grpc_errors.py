@@ -18,7 +18,7 @@ LONG = "\ud800" + "ä" * 100_000
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Watch answers once and then waits; Check ends in a cancellation that nobody asked for, or says much."""
+    """Watch answers once and then waits; Check ends in an unexpected cancellation, or says much."""
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext

@@ -42,7 +42,7 @@ def without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_loop_that_ends_is_started_again() -> None:
-    """After an exception, a return, and a cancellation that nobody asked for; each is in the log."""
+    """After an exception, a return, and an unexpected cancellation; each is in the log."""
     work = Loop(raises(ValueError("bad record")), lambda: None, raises(asyncio.CancelledError()))
     with capture_logs() as logs:
         task = forever(work, name="watching")
@@ -51,7 +51,7 @@ async def test_a_loop_that_ends_is_started_again() -> None:
     assert [entry["why"] for entry in logs if entry["event"] == "task.restarts"] == [
         "ValueError: bad record",
         "it returned",
-        "a cancellation that nobody asked for",
+        "an unexpected cancellation",
     ]
     await end(task)
     assert task.cancelled()

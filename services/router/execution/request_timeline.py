@@ -226,8 +226,8 @@ def _unlike_orders(gave: Iterable[Placement]) -> str:
         return ""
     names = ", ".join(f"{worker_id} {order}" for worker_id, order in orders.items())
     return (
-        f"its workers sum in unlike orders ({names}): in one order alone it might have other tokens, as right as these;"
-        " the setting sum_order makes workers agree"
+        f"its workers sum in different orders ({names}): with one order it might have other, equally valid tokens; the"
+        " setting sum_order makes workers agree"
     )
 
 
