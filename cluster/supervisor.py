@@ -238,7 +238,7 @@ class Supervisor:
         if worker.before is None:
             return await self._start(worker)
         report = partial(self._record_stage, worker)
-        report(f"{worker.before.worker_id} drains and switches to this role, with its weights")
+        report(f"{worker.before.worker_id} drains and switches its role, with the weights that it has")
         try:
             async with asyncio.timeout(self._grace_s + ROLE_SWITCH_MARGIN_S):
                 return await worker.process.switch_role(worker.worker_id, self._grace_s, report)

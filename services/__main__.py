@@ -21,9 +21,9 @@ async def run(role: str, worker_id: str) -> None:
     settings = tandem_settings.load()
     if settings.autoscale != "off":
         raise SettingsError(
-            "autoscale belongs to `tandem up`: who starts processes one by one sizes the pools, such as an HPA",
+            "autoscale needs `tandem up`; otherwise whatever starts the processes sizes the pools, such as an HPA",
             field="autoscale",
-            bound="off where nobody supervises",
+            bound="off without a supervisor",
         )
     service = await launch.start(role, settings, worker_id)
     stop_requested = asyncio.Event()

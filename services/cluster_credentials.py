@@ -71,7 +71,7 @@ class ClusterGuard:
         token = shown.get(TOKEN_METADATA, "")
         if not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
             raise Unauthenticated(
-                "a worker's port serves its own cluster only; clients ask the router",
+                "a worker's port serves its own cluster only; clients call the router",
                 field=TOKEN_METADATA,
                 bound="the cluster_token of this cluster",
             )
@@ -83,7 +83,7 @@ def guard(settings: Settings) -> Guard | None:
         return ClusterGuard(settings.cluster_token.get_secret_value())
     if settings.host not in LOOPBACK and settings.cluster_cert is None:
         raise SettingsError(
-            f"a worker that listens on {settings.host} must know its cluster: by a token, or by cluster_cert",
+            f"a worker that listens on {settings.host} needs a cluster_token or a cluster_cert",
             field="cluster_token",
             bound="the same secret for all processes of a cluster, as in TANDEM_CLUSTER_TOKEN=$(openssl rand -hex 16)",
         )

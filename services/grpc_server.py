@@ -85,7 +85,7 @@ class GrpcServer:
         taken or unreachable."""
         if host in WILDCARD_HOSTS and self._advertise is None:
             raise SettingsError(
-                f"{host} is every address of this machine, and others need one to call",
+                f"{host} means all addresses of this machine; other processes need a single one",
                 field="advertise_host",
                 bound="a name or an address of this machine",
             )
@@ -99,7 +99,7 @@ class GrpcServer:
                 else self.server.add_insecure_port(f"{host}:{port}")
             )
         except RuntimeError as error:
-            what = "is in use, or the certificate is none" if self._credentials else "is in use"
+            what = "is in use, or the certificate is not valid" if self._credentials else "is in use"
             raise SettingsError(f"port {port} of {host} {what}; choose another", field=field) from error
         await self.server.start()
         for name in ("", *self._names):

@@ -38,7 +38,9 @@ def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
 def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
     kind = message.WhichOneof("kind")
     if kind is None:  # from a newer router: without the grammar the text would be unconstrained
-        raise InvalidRequest("a grammar of no known kind", field="sampling.grammar", bound="what this worker knows")
+        raise InvalidRequest(
+            "a grammar of unknown kind", field="sampling.grammar", bound="a kind that this worker knows"
+        )
     try:
         if kind == "choice":
             return GrammarSpec(kind, json.dumps([text.decode() for text in message.choice.texts]))

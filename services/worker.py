@@ -164,7 +164,7 @@ class Worker:
         books = await self.loop.call(self._ledger)
         if books.held or books.faults:
             faults = "; ".join(books.faults) or f"{books.held} blocks are held"
-            raise InternalError(f"{self.worker_id} cannot leave its engine to another life: {faults}")
+            raise InternalError(f"{self.worker_id} cannot pass its engine to another incarnation: {faults}")
         self.loop.on_broken = self.loop.after_step = self.loop.after_iteration = None
         await self.loop.call(self.engine.pool.unlisten)
 

@@ -105,7 +105,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         wanted = request.adapter.fingerprint
         if wanted and wanted != self._worker.adapters.fingerprint(request.adapter.name):
             raise Unavailable(
-                f"{self._worker.worker_id} has another adapter named {request.adapter.name} than the one that began",
+                f"{self._worker.worker_id} has another adapter named {request.adapter.name} than the stream began with",
                 reason="OTHER_ADAPTER",
             )
 
@@ -245,7 +245,7 @@ async def start(
     """A ready decode worker, with an engine that another incarnation has released, or a new one. Raises
     CheckpointRefused and SettingsError before it listens, PreconditionFailed for an engine that only prefills."""
     if engine is not None and not engine.engine.config.generates:
-        raise PreconditionFailed("this engine was built without what the settings say of decoding", reason="PREFILLS")
+        raise PreconditionFailed("this engine was built without the parts that only decoding needs", reason="PREFILLS")
     engine = engine or await load_engine(settings, report)
     worker = DecodeWorker("decode", settings, worker_id, engine)
     await worker.start(["tandem.v1.DecodeService"])

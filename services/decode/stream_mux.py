@@ -104,7 +104,9 @@ class StreamMuxes:
                 f"{interval_s} s between messages", field="interval_seconds", bound=f"0 to {MAX_INTERVAL_S:g}"
             )
         if not feed_id or feed_id in self._muxes:
-            raise InvalidRequest("the feed has no id of its own", field="feed_id", bound="not empty, never used before")
+            raise InvalidRequest(
+                "the shared stream needs its own id", field="feed_id", bound="not empty, never used before"
+            )
         mux = self._muxes[feed_id] = StreamMux(interval_s)
         try:
             yield mux
@@ -115,11 +117,11 @@ class StreamMuxes:
     def get(self, feed_id: str) -> StreamMux:
         """Raises InvalidRequest without an id, Unavailable when the mux is not open."""
         if not feed_id:
-            raise InvalidRequest("the request names no feed for its tokens", field="feed_id", bound="of an open feed")
+            raise InvalidRequest("the request names no shared stream", field="feed_id", bound="that of an open one")
         if feed_id not in self._muxes:
             raise _not_open()
         return self._muxes[feed_id]
 
 
 def _not_open() -> Unavailable:
-    return Unavailable("the feed of this stream is not open; place the request again", reason="FEED_LOST")
+    return Unavailable("the shared stream is not open; place the request again", reason="FEED_LOST")

@@ -168,7 +168,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker = self._worker
         if request.incarnation != worker.incarnation:
             raise StaleTransfer(
-                f"{worker.worker_id} lives as {worker.incarnation}, not as {request.incarnation}; look it up again",
+                f"{worker.worker_id} is incarnation {worker.incarnation}, not {request.incarnation}; look it up again",
                 reason="STALE_INCARNATION",
             )
         if request.layout_hash != worker.layout_hash:

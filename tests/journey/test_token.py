@@ -104,7 +104,7 @@ async def test_who_listens_everywhere_says_where_to_call(inside: Any, tiny: Path
     """The registry holds the address for others; one that means "all of them" is refused before anything listens."""
     prompt = oracle.prompts(tiny, [30])[0]
     everywhere = {"host": "0.0.0.0", "cluster_token": TOKEN}
-    with pytest.raises(SettingsError, match="every address"):
+    with pytest.raises(SettingsError, match="all addresses"):
         async with inside(**everywhere):
             pass
     async with inside(**everywhere, advertise_host="127.0.0.1") as cluster:

@@ -111,7 +111,7 @@ def test_a_queue_at_the_prefill_worker_sends_prompts_to_an_idle_decode_worker() 
     way: the receipt will say so."""
     found = placed(DECODE, replace(PREFILL, prompts=(500, 500)))
     assert found.prefill is None
-    assert "0.52 s here" in found.why_local
+    assert "0.52 s locally" in found.why_local
     assert "2.52 s on prefill-0" in found.why_local
 
 

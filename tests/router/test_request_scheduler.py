@@ -625,7 +625,7 @@ async def test_a_pair_between_which_kv_did_not_arrive_is_avoided_for_a_while(mon
     first = await once(alone)
     assert first.prefill
     alone.avoid(first.decode, first.prefill)
-    assert (await once(alone)).why_local == "KV from prefill-0 did not arrive there lately"
+    assert (await once(alone)).why_local == "KV from prefill-0 did not arrive at decode-0 lately"
     alone._view.workers = {**alone._view.workers, "prefill-0": replace(prefills[0], incarnation="b")}
     assert (await once(alone)).prefill
     monkeypatch.setattr(module, "monotonic", lambda: monotonic() + module.SUSPECT_S)

@@ -83,8 +83,8 @@ class PoisonRequests:
         if proved or sum(loss.failed_step for loss in lost) >= SUSPECT_LOST:
             raise InternalError(
                 f"{len(lost)} workers were lost while they began with this request, one of them alone with it, or their"
-                f" engines failed in a step with it; it is not tried for {POISON_S:.0f} s, so that it cannot end all of"
-                " them. Their logs say why they ended",
+                f" engines failed in a step with it; it is refused for {POISON_S:.0f} s, so that it cannot end all"
+                " workers. Their logs have the reason",
                 reason="KILLS_WORKERS",
             )
 

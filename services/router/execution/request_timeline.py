@@ -150,7 +150,7 @@ class RequestTimeline:
             ended_at=time(),
         )
         if placement is None or self._first is None:
-            receipt.notes.append("its router was lost after the last token, and with it the account of them")
+            receipt.notes.append("its router was lost after the last token, and the times with it")
             return receipt
         if placement.prefill is None:
             receipt.notes.append(f"prefilled on the decode worker: {placement.why_local}")

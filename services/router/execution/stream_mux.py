@@ -73,7 +73,7 @@ class Substream:
                 async with asyncio.timeout(END_WAIT_S):
                     await self._ended
             except TimeoutError as error:
-                raise WorkerLost(f"{self._worker_id} ended the stream and did not say how") from error
+                raise WorkerLost(f"{self._worker_id} ended the stream without a status") from error
         self._ended.result()
 
 
@@ -99,7 +99,7 @@ class StreamMux:
                     await asyncio.shield(self._opened)
             except TimeoutError as error:
                 self._call.cancel()  # the next request begins afresh
-                raise WorkerLost(f"it did not open a feed within {OPEN_TIMEOUT_S:.0f} s") from error
+                raise WorkerLost(f"it did not open a shared stream within {OPEN_TIMEOUT_S:.0f} s") from error
 
     @contextmanager
     def substream(self) -> Iterator[Substream]:
@@ -125,20 +125,20 @@ class StreamMux:
     async def _read(self) -> None:
         name = self._worker.worker_id
         try:
-            with known_errors(f"the feed of {name}"), calling(name):
+            with known_errors(f"the shared stream of {name}"), calling(name):
                 async for message in self._call:
                     if message.incarnation and not self._opened.done():
                         if message.incarnation != self._worker.incarnation:
-                            raise WorkerLost(f"{name} lives as another incarnation by now")
+                            raise WorkerLost(f"{name} is another incarnation now")
                         self._opened.set_result(None)
                     for event in message.events:
                         if substream := self._substreams.get(event.lane):
                             substream.put(event)
-            raise WorkerLost(f"{name} ended its feed")
+            raise WorkerLost(f"{name} ended its shared stream")
         except TandemError as error:
             self._fail(error)
         finally:
-            self._fail(WorkerLost(f"the feed of {name} was closed"))
+            self._fail(WorkerLost(f"the shared stream of {name} was closed"))
             self._call.cancel()
 
     def _fail(self, error: TandemError) -> None:

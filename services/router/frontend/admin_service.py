@@ -87,13 +87,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 )
         if not (self._wanted or await self._registry.wanted()):  # raises when the registry does not answer
             raise PreconditionFailed(
-                "nobody follows wanted sizes here: these pools have no supervisor. Scale them where their workers are"
-                " started, on Kubernetes by kubectl scale",
+                "these pools have no supervisor that follows wanted sizes; scale them where their workers are started,"
+                " on Kubernetes with kubectl scale",
                 reason="NOT_SUPERVISED",
             )
         if self._settings.autoscale == "on":
             raise PreconditionFailed(
-                "the autoscaler sizes the pools here; `tandem autoscale` shows what it finds. Start the cluster with"
+                "the autoscaler sizes the pools here; `tandem autoscale` shows its decisions. Start the cluster with"
                 " another prefill, decode, prefill_max or decode_max, or without autoscale",
                 reason="AUTOSCALED",
             )
@@ -105,11 +105,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetScalingResponse:
         if self._settings.autoscale == "off":
             raise PreconditionFailed(
-                "autoscale is off here; with dry-run it would say what it would do", reason="NOT_AUTOSCALED"
+                "autoscale is off here; with dry-run it would report what it would do", reason="NOT_AUTOSCALED"
             )
         text = await self._registry.scaling()
         if text is None:
-            raise Unavailable("the autoscaler has said nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0)
+            raise Unavailable("the autoscaler has reported nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0)
         scaling = json.loads(text)
         return admin_pb2.GetScalingResponse(
             mode=scaling["mode"],

@@ -218,7 +218,7 @@ class Dashboard:
                 "without api_keys the dashboard is for this machine alone: open it there, as localhost, or set api_keys"
             )
         if HEADER not in request.headers:
-            raise PermissionDenied(f"only the dashboard's own page may ask this; it sends the header {HEADER}")
+            raise PermissionDenied(f"the call needs the header {HEADER}, which the dashboard's page sends")
 
     def _may_stay(self, request: Request) -> bool:
         """Whether the stream may continue: not with a key that was removed."""

@@ -177,7 +177,7 @@ class JobRunner:
             wait_s = max(job.delay_s, error.retry_after or 0.0)
             job.delay_s = min(2 * job.delay_s, MAX_RETRY_S)
         if time() + wait_s > job.kept.deadline:
-            raise DeadlineExceeded(f"the job's time is up; the last reason: {error.message}") from error
+            raise DeadlineExceeded(f"job_timeout_s has passed; the last reason: {error.message}") from error
         return wait_s
 
     async def _fail(self, record: JobRecord, error: TandemError) -> None:

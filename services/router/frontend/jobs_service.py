@@ -86,9 +86,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, request: jobs_pb2.SubmitJobsRequest, context: grpc.aio.ServicerContext
     ) -> jobs_pb2.SubmitJobsResponse:
         if not 1 <= len(request.requests) <= MAX_SUBMITTED:
-            raise InvalidRequest(
-                f"{len(request.requests)} requests", field="requests", bound=f"1 to {MAX_SUBMITTED} of them"
-            )
+            raise InvalidRequest(f"{len(request.requests)} requests", field="requests", bound=f"1 to {MAX_SUBMITTED}")
         self._check_stays()
         with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
             key = self._rate_limits.who(authorization(context))
@@ -142,7 +140,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     def _watching(self, key: ApiKey) -> Iterator[None]:
         if self._watchers[key.name] >= MAX_WATCHERS:
             raise Busy(
-                f"{MAX_WATCHERS} watchers are open at this router, and more are not served",
+                f"{MAX_WATCHERS} watchers are open at this router, the maximum",
                 reason="TENANT_WATCHERS",
                 retry_after=1.0,
             )

@@ -160,7 +160,7 @@ class Chat(Sampled):
             case {"type": "function", "function": {"name": str(name)}}:
                 return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
         kinds = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
-        raise wrong("tool_choice", "of no known kind", kinds)
+        raise wrong("tool_choice", "of an unknown kind", kinds)
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -198,7 +198,7 @@ def _prompt(prompt: object, context: int) -> dict[str, Any]:
             raise over_context(context, len(prompt), "token_ids")
         if all(type(token) is int and -(2**63) <= token < 2**63 for token in prompt):  # not bool
             return {"token_ids": generation_pb2.TokenIds(ids=prompt)}
-    raise InvalidRequest("prompt is of no known kind", field="prompt", bound="text, token ids, or a list of these")
+    raise InvalidRequest("prompt is of an unknown kind", field="prompt", bound="text, token ids, or a list of these")
 
 
 def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
@@ -222,7 +222,7 @@ def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text) if text else {}
     except (ValueError, RecursionError) as error:
-        raise wrong(where, "no readable JSON", "JSON") from error
+        raise wrong(where, "not readable JSON", "JSON") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -243,7 +243,7 @@ def _clean(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise wrong(where, "no valid Unicode", "valid Unicode") from error
+        raise wrong(where, "not valid Unicode", "valid Unicode") from error
     return text
 
 
@@ -254,7 +254,7 @@ def requests(
     try:
         sampling, inputs = body.sampling(defaults), body.inputs(context)
     except RecursionError as error:  # it was parsed at a smaller depth of the call stack
-        raise wrong("body", "nested too deep", "a JSON object of some levels") from error
+        raise wrong("body", "nested too deep", "a JSON object of fewer levels") from error
     salt = to_bytes(body.cache_salt or "")
     return [
         generation_pb2.GenerateRequest(

@@ -124,9 +124,9 @@ class Sampled(Numbers, ABC):
         if params.top_k == -1:  # "off" in vLLM's API
             params.top_k = 0
         if self.best_of not in (None, self.n or 1):
-            raise wrong("best_of", str(self.best_of), "absent or n: all completions are given, none is chosen")
+            raise wrong("best_of", str(self.best_of), "absent or n: all completions are returned")
         if self.prompt_logprobs is not None and self.stream:
-            raise wrong("prompt_logprobs", "asked for in a stream", "absent with stream")
+            raise wrong("prompt_logprobs", "set with stream", "absent with stream")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone is ignored
         params.include_stop = bool(self.include_stop_str_in_output)
@@ -154,7 +154,7 @@ class Sampled(Numbers, ABC):
             return None
         (name, grammar), *others = grammars
         if others:
-            raise wrong(others[0][0], f"given beside {name}", "the only one")
+            raise wrong(others[0][0], f"set together with {name}", "the only grammar")
         return name.partition(".")[0], grammar
 
     def named(self, error: TandemError) -> TandemError:
@@ -195,7 +195,7 @@ def _of_format(response_format: dict[str, Any]) -> common_pb2.Grammar | None:
             if schema is None:
                 raise wrong("response_format.json_schema.schema", "absent", "a JSON schema")
             return _of_schema(schema)
-    raise wrong("response_format.type", "of no known kind", "text, json_object or json_schema")
+    raise wrong("response_format.type", "of an unknown kind", "text, json_object or json_schema")
 
 
 def _of_schema(schema: Any) -> common_pb2.Grammar | None:

@@ -39,9 +39,9 @@ class ChatTemplate:
         """Raises InvalidRequest when the template refuses the messages, or does not support tools."""
         if tools and self.calls is None:
             raise InvalidRequest(
-                "the chat template of this model says nothing of tools, or not how it writes calls",
+                "the chat template of this model supports no tools, or no known format of calls",
                 field="chat.tools",
-                bound="none with this model",
+                bound="absent with this model",
             )
         try:
             return self._template.render(

@@ -48,7 +48,7 @@ def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
     """Raises InvalidRequest that names the field and, in a schema, the place."""
     kind = grammar.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("a grammar says nothing", field=field, bound="json_schema, json, regex, ebnf or choice")
+        raise InvalidRequest("the grammar is empty", field=field, bound="json_schema, json, regex, ebnf or choice")
     field = f"{field}.{kind}"
     check_size(grammar, field)
     match kind:
@@ -69,7 +69,7 @@ def check(grammar: common_pb2.Grammar, field: str = "sampling.grammar") -> None:
                 if not _utf8(text, f"{field}[{index}]"):
                     raise _bad(f"{field}[{index}]", "it is empty", "at least one character")
         case "calls":
-            raise _bad(field, "only the router makes it", "chat.tool_choice instead")
+            raise _bad(field, "only the router may set it", "chat.tool_choice instead")
 
 
 def check_size(grammar: common_pb2.Grammar, field: str) -> None:
@@ -201,7 +201,7 @@ class _Schema:
         if schema is True:
             return
         if not isinstance(schema, dict):
-            raise self._refuse(path, "it is no schema that can be kept", "an object, or true")
+            raise self._refuse(path, "it is not a schema that can be enforced", "an object, or true")
         words = schema.keys() - NOTES
         if not words:
             return  # anything
@@ -213,7 +213,7 @@ class _Schema:
             self._only(words, {word}, path)
             options = schema[word]
             if not isinstance(options, list) or not 1 <= len(options) <= (256 if word == "anyOf" else 1):
-                raise self._refuse(f"{path}.{word}", "this many are not kept", "anyOf: 1 to 256; allOf: 1")
+                raise self._refuse(f"{path}.{word}", "this number cannot be enforced", "anyOf: 1 to 256; allOf: 1")
             for index, option in enumerate(options):
                 self._node(option, f"{path}.{word}[{index}]".lstrip("."), depth + 1)
         elif "enum" in words or "const" in words:
@@ -225,14 +225,14 @@ class _Schema:
         for word in sorted(words - allowed):
             raise self._refuse(
                 f"{path}.{word}".lstrip("."),
-                f"this keyword would not be kept{' here' if word in _KNOWN else ''}",
+                f"this keyword would not be enforced{' here' if word in _KNOWN else ''}",
                 f"with {'/'.join(sorted(allowed))[:200]}" if allowed else "no such keyword",
             )
 
     def _ref(self, ref: Any, path: str) -> None:
         where = re.fullmatch(r"#(?:/(\$defs|definitions)/([^/~%]+))?", ref) if isinstance(ref, str) else None
         if where is None or (where[1] and where[2] not in self._root.get(where[1], {})):
-            raise self._refuse(f"{path}.$ref".lstrip("."), f"it leads nowhere: {ref!r}"[:200], "#, #/$defs/NAME")
+            raise self._refuse(f"{path}.$ref".lstrip("."), f"it has no target: {ref!r}"[:200], "#, #/$defs/NAME")
 
     def _values(self, schema: dict[str, Any], words: set[str], path: str) -> None:
         word = "enum" if "enum" in words else "const"
@@ -250,7 +250,7 @@ class _Schema:
     def _types(self, schema: dict[str, Any], path: str) -> list[str]:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if not types or not all(isinstance(name, str) and name in OF_TYPE for name in types):
-            raise self._refuse(f"{path}.type".lstrip("."), "it is no type", ", ".join(OF_TYPE))
+            raise self._refuse(f"{path}.type".lstrip("."), "it is not a type", ", ".join(OF_TYPE))
         return types
 
     def _typed(self, schema: dict[str, Any], words: set[str], path: str, depth: int) -> None:
@@ -267,11 +267,11 @@ class _Schema:
             if type(bound) not in ((int,) if "integer" in types else (int, float)) or not abs(bound) <= 2**53:
                 raise self._refuse(f"{path}.{word}".lstrip("."), f"it is {bound!r}"[:100], "a number up to 2^53")
         if len(words & {"pattern", "format"}) + bool(words & {"minLength", "maxLength"}) > 1:
-            raise self._refuse(path, "only one of them is kept", "pattern, format, or minLength and maxLength")
+            raise self._refuse(path, "only one can be enforced", "pattern, format, or minLength and maxLength")
         if "pattern" in words:
             self._pattern(schema["pattern"], f"{path}.pattern".lstrip("."))
         if "format" in words and (not isinstance(schema["format"], str) or schema["format"] not in FORMATS):
-            raise self._refuse(f"{path}.format".lstrip("."), "this format is not kept", ", ".join(sorted(FORMATS)))
+            raise self._refuse(f"{path}.format".lstrip("."), "this format is not enforced", ", ".join(sorted(FORMATS)))
         if "object" in types:
             self._properties(schema, path, depth)
         if "array" in types:
@@ -283,7 +283,7 @@ class _Schema:
         _regex(pattern, f"{self._field}.{path}")
         # xgrammar copies characters that a JSON string must escape without escaping them.
         if '"' in pattern or re.search(r"\\[^dDwWsS^$.|?*+()\[\]{}/-]", pattern) or re.search(r"[\x00-\x1f]", pattern):
-            raise self._refuse(path, "this escape or character is not kept", r"no quotes; \d \w \s and punctuation")
+            raise self._refuse(path, "this escape or character is not enforced", r"no quotes; \d \w \s and punctuation")
 
     def _properties(self, schema: dict[str, Any], path: str, depth: int) -> None:
         properties = schema.get("properties", {})
@@ -302,7 +302,7 @@ class _Schema:
         first = schema.get("prefixItems", [])
         if not isinstance(first, list) or (first and words & {"minItems", "maxItems"}):
             raise self._refuse(
-                f"{path}.prefixItems".lstrip("."), "it is not kept", "a list, without minItems, maxItems"
+                f"{path}.prefixItems".lstrip("."), "it cannot be enforced", "a list, without minItems, maxItems"
             )
         for index, item in enumerate(first):
             self._node(item, f"{path}.prefixItems[{index}]".lstrip("."), depth + 1)

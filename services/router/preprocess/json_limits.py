@@ -42,7 +42,7 @@ def check(body: bytes, most_numbers: int = MAX_NUMBERS, name: str = "body") -> N
         other = piece.translate(None, _NUMBERS)
         structure += quotes + len(other)
         if structure > MAX_STRUCTURE:
-            raise wrong(name, "of too many parts", f"at most {MAX_STRUCTURE} characters that are no text or integers")
+            raise wrong(name, "of too many parts", f"at most {MAX_STRUCTURE} characters that are not text or integers")
         if numbers > most_numbers:
             raise wrong(name, "of too many values", f"at most {most_numbers} values")
         for bracket in other.translate(None, _NO_BRACKET):

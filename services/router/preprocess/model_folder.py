@@ -20,5 +20,5 @@ def local_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointRefused(
-            f"{model} is neither a folder nor a model that the hub gives; check the name, or download it first"
+            f"{model} is neither a folder nor a model that the hub provides; check the name, or download it first"
         ) from error

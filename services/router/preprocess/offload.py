@@ -37,7 +37,7 @@ class _ThreadPool:
                 await self._slots.take(tenant)
         except TimeoutError as error:
             raise Busy(
-                f"the text of the request was not looked at within {patience_s:g} s",
+                f"the text of the request was not processed within {patience_s:g} s",
                 reason="QUEUE_TIMEOUT",
                 retry_after=1.0,
             ) from error

@@ -73,11 +73,11 @@ def _functions(encoded: bytes, name: str) -> list[Any]:
         functions = json.loads(encoded)
         json.dumps(functions, ensure_ascii=False).encode()  # an escape may be a lone surrogate, which is not text
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is no readable JSON", field=name, bound=bound) from error
+        raise InvalidRequest(f"{name} is not readable JSON", field=name, bound=bound) from error
     if not isinstance(functions, list) or not 1 <= len(functions) <= MAX_TOOLS:
-        raise InvalidRequest(f"{name} is no list of functions, or too long", field=name, bound=bound)
+        raise InvalidRequest(f"{name} is not a list of functions, or too long", field=name, bound=bound)
     for index, entry in enumerate(functions):
         function = entry.get("function") if isinstance(entry, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(f"{name}[{index}] is no function with a name", field=f"{name}[{index}]", bound=bound)
+            raise InvalidRequest(f"{name}[{index}] is not a named function", field=f"{name}[{index}]", bound=bound)
     return functions

@@ -164,13 +164,13 @@ def _grammar(
         return params.grammar
     if params.HasField("grammar"):
         raise InvalidRequest(
-            "the answer must be a call, so it can have no grammar or response format as well",
+            "tool_choice forces a call, which excludes a grammar and a response format",
             field="chat.tool_choice",
-            bound="absent beside a grammar",
+            bound="absent with a grammar",
         )
     offered = tools_of(message.chat.tools)
     if not offered or tokenizer.calls is None:
         raise InvalidRequest(
-            "a call is asked for and no tool is offered", field="chat.tool_choice", bound="absent without tools"
+            "tool_choice forces a call, but there are no tools", field="chat.tool_choice", bound="absent without tools"
         )
     return tool_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)

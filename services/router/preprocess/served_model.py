@@ -46,7 +46,7 @@ class ServedModel:
                 layout_hash=longest.layout_hash,
             )
         if self._facts is None:
-            raise NoWorker("no decode worker has come up yet; `tandem workers` shows the pools", retry_after=2.0)
+            raise NoWorker("no decode worker has started yet; `tandem workers` shows the pools", retry_after=2.0)
         return self._facts
 
     def layouts(self) -> set[str]:

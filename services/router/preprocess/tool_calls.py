@@ -77,7 +77,7 @@ def _arguments(function: dict[str, Any], field: str) -> dict[str, Any]:
     """The schema of a function's arguments; {} is the only value for one without parameters."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise InvalidRequest(f"{field} is no schema of an object", field=field, bound='a JSON schema of type "object"')
+        raise InvalidRequest(f"{field} is not an object schema", field=field, bound='a JSON schema of type "object"')
     if schema.get("properties") == {}:
         schema = {"additionalProperties": False, **schema}
     return schema

@@ -51,7 +51,7 @@ def local_or_remote(
         return Placement(decode, prefill, "", replace(remote_estimate, local_cost_s=local_s, remote_cost_s=remote_s))
     beside = "1 stream" if decode.streams == 1 else f"{decode.streams} streams"
     why = (
-        f"an estimated cost of {local_s:.2f} s here, {beside} beside it,"
+        f"an estimated cost of {local_s:.2f} s locally, alongside {beside},"
         f" against {remote_s:.2f} s on {prefill.worker_id}"
     )
     return Placement(decode, None, why, replace(local_estimate, local_cost_s=local_s, remote_cost_s=remote_s))

@@ -297,7 +297,7 @@ class RequestScheduler:
         prefills = self._prefills(waiting, decode, avoided)
         placement = choose_prefill(decode, prefills, waiting.tokens, self._config, waiting.kv_holder, share, latencies)
         if avoided and placement.prefill is None:
-            why = f"KV from {' and '.join(avoided)} did not arrive there lately"
+            why = f"KV from {' and '.join(avoided)} did not arrive at {decode.worker_id} lately"
             return replace(placement, why_local=f"{why}; {placement.why_local}" if prefills else why)
         return placement
 
@@ -365,7 +365,7 @@ class RequestScheduler:
                 retry_after=5.0,
             )
         return Busy(
-            f"no place came free for {waiting.tokens} tokens within {timeout_s:.1f} s",
+            f"no place became free for {waiting.tokens} tokens within {timeout_s:.1f} s",
             reason="QUEUE_TIMEOUT",
             retry_after=1.0,
         )

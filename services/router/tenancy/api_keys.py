@@ -76,14 +76,12 @@ class ApiKeys:
         matches = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
         if scheme.lower() != "bearer" or not matches:
             raise Unauthenticated(
-                "this cluster asks for a key, and there was none or an unknown one; send `authorization: Bearer KEY`",
+                "this cluster requires a key; the call had none or an unknown one. Send `authorization: Bearer KEY`",
                 field="authorization",
                 bound="a key of the cluster's api_keys file",
             )
         if admin and not matches[0].admin:
-            raise PermissionDenied(
-                f"the key of {matches[0].name} may generate, and not change or look into the cluster"
-            )
+            raise PermissionDenied(f"the key of {matches[0].name} may generate, but not inspect or change the cluster")
         if metrics and not (matches[0].metrics or matches[0].admin):
             raise PermissionDenied(f"the key of {matches[0].name} may not read metrics, which are of all tenants")
         return matches[0]
@@ -174,7 +172,7 @@ def _key(path: Path, number: int, words: list[str]) -> ApiKey:
         ):
             limits[name_of_limit] = int(value)
         else:
-            raise _bad(path, f"has a word {word!r:.80} in line {number} that means nothing there")
+            raise _bad(path, f"has an unknown or repeated word {word!r:.80} in line {number}")
     return ApiKey(name, _digest(key), "admin" in rights, "metrics" in rights, Limits(**limits))
 
 
@@ -184,6 +182,4 @@ def _digest(key: str) -> bytes:
 
 def _bad(path: Path, problem: str) -> SettingsError:
     words = "admin, metrics, requests=N, tokens_per_minute=N, priority=N"
-    return SettingsError(
-        f"{path} {problem}", field="api_keys", bound=f"lines of NAME KEY, and behind it any of {words}"
-    )
+    return SettingsError(f"{path} {problem}", field="api_keys", bound=f"lines of NAME KEY, followed by any of {words}")

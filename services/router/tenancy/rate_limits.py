@@ -108,7 +108,7 @@ class Allowance:
         missing = wanted - (self._tenant.tokens - self._tenant.promised)
         if missing > 0:
             raise Busy(
-                f"the jobs of {self._key.name} have had their part of its {self._most} tokens of this minute",
+                f"the jobs of {self._key.name} have used their share of its {self._most} tokens per minute",
                 reason="TENANT_TOKENS",
                 retry_after=missing / self._most * MINUTE_S,
             )
@@ -168,7 +168,7 @@ def _take(key: ApiKey, tenant: _Tenant, tokens: int) -> None:
     tenant.fill(most)
     if tenant.tokens < tokens:
         raise Busy(
-            f"{key.name} has had its {most} tokens of this minute",
+            f"{key.name} has used its {most} tokens of this minute",
             reason="TENANT_TOKENS",
             retry_after=(tokens - tenant.tokens) / most * MINUTE_S,
         )

@@ -67,8 +67,8 @@ async function* events(body) {
 
 function askForKey(status, why) {
   const useless = status === 403 && !key; // no key helps: the cluster has none, and we are not at its machine
-  tell(at("ask-title"), useless ? "Not open from here" : "This cluster asks for a key");
-  tell(at("why"), key && status === 401 ? "It does not know the one that you gave." : key || useless ? why : "");
+  tell(at("ask-title"), useless ? "Not open from here" : "This cluster requires a key");
+  tell(at("why"), key && status === 401 ? "The key that you entered is unknown." : key || useless ? why : "");
   at("enter").hidden = useless;
   key = "";
   sessionStorage.removeItem("tandem-key");
@@ -263,20 +263,20 @@ async function act(path, done) {
     if (!response.ok) return say(await refusal(response), true);
     return say(done(await response.json()));
   } catch (error) {
-    return say(`not known what became of it: ${error.message}`, true);
+    return say(`the outcome is unknown: ${error.message}`, true);
   }
 }
 
 async function scale(role, by) {
   const size = state.wanted[role] + by;
-  const meaning = by < 0 ? "The worker with the highest number is drained." : "A worker takes as long to come as it needs to load the model.";
+  const meaning = by < 0 ? "The worker with the highest number is drained." : "The new worker is ready when it has loaded the model.";
   if (await sure(`Scale ${role} to ${size}?`, meaning, `Scale to ${size}`)) {
     await act(`dashboard/pools/${role}?size=${size}`, (answer) => `${count(answer.wanted[role], `${role} worker`)} wanted`);
   }
 }
 
 async function drain(id) {
-  const meaning = "It takes nothing new, may finish what it has for 30 s, and ends; what then still runs goes on elsewhere. Its supervisor starts it again.";
+  const meaning = "It accepts no new requests, may finish its requests for 30 s, and ends; the rest continue elsewhere. The supervisor starts it again.";
   if (await sure(`Drain ${id}?`, meaning, "Drain")) {
     say(`${id} drains`);
     await act(`dashboard/workers/${encodeURIComponent(id)}/drain?grace=30`, (answer) =>
