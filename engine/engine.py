@@ -107,7 +107,7 @@ class Engine:
         """Captures steps of single tokens where that can be proven right; returns a line that says so. Call it before
         the first sequence, whose blocks it would overwrite."""
         assert self.spare is not None, "the engine was made without a spare block"
-        assert not self.sequences, "somebody has blocks already"
+        assert not self.sequences, "a sequence has blocks already"
         most = self.scheduler.max_running
         try:
             self.decode = Decode(self.model, self.pages, spare=self.spare, max_running=most, capture=how)
@@ -136,7 +136,7 @@ class Engine:
         if reused is None:
             del self.sequences[sequence.id]
             raise Busy(
-                f"needs {self.pool.blocks_for(wanted)} blocks, {self.pool.available} can be had", reason="NO_ROOM"
+                f"needs {self.pool.blocks_for(wanted)} blocks, {self.pool.available} are available", reason="NO_ROOM"
             )
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
@@ -220,7 +220,7 @@ class Engine:
             torch.cuda.synchronize(self.model.device)  # raises the error again if it has ended the device's context
             torch.cuda.empty_cache()
         if faults := self.pool.check():
-            log.error("after a failed step the books do not balance: %s", "; ".join(faults))
+            log.error("after a failed step the ledger does not balance: %s", "; ".join(faults))
             raise error
         for sequence, _ in plan:
             if self.speculation:
@@ -251,7 +251,7 @@ class Engine:
             table = list(self.pool.table(PROOF))
             self.forward(Batch([0], [0], [1], [1], [table], [0])).cpu()
         except Exception as again:
-            log.exception("the engine fails at a step of its own, too")
+            log.exception("the engine's test step fails, too")
             raise error from again
         finally:
             self.pool.drop(PROOF)
@@ -271,7 +271,7 @@ class Engine:
 
     def _enter(self, sequence: Sequence) -> None:
         if sequence.id in self.sequences:
-            raise ValueError(f"{sequence.id} is already here")
+            raise ValueError(f"{sequence.id} is already in the engine")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
         if self.pool.blocks_for(sequence.max_len) > self.pool.total:

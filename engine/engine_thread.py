@@ -363,7 +363,7 @@ class EngineThread:
         watches = dict(self._watches)
         self._watches.clear()
         for sequence_id, watch in watches.items():
-            own = StepFailed(f"the step with this request did not end well: {error.message}")
+            own = StepFailed(f"the step with this request failed: {error.message}")
             watch._loop.call_soon_threadsafe(watch._fail, own if sequence_id in in_step else error)
 
 

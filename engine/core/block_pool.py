@@ -170,7 +170,9 @@ class BlockPool:
         if len(free) + len(cached) + len(held) != self.total:
             faults.append(f"free {len(free)} + cached {len(cached)} + held {len(held)} != total {self.total}")
         if live is not None:
-            faults += [f"{owner} holds blocks but does not live" for owner in sorted(self._tables.keys() - set(live))]
+            faults += [
+                f"{owner} holds blocks but no longer exists" for owner in sorted(self._tables.keys() - set(live))
+            ]
         return faults
 
     def _fresh(self) -> int:

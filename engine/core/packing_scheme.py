@@ -101,10 +101,10 @@ def _awq(asked: dict[str, Any]) -> Scheme:
     if bits != 4:
         raise refused(AWQ, f"has {bits} bits; served are 4")
     if asked.get("desc_act"):
-        raise refused(AWQ, "says desc_act, which AWQ does not have")
+        raise refused(AWQ, "has desc_act, which AWQ does not support")
     symmetric = not _truth(AWQ, asked, "zero_point")
     if asked.get("sym", symmetric) != symmetric:
-        raise refused(AWQ, "says both sym and zero_point")
+        raise refused(AWQ, "has both sym and zero_point")
     return Scheme(AWQ, bits, _group(AWQ, group), symmetric=symmetric)
 
 
@@ -143,7 +143,7 @@ def _group(method: str, group_size: Any) -> int:
 def _truth(method: str, asked: dict[str, Any], key: str) -> bool:
     value = asked.get(key)
     if type(value) is not bool:
-        raise refused(method, f"does not say {key} true or false in its quantization_config")
+        raise refused(method, f"does not set {key} to true or false in its quantization_config")
     return value
 
 

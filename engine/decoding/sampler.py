@@ -91,7 +91,7 @@ def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_ou
 def _dead_end(sequence: Sequence) -> InvalidRequest:
     if sequence.generated < sequence.sampling.min_tokens:
         return InvalidRequest(
-            f"the grammar leaves nothing but the end after {sequence.generated} tokens",
+            f"the grammar permits only the end after {sequence.generated} tokens",
             reason="GRAMMAR_DEAD_END",
             field="sampling.min_tokens",
             bound=f"at most {sequence.generated} with this grammar and seed",
@@ -100,15 +100,15 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
         f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
         reason="GRAMMAR_DEAD_END",
         field="sampling.grammar",
-        bound="a grammar whose every beginning can be ended",
+        bound="a grammar whose every beginning can be completed",
     )
 
 
 def _unknown(sequence: Sequence) -> InternalError:
     """Weights or KV with NaN or infinity in them, or a sum beyond the type's range: any token would be a guess."""
     return InternalError(
-        f"the model's logits after {len(sequence.tokens)} tokens are no finite numbers; the stream was stopped to keep"
-        " it exact",
+        f"the model's logits after {len(sequence.tokens)} tokens are not finite; the stream was stopped to keep it"
+        " exact",
         reason="LOGITS_NOT_FINITE",
     )
 

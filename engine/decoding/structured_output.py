@@ -122,7 +122,7 @@ class Grammars:
                 raise self._refused[spec]
         if self.left_behind.count() > MAX_LEFT_BEHIND:
             raise Busy(
-                "this worker still computes grammars that it has given up; `tandem drain` restarts it",
+                "this worker still computes grammars that it has abandoned; `tandem drain` restarts it",
                 reason="GRAMMARS_STUCK",
                 retry_after=5.0,
             )
@@ -265,7 +265,10 @@ def _calls(separator: str | None, calls: list[tuple[str, str, str]]) -> str:
 def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
     what = _WHERE.sub("", str(error).strip())[:300]
     return InvalidRequest(
-        f"{spec.field} cannot be compiled: {what}", reason="BAD_GRAMMAR", field=spec.field, bound="what xgrammar takes"
+        f"{spec.field} cannot be compiled: {what}",
+        reason="BAD_GRAMMAR",
+        field=spec.field,
+        bound="what xgrammar accepts",
     )
 
 
@@ -283,7 +286,7 @@ class Matcher:
         only where the text is complete. Raises InternalError if the sequence's own tokens do not match the grammar."""
         for place in range(max(self.matched, sequence.prompt_len), len(sequence.tokens)):
             if not self._matcher.accept_token(sequence.tokens[place]):
-                raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar that it was made by")
+                raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar of its sequence")
             self.matched = place + 1
         self._matcher.fill_next_token_bitmask(bits, row)
 

@@ -118,7 +118,7 @@ class WeightCache:
                 self._write(key, nbytes, body())
             mapped = self._open(key, nbytes)
             if mapped is None:
-                log.warning("weights written to %s are not there as they were written", self.folder)
+                log.warning("weights written to %s read back differently", self.folder)
             return mapped
         except (OSError, NotImplementedError, NoRoom) as error:
             log.warning("weights are not kept in %s, each worker has its own: %s", self.folder, error)
@@ -193,9 +193,9 @@ def _read(descriptor: int, key: str, nbytes: int) -> tuple[str, torch.Tensor | N
     """What is wrong with an open file, or its body."""
     stat = os.fstat(descriptor)
     if _others_may_write(stat):
-        return "somebody else may write to it", None
+        return "other users may write to it", None
     if not _is_complete(stat, nbytes):
-        return f"it has {stat.st_size} bytes where {BODY + nbytes} belong", None
+        return f"it has {stat.st_size} bytes instead of {BODY + nbytes}", None
     header = os.pread(descriptor, 4096, 0).partition(b"\n")[0] + b"\n"
     mapping = mmap.mmap(descriptor, stat.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -100,5 +100,5 @@ def dtype_named(name: str) -> torch.dtype:
     """The inverse of `dtype_name`. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return dtype

@@ -201,7 +201,7 @@ for _name in STATE_CALLS:
 
 def _check_state(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """Raises CheckpointRefused for a model that keeps more of a sequence than K and V of its tokens."""
-    beside = "keeps state beside the K and V of its tokens, which KV pages do not hold"
+    beside = "keeps state besides the K and V of its tokens, which KV pages do not hold"
     try:
         cache = _KvOnly(config=model.config)
         others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in KV_LAYERS})

@@ -83,7 +83,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointRefused(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointRefused(f"{file} holds no JSON object")
+        raise CheckpointRefused(f"{file} is not a JSON object")
     return content
 
 
@@ -102,7 +102,7 @@ def check_safetensors(file: Path) -> None:
             header = json.loads(stream.read(length))
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
     except (OSError, ValueError, struct.error, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointRefused(f"{file} is no readable safetensors file ({error}); download it again") from error
+        raise CheckpointRefused(f"{file} is not a readable safetensors file ({error}); download it again") from error
     promised = 8 + length + max(ends, default=0)
     if promised != actual:
         raise CheckpointRefused(f"{file} has {actual} bytes where its header promises {promised}; download it again")

@@ -114,7 +114,7 @@ def read(files: list[Path], scheme: Scheme) -> Weights:
             raise refused(scheme.method, f"has {name} twice, packed and as a plain weight")
         tensors[f"{name}.weight"] = product
     if not products:
-        raise refused(scheme.method, "holds nothing that is packed, against its quantization_config")
+        raise refused(scheme.method, "has no packed weights, contrary to its quantization_config")
     return Weights(scheme.method, tensors, products, opened)
 
 
@@ -147,20 +147,20 @@ def _product(name: str, parts: dict[str, Any], scheme: Scheme) -> Product:
         if indices.min() < 0 or indices.max() >= groups:
             raise refused(method, f"has inputs of {name} in groups that are not there")
         if scheme.ordered and not torch.equal(indices, group_of):
-            raise refused(method, f"has inputs of {name} in other groups than its desc_act = false says")
+            raise refused(method, f"has inputs of {name} in other groups than with desc_act = false")
         group_of = indices
     elif not scheme.ordered:
-        raise refused(method, f"lacks the g_idx of {name}, against its desc_act = true")
+        raise refused(method, f"lacks the g_idx of {name}, contrary to its desc_act = true")
     places = AWQ_PLACES if method == AWQ else tuple(range(many))
     zeros = _unpacked(qzeros[...], scheme.bits, places).flatten(1)  # [groups, n]
     if scheme.less_one:
         if (zeros == 2**scheme.bits - 1).any():
             raise refused(
-                method, f"has zeros in {name} that readers of this format take differently; save it as gptq_v2"
+                method, f"has zeros in {name} that readers of this format interpret differently; save it as gptq_v2"
             )
         zeros = zeros + 1
     if scheme.symmetric and (zeros != 2 ** (scheme.bits - 1)).any():
-        raise refused(method, f"says that it is symmetric, but the zeros of {name} are not in the middle")
+        raise refused(method, f"is declared symmetric, but the zeros of {name} are not in the middle")
 
     def integers() -> torch.Tensor:
         unpacked = _unpacked(qweight[...], scheme.bits, places)
@@ -228,12 +228,12 @@ def _of_torchao(name: str, kind: str, data: dict[str, Any], slices: dict[str, An
         )
     more = sorted(key for key, value in data.items() if key not in _KNOWN_DATA and value is not None)
     if more:
-        raise refused(TORCHAO, f"says {', '.join(more)} of {name}, and only weights are served quantised")
+        raise refused(TORCHAO, f"has {', '.join(more)} for {name}, and only weights are served quantised")
     at = f"{name.removesuffix('weight')}_weight_"
     parts = {full_name.removeprefix(at): tensor for full_name, tensor in slices.items() if full_name.startswith(at)}
     qdata, scale, zero_point = (parts.get(part) for part in ("qdata", "scale", "zero_point"))
     if qdata is None or scale is None or not parts.keys() <= {"qdata", "scale", "zero_point"}:
-        raise refused(TORCHAO, f"has {', '.join(sorted(parts)) or 'nothing'} of {name}; asked for are qdata and scale")
+        raise refused(TORCHAO, f"has {', '.join(sorted(parts)) or 'nothing'} of {name}; required are qdata and scale")
     (n, k), block = _shape(qdata, 2, name), data.get("block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise refused(TORCHAO, f"has blocks of {block} in {name}; served are blocks of two positive numbers")

@@ -95,7 +95,7 @@ def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
         file = adapter.folder / lora_loader.WEIGHTS
         for name, layer in adapter.layers.items():
             if name not in linear:
-                raise CheckpointRefused(f"{file}: {name:.200} is no linear layer of {type(model.module).__name__}")
+                raise CheckpointRefused(f"{file}: {name:.200} is not a linear layer of {type(model.module).__name__}")
             if name not in able:
                 raise CheckpointRefused(
                     f"{file}: {name:.200} does not see the tokens row by row, so an adapter on it cannot be served"

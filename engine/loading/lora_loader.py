@@ -107,7 +107,7 @@ def _tensors(file: Path) -> tuple[dict[tuple[str, str], torch.Tensor], Any]:
         if match is None:
             raise CheckpointRefused(f"{file} holds {name:.200}, which is not served; only lora_A and lora_B are")
         if tensor.dim() != 2 or tensor.dtype not in DTYPES or tensor.numel() == 0:
-            raise CheckpointRefused(f"{file}: {name:.200} is {tensor.dtype} {tuple(tensor.shape)}, no matrix of floats")
+            raise CheckpointRefused(f"{file}: {name:.200} is {tensor.dtype} {tuple(tensor.shape)}, not a float matrix")
         tensors[match["layer"], match["part"]] = tensor
     if not tensors:
         raise CheckpointRefused(f"{file} holds no tensors")
@@ -134,7 +134,9 @@ def _patterned(config: dict[str, Any], pattern: str, plain: str, layer: str, fol
         try:
             matches = re.match(rf"(.*\.)?({key})$", layer)
         except re.error as error:
-            raise CheckpointRefused(f"{folder / CONFIG}: {pattern} has {key!r:.80}, no regular expression") from error
+            raise CheckpointRefused(
+                f"{folder / CONFIG}: {pattern} has {key!r:.80}, not a regular expression"
+            ) from error
         if matches:
             if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise CheckpointRefused(f"{folder / CONFIG}: {pattern} has {value!r:.80}; it must be over 0")

@@ -46,7 +46,7 @@ def check(config: PreTrainedConfig) -> str | None:
         return str(method)
     if method != METHOD:
         raise CheckpointRefused(
-            f"the checkpoint is quantised by {method}, of which only CUDA kernels or nothing is known here; serve one"
+            f"the checkpoint is quantised by {method}, which is not supported here; serve one"
             f" of {', '.join((METHOD, *packing_scheme.METHODS))}, or the original one with weights = int8, int4 or fp8"
         )
     groups = list((quantization.get("config_groups") or {}).values())
@@ -110,7 +110,7 @@ def check_keys(unexpected: list[str], weights: gptq_awq_fp8.Weights | None = Non
     if names:
         raise CheckpointRefused(
             f"{len(names)} scales or codes in the checkpoint belong to no layer, such as {names[0]}: its"
-            " quantization_config does not say what its weights are"
+            " quantization_config does not describe its weights"
         )
 
 
@@ -150,7 +150,7 @@ def _adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights
     layers = dict(model.named_modules())
     if any(isinstance(layer, Conv1D) for layer in layers.values()):
         raise packing_scheme.refused(
-            weights.method, "is of a model that keeps its weights turned, and these are not turned here"
+            weights.method, "is of a model with transposed weights, which are not supported here"
         )
     accessors: Any = model  # transformers', not typed
     head = accessors.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None

@@ -140,7 +140,7 @@ class Lora:
             return BASE
         there = self.slots[adapter.slot]
         assert there is not None, f"slot {adapter.slot} is empty"
-        assert there.fingerprint == adapter.fingerprint, f"slot {adapter.slot} has adapter {there.name} by now"
+        assert there.fingerprint == adapter.fingerprint, f"slot {adapter.slot} has adapter {there.name} now"
         return adapter.slot
 
     def switch(self, on: bool) -> None:

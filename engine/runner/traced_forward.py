@@ -130,7 +130,7 @@ def record(model: ModelRunner) -> RecordedForward:
             differs = str(error).strip().rpartition("\n")[2]
         if differs is None:
             return forward_again
-        log.warning("the %s recording does not serve: %s", what, differs)
+        log.warning("the %s recording cannot be used: %s", what, differs)
     raise Unrecordable(f"the recording differs for {differs}")
 
 

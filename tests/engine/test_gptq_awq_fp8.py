@@ -451,8 +451,8 @@ def test_zeros_that_readers_take_differently_are_refused(asymmetric: tuple[Path,
         ("awq", "qzeros", "lacks the zeros"),
         ("fp8", "weight_scale_inv", "no scales for"),
         ("fp8", "weight", "missing keys"),
-        ("torchao", "_weight_scale", "asked for are qdata and scale"),
-        ("torchao", "_weight_qdata", "asked for are qdata and scale"),
+        ("torchao", "_weight_scale", "required are qdata and scale"),
+        ("torchao", "_weight_qdata", "required are qdata and scale"),
     ],
 )
 def test_a_missing_tensor_is_refused(
@@ -509,7 +509,7 @@ def test_a_model_that_keeps_its_weights_turned_is_refused(tmp_path: Path) -> Non
     tensors.update({f"{name.removesuffix('.weight')}.{part}": found for part, found in parts.items()})
     save_file(tensors, plain / "model.safetensors")
     configure(plain, ALL["gptq-4"])
-    with pytest.raises(CheckpointRefused, match="turned"):
+    with pytest.raises(CheckpointRefused, match="transposed"):
         load(plain)
 
 
@@ -534,7 +534,7 @@ def test_it_is_not_quantised_twice(awq: tuple[Path, Path]) -> None:
         ("gptq", {"bits": 8}, "asks for"),
         ("gptq", {"group_size": 64}, "asks for"),
         ("gptq", {"group_size": 0}, "group_size 0"),
-        ("gptq", {"sym": None}, "does not say sym"),
+        ("gptq", {"sym": None}, "does not set sym"),
         ("gptq", {"checkpoint_format": "marlin"}, "format marlin"),
         ("gptq", {"format": "gptq", "checkpoint_format": "gptq_v2"}, "gptq and gptq_v2"),
         ("gptq", {"pack_dtype": "int16"}, "int16"),
@@ -571,7 +571,7 @@ def test_what_is_not_understood_is_refused(
     [
         (lambda said: said.update(_type="Int4Tensor"), "as Int4Tensor; served are"),
         (lambda said: said.update(_type="Float8Tensor"), "asks for F8_E4M3"),
-        (lambda said: said["_data"].update(act_quant_kwargs={"_type": "PerRow"}), "says act_quant_kwargs"),
+        (lambda said: said["_data"].update(act_quant_kwargs={"_type": "PerRow"}), "has act_quant_kwargs"),
         (lambda said: said["_data"].update(block_size=[1, 32]), "asks for"),
         (lambda said: said["_data"].update(block_size=None), "blocks of None"),
         (lambda said: said.clear(), "as torchao does"),

@@ -129,7 +129,7 @@ def test_facts_are_readable() -> None:
 
 def test_unknown_dtype() -> None:
     """A layout from elsewhere with an unknown dtype is not guessed."""
-    with pytest.raises(ValueError, match="no torch dtype"):
+    with pytest.raises(ValueError, match="not a torch dtype"):
         dtype_named("float7")
 
 

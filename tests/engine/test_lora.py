@@ -140,7 +140,7 @@ def test_a_slot_with_another_adapter_is_never_used(checkpoint: Callable[[str], P
     )
     at = placed(model, {"a": 0})
     placed(model, {"b": 0})
-    with pytest.raises(AssertionError, match="has adapter b by now"):
+    with pytest.raises(AssertionError, match="has adapter b now"):
         run(model, [(at["a"], [1, 2, 3])])
 
 
@@ -228,17 +228,17 @@ TENSORS: list[tuple[str, Callable[[dict[str, torch.Tensor]], object]]] = [
     ("which is not served", lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)})),
     ("which is not served", lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(3, 3)})),
     ("which is not served", lambda t: rename(t, f"{Q}.lora_A.weight", f"{Q[11:]}.lora_A.weight")),
-    ("is no linear layer", lambda t: [rename(t, f"{Q}.lora_{x}.weight", f"{Q}x.lora_{x}.weight") for x in "AB"]),
+    ("is not a linear layer", lambda t: [rename(t, f"{Q}.lora_{x}.weight", f"{Q}x.lora_{x}.weight") for x in "AB"]),
     (
-        "is no linear layer",
+        "is not a linear layer",
         lambda t: [
             rename(t, f"{Q}.lora_{x}.weight", f"base_model.model.model.embed_tokens.lora_{x}.weight") for x in "AB"
         ],
     ),
     ("the base's weight is 64 x 64", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 65)})),
     ("its rank is 4", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(5, 64)})),
-    ("no matrix of floats", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)})),
-    ("no matrix of floats", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4)})),
+    ("not a float matrix", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)})),
+    ("not a float matrix", lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4)})),
     ("holds no tensors", lambda t: t.clear()),
 ]
 

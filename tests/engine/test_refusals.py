@@ -65,7 +65,7 @@ def test_missing_config(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("{}", "names no model_type")],
+    [("{", "cannot be read as JSON"), ("[]", "is not a JSON object"), ("{}", "names no model_type")],
 )
 def test_broken_config(llama: Path, text: str, message: str) -> None:
     """A config that is no JSON object with a model type is refused by what is wrong with it."""

@@ -166,4 +166,4 @@ def test_a_wrong_rule_costs_speed_and_no_token(
     found = kinds(load(checkpoint("tiny-gemma2")))
     assert found["aten::gelu"]
     assert not found["tandem::linears_gated"]
-    assert "the fused recording does not serve" in caplog.text
+    assert "the fused recording cannot be used" in caplog.text
