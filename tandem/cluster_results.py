@@ -25,7 +25,7 @@ class Worker(_Dict):
     waiting: int
     blocks_total: int
     blocks_held: int
-    """Held by a sequence or a transfer; cached blocks can be had at once and do not count."""
+    """Held by a sequence or a transfer; cached blocks are available at once and do not count."""
     heartbeat_age: float
     weights: str = ""
     """Format of the weights of its products: checkpoint, or what they were rounded to; empty of a router."""

@@ -70,7 +70,7 @@ class Estimate(_Dict):
     """The router's estimate when it placed a request, in seconds."""
 
     wait: float
-    """Until the worker begins with the prompt; the phase prefill_queue is what came of it."""
+    """Until the worker begins with the prompt; the phase prefill_queue has the real time."""
     compute: float
     """Of computing what is not cached: prefill_compute."""
     here: float

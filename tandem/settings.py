@@ -279,7 +279,7 @@ def load(**overrides: Any) -> Settings:
         raise SettingsError(
             "draft_model is needed with speculation = draft, and permitted only then",
             field="draft_model",
-            bound="given exactly when speculation is draft",
+            bound="set exactly when speculation is draft",
         )
     if settings.model in settings.adapters:
         raise SettingsError(
@@ -291,7 +291,7 @@ def load(**overrides: Any) -> Settings:
     _all_or_none(settings, "tls_cert", "tls_key")
     _all_or_none(settings, "cluster_cert", "cluster_key", "cluster_ca")
     if settings.tls_client_ca is not None and settings.tls_cert is None:
-        raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="given with tls_client_ca")
+        raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="set with tls_client_ca")
     if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
         raise SettingsError(
             "heartbeat_ttl_s must be at least twice heartbeat_s, or one late heartbeat loses a worker",

@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 SOURCE_DATE_EPOCH=3155328
 RUN python -m venv /venv && pip install "setuptools==84.2.1"
 COPY deploy/docker/requirements-worker.lock requirements.lock /tmp/
 RUN pip install --no-deps -r /tmp/requirements-worker.lock
-# What it needs beside the lock is CUDA's, in versions that it names itself.
+# What it needs besides the lock is CUDA's, in versions that it names itself.
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' /tmp/requirements.lock)"
 WORKDIR /app
 COPY pyproject.toml README.md ./

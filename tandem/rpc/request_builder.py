@@ -34,7 +34,7 @@ class Options(SamplingOptions, total=False):
     priority: int | None
     """-1000 to 1000; the smaller, the sooner it is placed when requests wait. Absent: 0."""
     ttft_slo: float | None
-    """Seconds. A first token later than this is of no use: Busy as soon as that is expected."""
+    """Seconds. Busy as soon as the first token is expected later than this."""
     request_id: str | None
     """To find the request again in logs; made up by the router when absent."""
 
