@@ -12,7 +12,7 @@ from typing import Any
 
 VERSION = 3
 ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every block starts at a multiple of it
-# Blocks whose starts differ by a multiple of a power of two share a few sets of a CPU's caches, and push each other out:
+# Blocks that start a multiple of a power of two apart share a few sets of a CPU's caches and evict each other:
 # a large block whose length is a multiple of COLLIDING gets a page more.
 COLLIDING, PAGE, LARGE = 32 * 1024, 4096, 512 * 1024  # bytes
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element

@@ -1,4 +1,4 @@
-// Attention over the pages as they lie, and the writing of new K and V into them.
+// Attention over K and V in their pages, and writing new K and V into them.
 #include "ops.h"
 
 #include "attention.h"
@@ -25,18 +25,18 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-// A task is some queries of one sequence with one head of K and V. It takes the context KEYS tokens at a time: their K
-// becomes a panel, token by token in the lanes, and every query has its sum along a row of K in a lane of its own. Then the
-// logits of each query become weights, and V becomes panels too, with the elements in the lanes and the sum along the
-// tokens. So every sum has the order of the dimensions or of the positions, whatever the task holds besides.
+// A task is some queries of one sequence with one KV head. It packs K of KEYS tokens at a time into a panel with one
+// token per lane, so each logit is summed along the dimensions in a lane of its own. Then the logits of each query
+// become weights, and V is packed into panels with one element per lane and summed along the tokens. So every sum goes
+// in the order of the dimensions or of the positions, whatever else the task contains.
 constexpr int64_t PANEL = COLS * LANES;  // columns
 constexpr int64_t KEYS = PANEL;
-constexpr int64_t QUERIES = 8 * ROWS;     // of a task at most
-constexpr int64_t LOGIT_BYTES = 1 << 19;  // of a task, while that leaves some queries
+constexpr int64_t QUERIES = 8 * ROWS;     // per task at most
+constexpr int64_t LOGIT_BYTES = 1 << 19;  // per task, if that allows ROWS queries or more
 
 int64_t aligned(int64_t position) { return position / LANES * LANES; }
 
-// e to the power of x, as exact as the weights that are made of it.
+// e to the power of x, as accurate as weights of type W need.
 template <typename W>
 Vec power(Vec x) {
   if constexpr (std::is_same_v<W, float>) return x.exp();
@@ -54,10 +54,10 @@ void put_weights(Vec weights, BFloat16* to) {
 #endif
 }
 
-// Turns logits[from..to) into `weights`, whose sum it returns; `from` and `to` count from a multiple of LANES tokens into
-// the sequence. The rest of the first and last vector becomes zero. A token's place in its vector is that of its
-// position, so that the order of the sum does not depend on what else the task holds. Of quantised tokens, `by_key` are
-// the scales of K, which the logits lack yet, and `by_value` those of V, which the weights get and the sum does not.
+// Computes `weights` from logits[from..to) and returns their sum; `from` and `to` count from a multiple of LANES tokens
+// into the sequence. The rest of the first and last vector becomes zero. A token's position determines its lane, so the
+// order of the sum does not depend on what else the task contains. For quantised tokens, `by_key` holds the scales of
+// K, not yet applied to the logits, and `by_value` those of V, applied to the weights but not to the sum.
 template <bool SCALED, typename W>
 float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling, std::optional<double> softcap,
               const float* sink, const float* by_key, const float* by_value) {
@@ -93,11 +93,11 @@ float softmax(float* logits, W* weights, int64_t from, int64_t to, float scaling
 #ifdef TANDEM_BF16_DOT
 using Narrow = Pairs;
 #else
-using Narrow = Widened<float>;  // panels of bfloat16 are widened as they are made
+using Narrow = Widened<float>;  // bfloat16 is widened when packed into panels
 #endif
 
 #ifdef TANDEM_BF16_DOT
-// The elements of two rows side by side, those of the first and of the second half.
+// Interleaves the elements of rows a and b: their first halves into `first`, their second halves into `second`.
 [[gnu::always_inline]] inline void pair(__m512i a, __m512i b, __m512i& first, __m512i& second) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -106,23 +106,23 @@ using Narrow = Widened<float>;  // panels of bfloat16 are widened as they are ma
 }
 #endif
 
-// Memory of a thread that grows and is used again; what it holds is nobody's.
+// Scratch memory of a thread, grown and reused; its contents are undefined.
 template <typename T>
 T* scratch(std::vector<T>& memory, int64_t count) {
   if (static_cast<int64_t>(memory.size()) < count) memory = std::vector<T>(count);
   return memory.data();
 }
 
-// The rows of K or V of one sequence and head, KEYS at a time. Who works on `here` fetches `next` meanwhile, and evenly: a
-// core waits for so many lines at once, and then for all else too.
+// The rows of K or V of one sequence and KV head, KEYS at a time. Work on `here` prefetches `next` at an even rate: a
+// core stalls when too many cache misses are outstanding.
 template <typename T>
 struct Rows : Place<T> {
-  int64_t dim, first, last;  // elements of a row, and the tokens that are wanted
-  const T* here[KEYS];         // null for what is not wanted
+  int64_t dim, first, last;  // elements of a row; tokens [first, last) are seen
+  const T* here[KEYS];         // null for tokens that are not seen
   const T* next[KEYS];
 
-  // Goes to the tokens from `start` on, when they are asked for in order. Behind the last of them, what `then` begins
-  // with is fetched.
+  // Advances to the tokens from `start` on; calls are in order of `start`. After the last tokens, the first rows of
+  // `then` are next.
   void move(int64_t start, const Rows& then) {
     std::copy(next, next + KEYS, here);
     if (start + KEYS < last)
@@ -131,7 +131,7 @@ struct Rows : Place<T> {
       std::copy(then.next, then.next + KEYS, next);
   }
 
-  // The line of the `t`-th of the next rows in which its element `at` is.
+  // Prefetches the cache line of element `at` of next[t].
   void fetch_line(int64_t t, int64_t at) const {
     if (next[t] != nullptr) __builtin_prefetch(next[t] + at, 0, 2);
   }
@@ -144,14 +144,14 @@ struct Rows : Place<T> {
   void locate(int64_t start) { Place<T>::locate(start, KEYS, first, last, next); }
 };
 
-// Several rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
+// Packs KEYS rows [dim] into a panel [dim / GROUP][KEYS][GROUP]; zeros where a row is null.
 template <typename D, typename T>
 void keys_panel(const Rows<T>& keys, typename D::W* panel) {
   using W = typename D::W;
   const auto& rows = keys.here;
   const int64_t dim = keys.dim;
 #ifdef CPU_CAPABILITY_AVX512
-  if constexpr (LOADED<T, W>) {  // 16 rows of 16 words at a time, a word being what a lane takes at once
+  if constexpr (LOADED<T, W>) {  // 16 rows of 16 words at a time; a word is the GROUP elements of a lane
     const int64_t words = (dim + D::GROUP - 1) / D::GROUP;
     for (int64_t t = 0; t < KEYS; t += LANES) {
       keys.fetch(t, t + LANES);
@@ -174,7 +174,7 @@ void keys_panel(const Rows<T>& keys, typename D::W* panel) {
           rows[t] != nullptr && at < dim ? static_cast<W>(static_cast<float>(rows[t][at])) : W(0.0f);
 }
 
-// Several rows [dim] into [KEYS / GROUP][wide][GROUP]; zeros where a row is null, and from dim to wide.
+// Packs KEYS rows [dim] into a panel [KEYS / GROUP][wide][GROUP]; zeros where a row is null, and from dim to wide.
 template <typename D, typename T>
 void values_panel(const Rows<T>& values, int64_t wide, typename D::W* panel) {
   using W = typename D::W;
@@ -237,7 +237,7 @@ void logits_of(int64_t rows, const typename D::X* x, int64_t dim, int64_t stride
     for (int c = 0; c < COLS; ++c) sums[r][c].store(out + r * room + c * LANES);
 }
 
-// sums[r][0..C * LANES) += weights[r][0..KEYS) times as many columns of V's panel.
+// sums[r][0..C * LANES) += weights[r][0..KEYS) times C * LANES columns of V's panel.
 template <typename D, int C, int R = ROWS>
 void add_values(int64_t rows, const typename D::W* weights, int64_t room, const typename D::W* panel, int64_t wide,
                 float* sums) {
@@ -269,8 +269,8 @@ auto column_of(__m512i words) {
     return (decltype(D::get(std::declval<const typename D::W*>())))words;
 }
 
-// What keys_panel and logits_of do, with the same bits: so few rows are multiplied as soon as a part of K is turned, which
-// is then never written anywhere.
+// The same bits as keys_panel and logits_of, for few rows: each part of K is multiplied as soon as it is transposed,
+// and is never stored.
 template <typename D, typename T, int R = ROWS>
 void logits_from(int64_t rows, const Rows<T>& keys, const typename D::X* x, int64_t stride, float* out, int64_t room) {
   if (rows < R) {
@@ -302,7 +302,7 @@ void logits_from(int64_t rows, const Rows<T>& keys, const typename D::X* x, int6
   }
 }
 
-// What values_panel and add_values do, likewise. `wide` is a multiple of PANEL.
+// The same bits as values_panel and add_values, likewise. `wide` is a multiple of PANEL.
 template <typename D, typename T, int R = ROWS>
 void add_from(int64_t rows, const Rows<T>& values, const typename D::W* weights, int64_t room, int64_t wide,
               float* sums) {
@@ -349,12 +349,12 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
   });
 
   const int64_t count = static_cast<int64_t>(tasks.size()) * kv_heads, threads = at::get_num_threads();
-  // Several at a time: of the next one the first keys are fetched.
+  // Several tasks at a time: each prefetches the first keys of the next.
   share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     static thread_local std::vector<W> query_memory, panel_memory, weight_memory;
     static thread_local std::vector<float> logit_memory, sum_memory, scale_memory;
     W* panel = scratch(panel_memory, KEYS * std::max(q_dim, wide));
-    // Of the n-th task's keys, the first are located.
+    // K or V of the n-th task, with its first KEYS rows located in `next`.
     const auto rows_in = [&](const Tensor& pages, int64_t n) {
       const Task& task = tasks[n / kv_heads];
       Rows<T> rows{{pages.const_data_ptr<T>() + n % kv_heads * pages.stride(2),
@@ -372,8 +372,8 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
     keys.fetch(0, KEYS);
     for (int64_t n = begin; n < end; ++n) {
       const Task& task = tasks[n / kv_heads];
-      const int64_t head = n % kv_heads, count = task.queries * groups;  // a row for each query and head of it
-      const int64_t first = keys.first, last = keys.last;  // the keys that are seen
+      const int64_t head = n % kv_heads, count = task.queries * groups;  // a row for each query and query head
+      const int64_t first = keys.first, last = keys.last;  // tokens [first, last) are seen
       const int64_t base = aligned(first), room = rounded_up(last - base, KEYS);
       [[maybe_unused]] const bool few = task.queries == 1 && count <= ROWS;
       const int32_t* table = keys.table;
@@ -391,7 +391,7 @@ void attend_tasks(Tensor& out, const Tensor& query, const Tensor& k_pages, const
           for (int64_t d = 0; d < k_dim; ++d) to[d] = static_cast<W>(from[d]);
         std::fill(to + k_dim, to + q_dim, W(0.0f));
       }
-      // Which rows see something of the tokens that begin at `start`.
+      // Rows [from_row, to_row) see some of the KEYS tokens from `start` on.
       const auto from_row = [&](int64_t start) { return std::max<int64_t>(0, start - task.position) * groups; };
       const auto to_row = [&](int64_t start) {
         return std::min(task.queries - 1, reach.last(std::min(start + KEYS, last) - 1) - task.position) * groups + groups;
@@ -481,11 +481,11 @@ bool scales_of(const Tensor& scales, const Tensor& pages) {
          (scales.stride(1) == 1 || scales.size(1) == 1);
 }
 
-// Attends packed queries over pages. Sequence i adds the rows starts[i] to starts[i + 1] of query [total, heads, k_dim];
-// they are the last of its lengths[i] tokens, which lie in blocks[i]. k_pages and v_pages are [blocks, block_size,
-// kv_heads, dim] of the query's type, or int8 or fp8 with k_scales and v_scales [blocks, block_size, kv_heads]; sinks is
-// [heads] in float32. A token sees those before it, no more than `window`, or those of its `chunk`, where these are not
-// 0. Writes out [total, heads, v_dim].
+// Attention of packed queries over pages. Sequence i has rows [starts[i], starts[i + 1]) of query [total, heads,
+// k_dim]; they are the last of its lengths[i] tokens, whose KV blocks are blocks[i]. k_pages and v_pages are [blocks,
+// block_size, kv_heads, dim] of the query's type, or int8 or fp8 with k_scales and v_scales [blocks, block_size,
+// kv_heads]; sinks is [heads] in float32. A query sees all tokens up to its own, or only the last `window`, or only
+// those in its own chunk of `chunk` tokens, if these are not 0. Writes out [total, heads, v_dim].
 void attend(Tensor& out, const Tensor& query, const Tensor& k_pages, const Tensor& v_pages, const Tensor& starts,
             const Tensor& lengths, const Tensor& blocks, int64_t window, int64_t chunk, double scaling,
             std::optional<double> softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scales,
@@ -565,7 +565,7 @@ const bool write_replayed = register_replay("write", [](const torch::jit::Stack&
   };
 });
 
-// ---- quantising, to the bits of engine/kv/kv_quantization.py
+// ---- quantising, bit for bit as engine/kv/kv_quantization.py
 
 template <typename E>
 constexpr float LARGEST = std::is_same_v<E, int8_t> ? 127.0f : 448.0f;
@@ -573,16 +573,16 @@ constexpr float NOTHING = 0x1p-100f, SMALLEST_FP8 = 0x1p-6f;
 
 int8_t element(float y, int8_t) { return static_cast<int8_t>(std::nearbyint(y)); }
 
-uint8_t element(float y, Fp8) {  // |y| is at most 448, but for the last bit
+uint8_t element(float y, Fp8) {  // |y| is at most 448, up to rounding
   uint32_t bits;
   std::memcpy(&bits, &y, sizeof bits);
   const uint32_t sign = bits >> 31 << 7, size = bits & 0x7fffffff;
-  const uint32_t nearest = (size + 0x7ffff + (size >> 20 & 1)) >> 20;  // 3 bits behind the exponent, ties to even
+  const uint32_t nearest = (size + 0x7ffff + (size >> 20 & 1)) >> 20;  // 3 mantissa bits, ties to even
   return static_cast<uint8_t>(std::abs(y) < SMALLEST_FP8 ? 0 : sign | (nearest - (120 << 3)));
 }
 
 template <typename T>
-float absolute_largest(const T* from, int64_t dim) {  // NaN where there is one
+float absolute_largest(const T* from, int64_t dim) {  // NaN if an element is NaN
   float top = 0.0f;
   bool nan = false;
   for (int64_t d = 0; d < dim; ++d) {

@@ -1,4 +1,4 @@
-// What both ways of attention share: which tokens a query sees, where their K and V lie, and who works on what.
+// Shared by both attention kernels: which tokens a query sees, where their K and V are, and the split into tasks.
 #pragma once
 
 #include "dots.h"
@@ -18,10 +18,10 @@ namespace tandem {
 
 using Fp8 = c10::Float8_e4m3fn;
 
-constexpr int64_t BLOCKS_AHEAD = 4;  // between the block whose scales are read and the one whose are on their way
+constexpr int64_t BLOCKS_AHEAD = 4;  // from the block whose scales are read to the one whose scales are prefetched
 
-// Into the second cache. In assembler: GCC 12 takes __builtin_prefetch for something without effect, and removes functions
-// that do nothing else.
+// Prefetches into L2. In assembler, because GCC 12 takes __builtin_prefetch to have no side effects and removes
+// functions that do nothing else.
 template <typename T>
 void prefetch(const T* from, int64_t count) {
   const char *line = reinterpret_cast<const char*>(from), *end = line + count * sizeof(T);
@@ -31,32 +31,32 @@ void prefetch(const T* from, int64_t count) {
 
 inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
-// What a token sees: everything before it, the last `window` tokens, or its own part of `chunk` tokens.
+// The tokens that a query sees: all up to its own, the last `window` of those, or those in its chunk of `chunk` tokens.
 struct Reach {
   int64_t window, chunk;  // 0 for none
   int64_t first(int64_t position) const {
     if (window > 0) return std::max<int64_t>(0, position - window + 1);
     return chunk > 0 ? position / chunk * chunk : 0;
   }
-  int64_t last(int64_t key) const {  // the last position that sees it
+  int64_t last(int64_t key) const {  // the last query position that sees `key`
     if (window > 0) return key + window - 1;
     return chunk > 0 ? key / chunk * chunk + chunk - 1 : std::numeric_limits<int64_t>::max();
   }
 };
 
-// Elements of quantised K or V.
+// Whether T is the element type of quantised K or V.
 template <typename T>
 constexpr bool QUANTISED = sizeof(T) == 1;
 
 #ifdef CPU_CAPABILITY_AVX512
-// Whether rows of T are loaded as vectors of W.
+// Whether words_of loads rows of T as vectors of W.
 template <typename T, typename W>
 constexpr bool LOADED = std::is_same_v<T, W> || QUANTISED<T>;
 
 inline __m512i widened_to(float, __m128i bytes, int8_t) { return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 
-// An fp8 of ours is never subnormal (engine/kv/kv_quantization.py). Its exponent counts from 7, those of float and bfloat16 count
-// from 127: all but zero differ by 120 steps of it.
+// Stored fp8 is never subnormal (engine/kv/kv_quantization.py). The exponent bias is 7 in fp8 and 127 in float and
+// bfloat16, so widening adds 120 to the exponent of all but zero.
 inline __m512i widened_to(float, __m128i bytes, Fp8) {
   const __m512i bits =
       _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(0x87f00000));
@@ -78,7 +78,7 @@ inline __m512i widened_to(c10::BFloat16, __m256i bytes, Fp8) {
 }
 #endif
 
-// `count` elements of a row from element `at` on as W, the rest zeros; all zeros without a row.
+// Elements [at, at + count) of a row as W, then zeros; all zeros if the row is null.
 template <typename W, typename T>
 __m512i words_of(const T* row, int64_t at, int64_t count) {
   if (row == nullptr || count <= 0) return _mm512_setzero_si512();
@@ -92,7 +92,7 @@ __m512i words_of(const T* row, int64_t at, int64_t count) {
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1), row + at);
 }
 
-// A matrix of 16 by 16 words.
+// Transposes a matrix of 16 by 16 words of 32 bits.
 [[gnu::always_inline]] inline void transpose(__m512i (&m)[LANES]) {
   __m512i n[LANES];
   for (int i = 0; i < LANES; i += 2) {
@@ -116,14 +116,14 @@ __m512i words_of(const T* row, int64_t at, int64_t count) {
 }
 #endif
 
-// Where the rows of K or V of one sequence and head lie.
+// Locates the rows of K or V of one sequence and KV head.
 template <typename T>
 struct Place {
   const T* base;
   const int32_t* table;        // the sequence's blocks
-  int64_t size, block, token;  // tokens of a block, and the strides
+  int64_t size, block, token;  // tokens per block; strides of blocks and tokens
 
-  // rows[i] = that of token start + i, for so many tokens; null for what is not in [from, to).
+  // rows[i] = the row of token start + i for i < count; null for tokens outside [from, to).
   void locate(int64_t start, int64_t count, int64_t from, int64_t to, const T** rows) const {
     std::fill(rows, rows + count, nullptr);
     const int64_t end = std::min(start + count, to);
@@ -134,7 +134,8 @@ struct Place {
   }
 };
 
-// The scales of rows, wanted whole: `from` holds those of a head and block side by side, `blocks` apart.
+// Widens the bfloat16 scales of tokens [first, last) to float. In `from`, a head's scales are contiguous in each block;
+// `blocks` is the stride of blocks.
 inline void scales_into(const uint16_t* from, int64_t blocks, const int32_t* table, int64_t size, int64_t first, int64_t last,
                  float* scales) {
   const int64_t end = (last + size - 1) / size;
@@ -152,8 +153,8 @@ struct Task {  // consecutive queries of one sequence
   int64_t sequence, row, position, queries;
 };
 
-// The tasks of each sequence from both of its ends, so that a run of them costs about the same wherever it begins.
-// most(length) is how many queries one may have.
+// Splits each sequence into tasks, taken alternately from its start and its end so that any run of tasks costs about
+// the same. most(length) is the maximum number of queries per task.
 template <typename F>
 std::vector<Task> tasks_of(const at::Tensor& starts, const at::Tensor& lengths, const F& most) {
   const auto *start = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
@@ -169,7 +170,7 @@ std::vector<Task> tasks_of(const at::Tensor& starts, const at::Tensor& lengths, 
   return tasks;
 }
 
-// The operator `attend` for bfloat16 queries by tiles (tile_attention.cpp): its sums go in the order tile32.
+// The operator `attend` for bfloat16 queries by tiles (tile_attention.cpp), with sums in the order tile32.
 void attend_by_tiles(at::Tensor& out, const at::Tensor& query, const at::Tensor& k_pages, const at::Tensor& v_pages,
                      const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& blocks, Reach reach,
                      double scaling, std::optional<double> softcap, const float* sinks,

@@ -1,14 +1,14 @@
 // Captured steps: the counterpart of CUDA graphs for a CPU.
 //
 //     step = CapturedStep()
-//     step.begin()          from here on each operator that this thread calls is added
+//     step.begin()          records each operator that this thread calls from here on
 //     out = run()
-//     step.end([out])       the intermediate tensors share memory by when they are used; views are forgotten
-//     step.replay()         the operators again; `out` has the new values
+//     step.end([out])       intermediate tensors not in use at the same time share memory; views are dropped
+//     step.replay()         runs the operators again; `out` has the new values
 //
-// What the step reads from outside (weights, pages, its inputs) stays where it is, so a caller puts the next step's inputs
-// into the tensors of the captured one. Refused are steps in which a number is taken out of a tensor, and operators whose
-// results have sizes that depend on values or are random: what a replay could not know.
+// Tensors from outside (weights, pages, inputs) keep their addresses, so a caller copies the next step's inputs into
+// the tensors of the captured one. Refused, since a replay could not repeat them, are steps that read a number from a
+// tensor, and operators whose results are random or have sizes that depend on values.
 #include "capture.h"
 
 #include "ops.h"
@@ -32,7 +32,7 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-constexpr auto KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;  // nothing else has a function there
+constexpr auto KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;  // no other kernels are registered for it
 constexpr int64_t ALIGNED = 64;
 
 std::map<std::string, MakeReplay>& makers() {
@@ -75,7 +75,7 @@ bool asks_for_sizes(const std::string& name) {
   return names.count(name) > 0 || starts_with(name, "aten::is_");
 }
 
-// Whether it is called for what it does besides, as tandem::stepping is.
+// Whether the call has only side effects, as tandem::stepping has.
 bool has_no_tensors(const Call& call) {
   bool none = true;
   for_tensors(call.arguments, [&](const Tensor&) { none = false; });
@@ -83,7 +83,7 @@ bool has_no_tensors(const Call& call) {
   return none;
 }
 
-// x[i, j], whose sizes depend on values only where an index is a mask.
+// x[i, j] without a mask: only with a mask do the result's sizes depend on values.
 bool indexes_by_number(const Call& call) {
   if (call.name() != "aten::index") return false;
   bool by_number = true;
@@ -108,7 +108,7 @@ std::string refusal(const Call& call) {
 }
 
 class CapturedStep;
-thread_local CapturedStep* active = nullptr;  // to which this thread's operators are added
+thread_local CapturedStep* active = nullptr;  // the step that records this thread's operators
 
 class CapturedStep : public torch::CustomClassHolder {
  public:
@@ -124,7 +124,7 @@ class CapturedStep : public torch::CustomClassHolder {
 
   void add(Call call) { calls_.push_back(std::move(call)); }
 
-  // Ends the step, whose results are `outputs`: valid until the next replay. Does it again once, in its own memory.
+  // Ends the step; its results `outputs` are valid until the next replay. Replays it once, in its own memory.
   void end(const std::vector<Tensor>& outputs) {
     TORCH_CHECK(active == this, "tandem::CapturedStep: not begun");
     stop();
@@ -161,7 +161,7 @@ class CapturedStep : public torch::CustomClassHolder {
 
   static bool writes(const Call& call) { return call.op.schema().is_mutable() && !call.op.hasTag(at::Tag::inplace_view); }
 
-  // Results that are not memory of an argument.
+  // Results that do not share an argument's storage.
   static std::vector<Tensor> made_by(const Call& call) {
     std::set<c10::StorageImpl*> given;
     for_tensors(call.arguments, [&](const Tensor& t) { given.insert(storage_of(t)); });
@@ -178,7 +178,7 @@ class CapturedStep : public torch::CustomClassHolder {
     return writes(call) || has_no_tensors(call) || (!is_view(call) && !only_makes_room(call.name()));
   }
 
-  // Every tensor of the step has its values from outside, or from an operator: what the host has filled is not known again.
+  // Checks that operators wrote every tensor that the step makes and reads: replays do not repeat writes by the host.
   void check_sources() const {
     std::set<c10::StorageImpl*> blank;
     for (const Call& call : calls_) {
@@ -195,13 +195,13 @@ class CapturedStep : public torch::CustomClassHolder {
     }
   }
 
-  // Puts what the step made into one stretch of memory, where what is not needed at the same time lies in the same place.
+  // Moves the step's storages into one arena, where those not in use at the same time overlap.
   void share_memory() {
     struct Life {
       int64_t first, last, bytes, at = 0;
     };
     std::map<c10::StorageImpl*, Life> lives;
-    std::vector<c10::StorageImpl*> made;  // in their order
+    std::vector<c10::StorageImpl*> made;  // in order of creation
     for (int64_t i = 0; i < static_cast<int64_t>(calls_.size()); ++i) {
       const Call& call = calls_[i];
       for (const Tensor& t : made_by(call))
@@ -221,7 +221,7 @@ class CapturedStep : public torch::CustomClassHolder {
     std::vector<Life*> placed;
     for (c10::StorageImpl* each : made) {
       Life& own = lives[each];
-      std::vector<std::pair<int64_t, int64_t>> taken;  // [from, to) of those that live at the same time
+      std::vector<std::pair<int64_t, int64_t>> taken;  // [from, to) of those in use at the same time
       for (const Life* other : placed)
         if (other->last >= own.first && other->first <= own.last) taken.emplace_back(other->at, other->at + other->bytes);
       std::sort(taken.begin(), taken.end());
@@ -268,7 +268,7 @@ class CapturedStep : public torch::CustomClassHolder {
   Tensor arena_;
 };
 
-// Calls an operator as ever and adds it to the step. Operators that it calls itself are not seen.
+// Calls an operator and adds it to the step, without the operators that it calls itself.
 void intercept(const c10::OperatorHandle& op, Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(KEY);
   const size_t count = op.schema().arguments().size();

@@ -1,5 +1,5 @@
-// Products with weights that are codes by tiles, which are made as the codes are read; with one row by FMA, without tiles
-// and with their bits. Denormals are treated as in tiles until the results leave.
+// Products with quantised weights by tiles: codes are widened into tiles as they are read. One row is multiplied by FMA
+// instead, with the same bits. Denormals are zero, as in tiles, up to the stored results.
 #pragma once
 
 #include "codes.h"
@@ -12,11 +12,11 @@
 
 namespace tandem {
 
-// Rows of x as a product by tiles has prepared them, for the next one of the same rows.
+// Rows of x prepared by one product by tiles and reused by the next product of the same rows.
 struct Prepared {
   const c10::BFloat16* tiles = nullptr;
-  int64_t group = 0;            // neighbours that begin with a step
-  const float* wide = nullptr;  // one row
+  int64_t group = 0;            // elements along k per group; each group begins a new step
+  const float* wide = nullptr;  // a single row, in float32
 };
 
 #ifdef TANDEM_TILES
@@ -27,12 +27,12 @@ using c10::BFloat16;
 
 static_assert(PANEL == MADE_COLUMNS);
 
-// Panels of codes, which sum_made has widened: of one weight, or of two in turn. No group is shared by two steps, and a
-// group's last may be a part of one.
+// Panels of codes that sum_made widens: of one weight, or of two weights alternately. No step spans two groups; a
+// group's last step may be partial.
 template <typename F>
 struct Codes {
   const uint8_t* first[2];
-  int64_t weights, pairs, of_group;  // pairs of a panel, and of a group
+  int64_t weights, pairs, of_group;  // pairs per panel and per group
   int64_t steps_of_group = steps_of(2 * of_group);
 
   const uint8_t* at(int64_t panel) const {
@@ -69,7 +69,7 @@ struct Packed {
   const BFloat16* bias;  // may be null
 };
 
-// y[0..count) = act(gate) * up; of functions.h.
+// y[0..count) = act(gate) * up: `gate` of functions.h.
 using Gate = void (*)(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t count);
 
 inline Gate gate_of(c10::string_view act) {
@@ -81,7 +81,7 @@ inline Gate gate_of(c10::string_view act) {
   return found;
 }
 
-// y [m, n] = x times one weight, plus what is beside it, which may be null; or act(that) times x times a second weight.
+// y [m, n] = x times one weight, plus `beside`, which may be null; or act(x times one weight) times (x times a second).
 struct Product {
   Packed weights[2];
   int64_t groups, group, m, k, n;
@@ -92,8 +92,8 @@ struct Product {
   int64_t count() const { return gate == nullptr ? 1 : 2; }
 };
 
-// Up to 16 rows' totals of one panel, [16][PANEL], leave scaled, unless they are, with bias, rounded, and then with what is
-// beside them; of so many columns.
+// Stores up to 16 rows' totals of one panel, [16][PANEL], to `columns` columns of y: scaled (unless `scales` is null),
+// plus bias, rounded, and then plus `beside`.
 inline void leave(const float* totals, int64_t rows, const float* scales, const BFloat16* bias, const BFloat16* beside,
            BFloat16* y, int64_t stride, int64_t columns) {
   for (int64_t c = 0; c < COLS; ++c) {
@@ -119,7 +119,7 @@ inline void leave(const float* totals, int64_t rows, const float* scales, const 
   }
 }
 
-// The same of a weight's panel, from a row on. Of two weights the first one's wait in `half`, [16][PANEL], for the second's.
+// The same for a weight's panel, from `row` on. With two weights, `half`, [16][PANEL], keeps the results of the first.
 inline void leave(const float* totals, int64_t rows, const float* scales, const Product& of, int64_t weight, int64_t row,
            int64_t panel, BFloat16* half) {
   const int64_t first = panel * PANEL, columns = of.n - first, at = row * of.n + first;
@@ -133,7 +133,7 @@ inline void leave(const float* totals, int64_t rows, const float* scales, const 
   for (int64_t r = 0; r < rows; ++r) of.gate(half + r * PANEL, up + r * PANEL, y + r * of.n, std::min(PANEL, columns));
 }
 
-// totals [PANEL] = a row of x, in float32, times one panel: the chains of a tile's columns and steps, by FMA.
+// totals [PANEL] = a row of x, in float32, times one panel: by FMA, with the chains of a tile for each column and step.
 template <typename F>
 [[gnu::noinline]] void sum_row(const float* x, const uint8_t* panel, int64_t pairs, int64_t of_group, const float* scales,
                                int64_t groups, float* totals) {
@@ -161,7 +161,7 @@ template <typename F>
   }
 }
 
-// One row would use a tile's columns once, so none are made.
+// One row would use each tile once, so no tiles are made.
 template <typename F>
 void linear_row(const BFloat16* x, Prepared& prepared, const Product& of) {
   const int64_t pairs = pairs_of(of.k), bytes = pairs * STEP_BYTES<F>, panels = panels_of(of.n);
@@ -171,7 +171,7 @@ void linear_row(const BFloat16* x, Prepared& prepared, const Product& of) {
     if (of.k < 2 * pairs) wide[of.k] = 0.0f;
     prepared.wide = wide;
   }
-  const float* wide = prepared.wide;  // the calling thread's, for all
+  const float* wide = prepared.wide;  // the calling thread's memory, read by all threads
   share_out(panels, std::max<int64_t>(1, TASK_BYTES / (bytes + pairs * 8)), [&](int64_t begin, int64_t end) {
     const AsInTiles as_in_tiles;
     alignas(LINE) BFloat16 half[PANEL];
@@ -196,7 +196,7 @@ void linear_tiles(const BFloat16* x, Prepared& prepared, Product of) {
   share_tiles(of.m, steps, panels_of(of.n), MADE_TOGETHER / weights, weights * pairs * STEP_BYTES<F>, TILE_ROWS,
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const AsInTiles as_in_tiles;
-    const int64_t skip = panel * pairs * STEP_BYTES<F>, size = high_of(rows) * MADE_SUMS;  // of all rows and a panel
+    const int64_t skip = panel * pairs * STEP_BYTES<F>, size = high_of(rows) * MADE_SUMS;  // sums of all rows, per panel
     const Codes<F> source{{of.weights[0].codes + skip, of.weights[1].codes + skip}, weights, pairs, of.group / 2};
     float* totals = own_memory<4, float>(groups == 1 ? 0 : count * weights * size);
     BFloat16* half = own_memory<2, BFloat16>(weights == 1 ? 0 : count * size);

@@ -1,5 +1,5 @@
-// Codes of weights in 4, 8 or 16 bits: what each is worth, where it lies in a panel, and how a step of a panel is widened
-// and multiplied.
+// Weight codes of 4, 8 or 16 bits: their values, their layout in a panel, and how a step of a panel is widened and
+// multiplied.
 #pragma once
 
 #include "dots.h"
@@ -17,9 +17,9 @@
 namespace tandem {
 
 constexpr int64_t PANEL = COLS * LANES;
-constexpr int64_t AHEAD = 4096;  // bytes between what is in work and what is on its way from memory
+constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes
 
-// ---- formats: what a code is worth
+// ---- formats: the value of a code
 
 inline float with_sign(float magnitude, uint32_t code) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | (code & 0x80u) << 24);
@@ -45,7 +45,7 @@ struct Bf16Code {
   static float value(uint32_t code) { return std::bit_cast<float>(code << 16); }
 };
 
-// Bytes of one step: the codes of two neighbours along k for every column of a panel.
+// Bytes of one step: the codes of two adjacent elements along k for every column of a panel.
 template <typename F>
 constexpr int64_t STEP_BYTES = 2 * PANEL * F::BITS / 8;
 
@@ -57,7 +57,7 @@ inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
 #ifdef TANDEM_TABLES
 
 struct Wide {
-  __m512i columns[COLS];  // of each column the two neighbours, as bfloat16
+  __m512i columns[COLS];  // per column, its two elements along k as bfloat16
 };
 
 inline Vec even(const Wide& w, int c) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(w.columns[c], 16))); }
@@ -68,7 +68,7 @@ inline Vec odd(const Wide& w, int c) {
 inline __m512bh both(const Wide& w, int c) { return (__m512bh)w.columns[c]; }
 #endif
 
-// The bytes of the bfloat16 that a code, less its sign, is worth.
+// The bytes of a code's value in bfloat16; for 8 bits, without the sign.
 template <typename F>
 struct Table {
   static constexpr int SIZE = F::BITS == 4 ? 16 : 128;
@@ -85,7 +85,8 @@ struct Table {
 template <typename F>
 inline const Table<F> table{};
 
-// Sixteen places of each vector's two halves stand in every quarter of 64 codes, as unpacking takes them apart.
+// Index of a code among the 64 of two vectors: unpacking gives the low 8 bytes of each 16 to one vector, the high 8 to
+// the other.
 inline int64_t place_of_64(int64_t column, int64_t i) {
   const int64_t vector = column / LANES % 2, element = column % LANES * 2 + i;
   return element / 8 * 16 + vector * 8 + element % 8;
@@ -134,7 +135,7 @@ struct Reader {
   }
 };
 
-// Integers of eight bits have an instruction of their own: both neighbours become float32, which bfloat16 is the half of.
+// int8 has its own conversion instruction, to float32; the upper half of a float32 is the bfloat16.
 struct Apart {
   Vec evens[COLS], odds[COLS];
 };
@@ -163,7 +164,7 @@ struct Reader<Int8> {
   }
 };
 
-// Where the code of (column, i) stands in a step: its byte, and its shift there.
+// Position of the code of (column, i) in a step: its byte, and its shift within the byte.
 template <typename F>
 std::pair<int64_t, int> place(int64_t column, int64_t i) {
   if constexpr (F::BITS == 16) return {(2 * column + i) * 2, 0};
@@ -220,7 +221,7 @@ std::pair<int64_t, int> place(int64_t column, int64_t i) {
 
 struct ByFloats {
   using X = float;
-  static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a step, widened
+  static constexpr int64_t BYTES = 2 * PANEL * sizeof(float);  // of a widened step
   template <int COUNT, int R, typename W>
   TANDEM_INLINE static void step(const X* x, int64_t stride, const W& w, Vec (&sums)[R][COLS]) {
     for (int r = 0; r < R; ++r) {
@@ -279,7 +280,7 @@ using ForBf16 = ByPairs;
 using ForBf16 = ByFloats;
 #endif
 
-// What a tile reads a step from: codes that it widens, or a panel that has been widened before.
+// Source of a tile's steps: codes, widened as they are read, or a panel widened before.
 template <typename F>
 struct AsCodes {
   explicit AsCodes(const uint8_t* panel) : panel(panel) {}

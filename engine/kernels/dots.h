@@ -1,8 +1,8 @@
-// Tiles of dot products, the one inner loop of both the linear layer and attention.
+// Tiles of dot products, the inner loop of both the linear layer and attention.
 //
 // Every dot product is summed in one fixed order, which depends on its length only: lane by lane along the vectors, the
-// rest of the last vector filled with zeros, and the lanes at the end. However many rows a tile has, and wherever a
-// row lies in it, its result has the same bits.
+// last vector padded with zeros, then across the lanes. A row's result has the same bits for any number of rows in its
+// tile and any position among them.
 #pragma once
 
 // at::vec reads these; they follow from -march.
@@ -57,7 +57,7 @@ inline Vec load(const c10::BFloat16* from, int count) {
 
 inline void put(const Vec& from, float* to, int64_t count) { from.store(to, static_cast<int>(count)); }
 
-// VCVTNEPS2BF16 makes zeros of denormals; elsewhere they stay.
+// VCVTNEPS2BF16 flushes denormals to zero; the other conversions keep them.
 inline void put(const Vec& from, c10::BFloat16* to, int64_t count) {
 #if defined(TANDEM_BF16_DOT)
   const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(from);
@@ -98,7 +98,7 @@ Vec rounded(const Vec& from) {
 }
 
 #ifdef CPU_CAPABILITY_AVX512
-// 2 to the power of the distance of x from the integer below, to 2e-7. Exactly 1 of an integer and of an infinity.
+// 2 to the power of x - floor(x), to 2e-7. Exactly 1 for integers and infinities.
 inline __m512 power_of_rest(__m512 x) {
   const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // in [0, 1)
   __m512 p = _mm512_set1_ps(1.867130447e-3f);  // minimax of the relative error
@@ -108,7 +108,7 @@ inline __m512 power_of_rest(__m512 x) {
 }
 #endif
 
-// e to the power of x. For what becomes a bfloat16 a relative error of 3e-7 is far below its rounding.
+// e to the power of x. If the result becomes bfloat16, a relative error of 3e-7 is far below its rounding.
 template <typename T>
 Vec exp_of(const Vec& x) {
 #ifdef CPU_CAPABILITY_AVX512
@@ -126,7 +126,7 @@ struct Widened {  // both in float32; a bfloat16 column is widened as it is read
   using X = float;
   using W = W_;
   static constexpr int STEP = LANES;
-  static constexpr int GROUP = 1;  // neighbours along the sum that one lane takes at once
+  static constexpr int GROUP = 1;  // adjacent elements along k that one lane takes at once
   static Vec spread(const float* from, int64_t) { return Vec(*from); }
   template <typename T>
   static Vec get(const T* from) { return load(from); }
@@ -154,7 +154,7 @@ struct Pairs {  // pairs of bfloat16 by one instruction
 };
 #endif
 
-// What bfloat16 columns are multiplied with here.
+// How bfloat16 columns are multiplied in this build.
 #ifdef TANDEM_BF16_DOT
 using Bf16 = Pairs;
 #else
@@ -189,7 +189,7 @@ inline void sum_lanes(const Vec (&v)[COLS], float* out) {
 #endif
 }
 
-// One row of a tile as it leaves: four sums, of which `count` are wanted.
+// Stores the first `count` of the four sums of a tile's row.
 inline void put_row(const float* sums, int count, float* to) { std::memcpy(to, sums, count * sizeof(float)); }
 
 inline void put_row(const float* sums, int count, c10::BFloat16* to) {
@@ -201,7 +201,7 @@ inline void put_row(const float* sums, int count, c10::BFloat16* to) {
 #endif
 }
 
-// What a tile reads into the cache while it computes: so many lines for each vector of a column. It need not exist.
+// What a tile prefetches while it computes: `lines` cache lines per vector of a column. The memory need not exist.
 struct Ahead {
   const char* from = nullptr;
   int64_t lines = 0;
@@ -242,20 +242,19 @@ void dot_rows(int rows, const typename D::X* x, int64_t x_stride, const typename
   if constexpr (R > 1) dot_rows<D, R - 1>(rows, x, x_stride, w, length, ahead, out);
 }
 
-// A panel is C vectors of columns side by side, as [k / GROUP][C * LANES][GROUP]: each sum goes along k in order, in a lane
-// of its own.
+// A panel is C vectors of adjacent columns, [k / GROUP][C * LANES][GROUP]: each sum runs along k in order, in one lane.
 
-// What is read into the cache while a panel is in work: with one pass over the panel the bytes that come soon (SOON), with
-// several passes the panel behind it, MOST of it in the first and the REST in the second.
+// What is prefetched while a panel is multiplied: with one pass over the panel the bytes that come soon (SOON), with
+// several passes the next panel, MOST of it in the first and the REST in the second.
 enum class Fetch { NOTHING, SOON, MOST, REST };
 
-// Bytes between what is in work and what is on its way from memory, with R rows. Few rows keep pace with the processor's
-// own reading ahead, which a fetch from far off only disturbs; more fall behind it, and then the bytes must have been asked
-// for long before. Measured: docs/performance.md.
+// Prefetch distance in bytes with R rows. With few rows the hardware prefetcher keeps pace, and a prefetch from far
+// ahead only disturbs it; with more rows a tile waits for memory unless the bytes are requested long before. Measured:
+// docs/lab-notes/prefill-and-decode.md.
 template <int R>
 constexpr int64_t SOON_BYTES = R < 6 ? 1536 : 6144;
 
-// sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline: the sums are to stay in registers.
+// sums[r] += x[r] times a panel, for R rows of `k` elements. Always inline, so that the sums stay in registers.
 template <typename D, int R, Fetch FETCH, int C>
 [[gnu::always_inline]] inline void add_panel(const typename D::X* x, int64_t stride, int64_t k,
                                              const typename D::W* panel, const char* later, Vec (&sums)[R][C]) {

@@ -1,10 +1,9 @@
-// Attention by tiles of few rows: units of at most a tile of them, such as single queries.
+// Attention by tiles for few rows: units of at most one tile of rows, such as single queries.
 //
-// They read much and compute little. So nothing of K is packed: its tokens are the rows of A as they lie in the pages,
-// and the queries are B. V is interleaved by pairs of tokens into panels that stay in the first cache. While K of a
-// stretch is in work its V is fetched, and while V is in work the K that comes next: some ten KiB ahead, enough to keep
-// memory busy while tiles are computed. What is stored for a tile or by one is loaded a step later, for that takes a
-// while.
+// They are bound by memory. So K is not packed: its tokens are the rows of A, read in place if they are bfloat16 in
+// whole steps and else converted, and the queries are B. V is interleaved by pairs of tokens into panels that stay in
+// L1. Work on K of a stretch prefetches its V, and work on V the next K: tens of KiB ahead, enough to keep memory busy
+// while tiles are computed. Data stored for or by a tile is loaded a step later, to hide the store's latency.
 #pragma once
 
 #include "tile_attention.h"
@@ -13,10 +12,10 @@
 
 namespace tandem {
 
-constexpr int64_t V_TILES = 4;   // of V at once
-constexpr int64_t PER_TILE = 4;  // calls that fetch beside a tile of K
+constexpr int64_t V_TILES = 4;   // of V in a panel
+constexpr int64_t PER_TILE = 4;  // prefetch calls per tile of K
 
-// Columns [r, r + 4) of a tile of sums as rows.
+// Transposes columns [r, r + 4) of a tile of sums into rows.
 inline void turn_four(const float (*from)[LANES], int64_t r, float* to) {
   __m512 fours[4];  // of tokens i, 4 + i, 8 + i and 12 + i
   for (int i = 0; i < 4; ++i) {
@@ -36,23 +35,22 @@ inline void turn_four(const float (*from)[LANES], int64_t r, float* to) {
   _mm512_store_pd(to + 3 * LANES, _mm512_unpackhi_pd(pairs(0, true), pairs(2, true)));
 }
 
-// Tokens of K or V by 16: the row of the first of them, and elements from one row to the next.
+// Groups of 16 tokens of K or V: the row of each group's first token, and the stride of rows.
 template <typename T>
 struct Sixteens {
   const T* rows[KEY_TILES];
   int64_t apart;
 };
 
-// Fetches K or V while something else is in work: a little at a time, for a core waits for so many lines at once and then
-// for all else too. Four blocks of 16 tokens are read side by side, line by line in turn: pages that are read together
-// come faster than one after the other.
+// Prefetches K or V during other work, a few lines at a time: a core stalls when too many cache misses are outstanding.
+// The lines of four groups of 16 tokens alternate: pages read in parallel arrive faster than one after another.
 template <typename T>
 class PagesAhead {
  public:
-  // The tokens [16 from, 16 to) of `side` are asked for by so many calls of some().
+  // The next `calls` calls of some() prefetch the tokens [16 from, 16 to) of `side`.
   void begin(const Sixteens<T>& side, int64_t from, int64_t to, int64_t dim, int64_t calls) {
     rows_ = side.rows + from, left_ = to - from, bytes_ = TILE_ROWS * dim * sizeof(T), at_ = 0;
-    if (side.apart != dim) left_ = 0;  // in no layout of ours
+    if (side.apart != dim) left_ = 0;  // never in the engine's KV layout
     const int64_t turns = (left_ + ABREAST - 1) / ABREAST * ((bytes_ + LINE - 1) / LINE);
     each_ = (turns + calls - 1) / calls;
     if (left_ > 0) open();
@@ -100,7 +98,7 @@ class FewRows {
     here_->copies = copies, soon_->copies = copies + tokens;
   }
 
-  // Unit n; K of unit `next` is fetched, of few rows too, unless that is negative.
+  // Computes unit n and prefetches the first K of unit `next`, also of few rows, unless that is negative.
   template <typename M>
   void attend(M& tiles, int64_t n, int64_t next) {
     const Unit unit = call_.unit(n);
@@ -122,11 +120,11 @@ class FewRows {
   }
 
  private:
-  // KEYS tokens from `start` on, of which those in [low, high) are seen by some query; in steps [from, to).
+  // KEYS tokens from `start` on; some query sees those in [low, high), which are in steps [from, to).
   struct Stretch {
     int64_t unit = -1, start = 0, low = 0, high = 0, from = 0, to = 0;
     Sixteens<T> keys, values;
-    T* copies = nullptr;  // of tokens in blocks that no 16 of them fit into
+    T* copies = nullptr;  // of the tokens, if the block size is not a multiple of 16
   };
 
   bool keys_fit() const { return call_.keys.size % TILE_ROWS == 0; }
@@ -150,7 +148,7 @@ class FewRows {
       in += TILE_ROWS;
       if (in == keys.size) in = 0, ++block;
     }
-    // Steps are whole: where nobody sees one half of it, there is the other one again.
+    // Steps are whole: a half that no query sees points to the other half.
     for (auto* side : {&into.keys, &into.values}) {
       if (from % 2 == 1) side->rows[from - 1] = side->rows[from];
       if (to % 2 == 1) side->rows[to] = side->rows[to - 1];
@@ -165,8 +163,8 @@ class FewRows {
     into.apart = dim;
   }
 
-  // The queries of unit n as columns of B, and those of the task's next heads as long as they fit: the columns are
-  // computed anyway, and a unit takes its own.
+  // Packs the queries of unit n as columns of B, and those of the task's next KV heads while they fit: all columns are
+  // computed anyway, and each unit reads its own.
   void put_queries(int64_t n, const Unit& unit) {
     if (n < put_from_ || n >= put_to_) {
       put_from_ = n, put_to_ = n + std::min(TILE_ROWS / unit.rows, shape_.kv_heads - unit.head);
@@ -184,7 +182,7 @@ class FewRows {
     column_ = (n - put_from_) * unit.rows;
   }
 
-  // What of a stretch is seen, by so many calls.
+  // The next `calls` calls of some() prefetch the tokens of the stretch that some query sees.
   void fetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t calls) {
     ahead_.begin(side, stretch.low / TILE_ROWS, high_of(stretch.high), dim, calls);
   }
@@ -220,7 +218,7 @@ class FewRows {
   // Logits [KEY_TILES][16 rows][16 tokens] of the steps.
   template <typename M>
   void put_logits(M& tiles, int64_t rows) {
-    alignas(LINE) float sums[5][TILE_ROWS][LANES];  // of two steps; and what is read behind the last column
+    alignas(LINE) float sums[5][TILE_ROWS][LANES];  // of two steps; turn_four reads past the last column
     const auto turned = [&](int64_t step) {
       for (int64_t i = 2 * step; i < 2 * step + 2; ++i)
         for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], column_ + r, logits_ + i * SUMS + r * LANES);
@@ -239,7 +237,7 @@ class FewRows {
 
   BFloat16* key_copies(int64_t i) { return key_copies_ + i % 4 * shape_.k_steps * TILE; }
 
-  // K of a step as bfloat16, whole steps of elements.
+  // Converts K of a step to bfloat16, padded to whole steps of elements.
   void widen(int64_t step) {
     for (int64_t i = 2 * step; i < 2 * step + 2; ++i) {
       const T* row = here_->keys.rows[i];
@@ -249,7 +247,7 @@ class FewRows {
     }
   }
 
-  // Sums of the two tiles of tokens of a step.
+  // Dot products of a step's two tiles of tokens with all columns of queries.
   template <typename M>
   void dot_keys(M& tiles, int64_t step, float* sums) {
     const auto *left = reinterpret_cast<const char*>(here_->keys.rows[2 * step]),
@@ -275,7 +273,7 @@ class FewRows {
     tiles.template store<1>(sums + SUMS, WIDTH_BYTES);
   }
 
-  // Sums of COUNT tiles from tile `d` on += weights times V; the `first` replace what is there.
+  // Sums of COUNT tiles from tile `d` on += weights times V; `first` overwrites the sums.
   template <int COUNT, typename M>
   void add_values(M& tiles, int64_t d, bool first) {
     static_assert(COUNT == 2 || COUNT == 4);
@@ -315,7 +313,7 @@ class FewRows {
 
   BFloat16* panel_of(int64_t step) { return panels_ + step % 2 * V_TILES * TILE; }
 
-  // V of a step, COUNT tiles of 16 elements from `d` on, into the step's panel.
+  // Interleaves V of a step, COUNT tiles of 16 elements from `d` on, into the step's panel.
   template <int COUNT>
   void interleave(int64_t step, int64_t d) {
     const bool all = here_->low <= step * TILE_K && (step + 1) * TILE_K <= here_->high;
@@ -325,7 +323,7 @@ class FewRows {
       interleave<COUNT, false>(step, d);
   }
 
-  // WHOLE: all of its tokens are seen, and all elements are V's.
+  // WHOLE: all tokens of the step are in [low, high), and all elements in v_dim.
   template <int COUNT, bool WHOLE>
   void interleave(int64_t step, int64_t d) {
     const int64_t apart = here_->values.apart, low = here_->low, high = here_->high, dim = shape_.v_dim;
@@ -355,7 +353,7 @@ class FewRows {
   Kept kept_;
   PagesAhead<T> ahead_;
   Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
-  int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units of the queries, and the first one's row of this unit
+  int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units whose queries are in q_; this unit's first column
 };
 
 }  // namespace tandem

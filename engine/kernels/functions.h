@@ -1,5 +1,5 @@
-// The elementwise functions of models, for the replacements of torch's operators and for the fused ones alike: the same
-// bits from both.
+// Elementwise functions of models, shared by the replacements of torch's operators and by the fused operators, so that
+// both give the same bits.
 #pragma once
 
 #include "dots.h"
@@ -36,7 +36,7 @@ struct TanhGelu {
   }
 };
 
-// y[0..count) = act(gate) * up, each rounded; y may be one of them. `Act` is one of the above.
+// y[0..count) = act(gate) * up, each rounded; y may alias gate or up. `Act` is a struct above.
 template <typename T, typename Act>
 void gate(const T* gate, const T* up, T* y, int64_t count, const Act&) {
   int64_t at = 0;
@@ -46,7 +46,7 @@ void gate(const T* gate, const T* up, T* y, int64_t count, const Act&) {
   if (rest > 0) put(rounded<T>(Act::template of<T>(load(gate + at, rest))) * load(up + at, rest), y + at, rest);
 }
 
-// f(act), for the act of this name: "silu", "gelu" or "gelu_tanh".
+// Calls f with the function of this name: "silu", "gelu" or "gelu_tanh".
 template <typename F>
 void with_act(c10::string_view name, const F& f) {
   if (name == "silu")

@@ -1,11 +1,11 @@
-// Torch's own operators, replaced while a step runs (`torch.ops.tandem.stepping`), where their result for an element
-// depends on what lies beside it.
+// Replacements, while a step runs (`torch.ops.tandem.stepping`), for torch's operators whose result for an element
+// depends on the tensor's other elements.
 //
-// A matrix product is summed in another order when it has other rows beside it. An elementwise function is computed by a
-// vector function in the body of a tensor and by another, scalar one in its tail; where the tail is depends on the shape
-// and on the number of threads. The replacements do neither. They serve float32 and bfloat16, for modules that call
-// these operators themselves (experts of a mixture, Conv1D, activations); what they do not serve, and everything outside
-// of a step, goes to torch's kernel.
+// Torch sums a matrix product in an order that depends on its number of rows. It computes an elementwise function by a
+// vector function in the body of a tensor and by another, scalar one in its tail; where the tail begins depends on the
+// shape and on the number of threads. The replacements do neither. They serve float32 and bfloat16, for modules that
+// call these operators themselves (experts of a mixture, Conv1D, activations); other types and calls, and all calls
+// outside a step, go to torch's kernels.
 #include "ops.h"
 
 #include "dots.h"
@@ -77,7 +77,7 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   return y;
 }
 
-// ---- elementwise: every element goes through the vector function, the last ones beside zeros
+// ---- elementwise: every element goes through the vector function, the last ones padded with zeros
 
 template <typename T, typename F>
 void each(const Tensor& from, Tensor& to, const F& f) {
@@ -99,7 +99,7 @@ Tensor elementwise(const Tensor& x, const F& f) {
   return to;
 }
 
-// Not Vec's own sine and cosine: for one large angle in a vector these reduce all the others in another way.
+// Not Vec's own sine and cosine: one large angle changes their range reduction of the whole vector.
 template <typename F>
 Vec one_by_one(Vec x, const F& f) {
   float lanes[LANES];
@@ -108,7 +108,7 @@ Vec one_by_one(Vec x, const F& f) {
   return Vec::loadu(lanes);
 }
 
-// F has a vector v of elements of type T.
+// F is an expression of a vector v of elements of type T.
 #define TANDEM_ELEMENTWISE(NAME, F)                                                    \
   Tensor NAME(const Tensor& x) {                                                       \
     if (!ours(x)) return at::cpu::NAME(x);                                             \
@@ -151,7 +151,7 @@ class Silent : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Puts the functions above into torch's dispatcher, where they stay; without torch's warning that they do.
+// Registers the functions above in torch's dispatcher for good, without torch's warning about replaced kernels.
 void install() {
   static std::unique_ptr<torch::Library> library;
   if (library) return;
@@ -177,7 +177,7 @@ void install() {
   library->impl("tanh_", &tanh_);
 }
 
-// Says whether a step runs on this thread from now on; returns what held before.
+// Sets whether a step runs on this thread; returns the previous value.
 bool stepping(bool now) {
   install();
   const bool before = in_step;

@@ -1,10 +1,10 @@
-// What low-rank adapters add to the rows of a linear layer: y[row] += scale * (x[row] A^T) B^T, each row with the adapter of
-// its own sequence, or with none.
+// Adds low-rank adapters to the rows of a linear layer: y[row] += scale * (x[row] A^T) B^T, each row with the adapter
+// of its own sequence, or with none.
 //
-// An adapter lies in a slot of a pool [slots, words]; at a layer's place in it are A, as panels of NARROW columns
-// [rank / NARROW][in][NARROW] filled up with zeros, and B, as panels of WIDE columns [out / WIDE][rank][WIDE]
-// (engine/runner/lora.py packs them). Every sum goes along its length in one order, in a lane of its own, so a row's bits do not
-// depend on the rows and the adapters beside it.
+// An adapter is stored in a slot of a pool [slots, words]; at a layer's offset are A, in panels of NARROW columns
+// [rank / NARROW][in][NARROW] padded with zeros, and B, in panels of WIDE columns [out / WIDE][rank][WIDE]
+// (engine/runner/lora.py packs them). Every sum runs along its length in one order, in its own lane, so a row's bits do
+// not depend on the other rows and adapters.
 #include "ops.h"
 
 #include "dots.h"
@@ -25,10 +25,10 @@ using at::Tensor;
 constexpr int64_t NARROW = 16, WIDE = 64;
 constexpr int64_t CHUNK = 16 * ROWS;  // rows of one task at most
 constexpr int FOUR = 4;
-constexpr int64_t STREAM = 2048;  // bytes between what is in work and what is on its way from memory
+constexpr int64_t STREAM = 2048;  // prefetch distance in bytes
 static_assert(NARROW % LANES == 0 && WIDE % (FOUR * LANES) == 0);
 
-// out[r] = sum over t of p[r][t] * w[t], for R rows and W vectors of columns; every U-th t goes into a sum of its own.
+// out[r] = sum over t of p[r][t] * w[t], for R rows and W vectors of columns, in U interleaved partial sums.
 template <int R, int W, int U, typename P, typename T>
 [[gnu::always_inline]] inline void add_up(const P* const* p, int64_t length, const T* w, int64_t w_row,
                                           Vec (&out)[R][W]) {
@@ -96,7 +96,7 @@ void up(int64_t rows, const float* const* u, int64_t rank, const T* panel, float
 }
 
 struct Task {
-  int64_t slot, from, to, panel;  // rows [from, to) in the order of adapters
+  int64_t slot, from, to, panel;  // rows [from, to) in adapter order
 };
 
 template <typename Work>
@@ -156,10 +156,10 @@ void add_adapters(T* y, const T* x, const int64_t* rows, const int64_t* starts, 
   });
 }
 
-// Adds to y [..., n] in place and returns it; x is [..., k], pool [slots, words], ranks and scales [slots, modules]. `rows`
-// has every row of x once: those of slot 0, of slot 1 and so on, then those without an adapter; slot s has
-// rows[starts[s]] to rows[starts[s + 1] - 1]. `module` is the layer's column in ranks and scales, `a` and `b` are where
-// its matrices begin in a slot.
+// Adds to y [..., n] in place and returns it; x is [..., k], pool [slots, words], ranks and scales [slots, modules].
+// `rows` has every row of x once: those of slot 0, of slot 1 and so on, then those without an adapter; slot s has
+// rows[starts[s]] to rows[starts[s + 1] - 1]. `module` is the layer's column in ranks and scales, `a` and `b` are the
+// offsets of its matrices in a slot.
 Tensor lora_(Tensor y, const Tensor& x, const Tensor& rows, const Tensor& starts, const Tensor& pool,
              const Tensor& ranks, const Tensor& scales, int64_t module, int64_t a, int64_t b) {
   const int64_t k = x.size(-1), n = y.size(-1), total = rows.numel(), slots = pool.size(0);

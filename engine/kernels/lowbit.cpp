@@ -1,10 +1,10 @@
 // Products with weights of 4, 8 or 16 bits, which are widened as they are read.
 //
-// A weight is the value of its code times a scale: one for the whole row, or one for each `group` of neighbours along k.
-// Codes lie in panels, [n / PANEL][k / 2][what a step reads], the last ones filled up with zeros, and scales beside them,
+// A weight is the value of its code times a scale: one per row, or one per `group` of adjacent elements along k. Codes
+// are stored in panels, [n / PANEL][k / 2][STEP_BYTES], padded with zeros, and scales separately,
 // [n / PANEL][groups][PANEL]. The value of every code is exact in bfloat16, so the products are those of bfloat16 (or
-// float32) weights; a group is summed in float32 along k, in order, and its sum is scaled once. Each column has a lane of
-// its own: a row's bits do not depend on the other rows, nor on whether a panel was widened as it was read or before.
+// float32) weights; a group is summed in float32 along k, in order, and its sum is scaled once. Each column has its own
+// lane: a row's bits do not depend on the other rows, nor on whether a panel is widened as it is read or before.
 #include "ops.h"
 
 #include "capture.h"
@@ -32,14 +32,14 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t WIDEN_FROM = 3 * ROWS;  // more rows have their panel widened first
+constexpr int64_t WIDEN_FROM = 3 * ROWS;  // rows; with more, the panel is widened first
 
 struct Scales {
   const float* of_panel;
-  int64_t count, pairs;  // groups, and pairs of neighbours in each
+  int64_t count, pairs;  // groups, and pairs in each
 };
 
-// Adds R rows of x times one panel to `totals`, group by group. A function of its own, with the totals in memory, or the
+// Adds R rows of x times one panel to `totals`, group by group. Not inlined, and with the totals in memory, or the
 // compiler runs out of registers for the sums.
 template <typename D, int R, typename S>
 __attribute__((noinline)) void group_tiles(const typename D::X* x, int64_t k, const uint8_t* panel, const Scales& scales,
@@ -54,7 +54,7 @@ __attribute__((noinline)) void group_tiles(const typename D::X* x, int64_t k, co
     const int64_t end = std::min(whole, begin + scales.pairs);
     for (; begin < end; ++begin) D::template step<2>(x + 2 * begin, k, source(begin), sums);
     if (2 * end + 1 == k && group == scales.count - 1) D::template step<1>(x + 2 * end, k, source(end), sums);
-    asm volatile("" ::: "memory");  // the totals stay where they are
+    asm volatile("" ::: "memory");  // keeps the totals in memory
     for (int c = 0; c < COLS; ++c) {
       const Vec scale = load(of_group + c * LANES);
       for (int r = 0; r < R; ++r) {
@@ -95,14 +95,14 @@ template <typename F, typename D, typename T>
 void linear_rows(const typename D::X* x, const uint8_t* codes, const float* scales, int64_t groups, int64_t group,
                  const T* bias, T* y, int64_t m, int64_t k, int64_t n) {
   const int64_t panels = panels_of(n), pairs = pairs_of(k);
-  // Few panels are shared out with their rows, so that every thread has work.
+  // If there are few panels, their rows are split too, so that every thread has work.
   const int64_t parts = parts_of(m, panels, 4 * ROWS);
   const int64_t part = (m + parts - 1) / parts;
   const int64_t grain =
       std::max<int64_t>(1, TASK_BYTES / (pairs * STEP_BYTES<F> + part * k * static_cast<int64_t>(sizeof(float))));
   at::parallel_for(0, panels * parts, grain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> kept;
-    int64_t held = -1;  // the panel that `kept` has
+    int64_t held = -1;  // the panel in `kept`
     for (int64_t task = begin; task < end; ++task) {
       const int64_t panel = task / parts, first = panel * PANEL, from = task % parts * part;
       const int64_t rows = std::min(part, m - from);
@@ -146,7 +146,7 @@ void check_sizes(const Tensor& codes, const Tensor& scales, int64_t n, int64_t k
               "tandem: the scales are not packed for this size");
 }
 
-// codes [n, k], int16 of which the low bits count, in panels to be used by `linear_codes`; flat bytes.
+// Packs codes [n, k], the low bits of int16, into panels for `linear_codes`; flat bytes.
 Tensor pack_codes(const Tensor& codes, c10::string_view format) {
   TORCH_CHECK(codes.dim() == 2 && codes.scalar_type() == at::kShort, "tandem::pack_codes wants a matrix of int16");
   const Tensor from = codes.contiguous();
@@ -173,7 +173,7 @@ Tensor pack_codes(const Tensor& codes, c10::string_view format) {
   return packed;
 }
 
-// scales [n, groups] float32, likewise.
+// Packs scales [n, groups] float32 likewise.
 Tensor pack_scales(const Tensor& scales) {
   TORCH_CHECK(scales.dim() == 2 && scales.scalar_type() == at::kFloat, "tandem::pack_scales wants a matrix of float32");
   const Tensor from = scales.contiguous();
@@ -187,7 +187,7 @@ Tensor pack_scales(const Tensor& scales) {
   return packed;
 }
 
-// The weights themselves, [n, k] float32.
+// The dequantised weights, [n, k] float32.
 Tensor unpack_codes(const Tensor& codes, const Tensor& scales, int64_t n, int64_t k, int64_t group,
                     c10::string_view format) {
   Tensor out = at::empty({n, k}, scales.options());
@@ -220,7 +220,7 @@ struct Coded {
   c10::string_view format;
 };
 
-// A product of x by tiles; in the other orders each weight has one of its own, and others do what comes then.
+// Whether x is multiplied by tiles; in the other orders sums and gates are computed after the products, separately.
 bool by_tiles(const Tensor& x) {
 #ifdef TANDEM_TILES
   return tandem::by_tiles() && x.scalar_type() == at::kBFloat16;
@@ -238,8 +238,8 @@ void check(const Tensor& x, const Coded& w) {
   with_format(w.format, [&](auto kind) { check_sizes(w.codes, w.scales, w.n, w.k, w.group, STEP_BYTES<decltype(kind)>); });
 }
 
-// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n]; by tiles then plus `beside`,
-// or, with the gate's name, act(that) times the product with `second`. Written into `into` where that is defined.
+// x [..., k], float32 or bfloat16, times the packed weight [n, k] transposed, plus bias [n]; by tiles also plus
+// `beside`, or, given `second`, act(that) times the product with `second`. Written into `into` if defined.
 Tensor multiply_codes(const Tensor& x, Prepared& prepared, const Coded& w, const Tensor& beside = {},
                       const Coded* second = nullptr, c10::string_view act = {}, const Tensor& into = {}) {
   check(x, w);
@@ -284,7 +284,7 @@ Tensor linear_codes(const Tensor& x, const Tensor& codes, const Tensor& scales, 
   return multiply_codes(x, prepared, {codes, scales, bias, n, k, group, format});
 }
 
-// beside [..., n] plus `linear_codes`, as two operators would round it.
+// beside [..., n] plus `linear_codes`, rounded as by two operators.
 Tensor linear_codes_add(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias,
                         int64_t n, int64_t k, int64_t group, c10::string_view format, const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
@@ -313,7 +313,7 @@ std::vector<Tensor> linears_codes(const Tensor& x, at::TensorList codes, at::Ten
   return out;
 }
 
-// act(`linear_codes` with the first weight) times `linear_codes` with the second, as three operators would round it.
+// act(`linear_codes` with the first weight) times `linear_codes` with the second, rounded as by three operators.
 Tensor linears_codes_gated(const Tensor& x, at::TensorList codes, at::TensorList scales,
                            const c10::List<std::optional<Tensor>>& biases, at::IntArrayRef n, at::IntArrayRef group,
                            const c10::List<std::string>& formats, int64_t k, c10::string_view act) {
@@ -341,7 +341,7 @@ Tensor linears_codes_gated(const Tensor& x, at::TensorList codes, at::TensorList
 
 // ---- captured steps
 
-// A quantised weight of an operator's arguments, with the tensors held.
+// A quantised weight among an operator's arguments; it owns its tensors.
 struct OwnedWeight {
   Tensor codes, scales;
   std::optional<Tensor> bias;

@@ -25,16 +25,15 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the second cache while all columns pass
+constexpr int64_t PANEL_BYTES = 1 << 18;  // rows that stay in the L2 cache while all columns are read
 
 // ---- any two matrices
 
-constexpr int64_t DISTANCE = 4;  // blocks of columns between the one in work and the one on its way from memory
+constexpr int64_t DISTANCE = 4;  // prefetch distance in blocks of columns
 
-// y [m, n] = x [m, k] times w [n, k] transposed, plus bias. The weight is read block by block of four columns, in the
-// order in which it lies in memory, once for each panel of rows. The processor's own prefetching loses the thread at the
-// end of every short column, so while there are few rows each tile fetches its share of a later block: this is worth a
-// factor of two with one row.
+// y [m, n] = x [m, k] times w [n, k] transposed, plus bias. The weight is read in blocks of four columns, in memory
+// order, once for each panel of rows. The hardware prefetcher loses track at the end of every short column, so with few
+// rows each tile prefetches its share of a later block: twice as fast with one row.
 template <typename D, typename T>
 void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, int64_t w_row, const T* bias, T* y,
                 int64_t y_row, int64_t m, int64_t k, int64_t n) {
@@ -73,7 +72,7 @@ void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, i
 
 #ifdef TANDEM_TILES
 
-// rows[i][j] and rows[j][i] change places.
+// Swaps rows[i][j] and rows[j][i].
 [[gnu::always_inline]] inline void transpose(__m512i (&rows)[16]) {
   __m512i pairs[16], fours[16];
   for (int i = 0; i < 16; i += 2) {
@@ -95,7 +94,7 @@ void by_columns(const typename D::X* x, int64_t x_row, const typename D::W* w, i
   }
 }
 
-// x [m, k] in tiles of pairs, [m / 16][k / 32][16 pairs][16 rows][2], in memory of the calling thread.
+// x [m, k] in tiles of pairs, [m / 16][k / 32][16 pairs][16 rows][2], in the calling thread's memory.
 const BFloat16* pairs_of(const BFloat16* x, int64_t x_row, int64_t m, int64_t k) {
   const int64_t steps = steps_of(k), high = high_of(m);
   auto* to = own_memory<0, BFloat16>(high * steps * TILE);
@@ -114,7 +113,7 @@ const BFloat16* pairs_of(const BFloat16* x, int64_t x_row, int64_t m, int64_t k)
   return to;
 }
 
-// Columns of a weight that lie side by side, k elements each; sum_made's tiles are copies, and nothing behind k is read.
+// Contiguous columns of a weight, k elements each; sum_made's tiles are copies, and nothing past k is read.
 struct Columns {
   const BFloat16* first;
   int64_t stride, k, n;
@@ -135,7 +134,7 @@ struct Columns {
   void fetch(int64_t, int64_t, int64_t, int64_t, int64_t) const {}
 };
 
-// 16 rows' sums with 64 columns, [16][4][16] of (column, block, row), as they leave: with bias, rounded.
+// Stores up to 16 rows' sums with 64 columns, [16][4][16] of (column, block, row), plus bias, rounded, as rows of y.
 void leave_turned(const float* sums, int64_t rows, const BFloat16* bias, BFloat16* y, int64_t stride, int64_t columns) {
   for (int64_t block = 0; block < MADE_TILES; block += 2) {
     const int64_t first = block * LANES;
@@ -228,7 +227,7 @@ namespace {
 
 // ---- linear layers
 
-// A tile is as high as eight streams, so that a decode step of theirs passes over each weight once.
+// A tile has eight rows with AVX-512, so that a decode step of eight streams reads each weight once.
 constexpr int COLUMNS = 3;  // vectors of a tile
 #ifdef CPU_CAPABILITY_AVX512
 constexpr int HEIGHT = 8;  // rows of a tile at most: 24 sums, 3 columns and a row fit into 32 registers
@@ -237,10 +236,10 @@ constexpr int HEIGHT = 4;  // 12, 3 and a row into 16
 #endif
 constexpr int64_t PANEL = COLUMNS * LANES;
 
-// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], or, in the order tile32, whole tiles one after
-// another (tile_panels.h). The last panel and, where pairs lie side by side, k are filled up with zeros. A panel is read from
+// Weights are packed once, into panels: [n / PANEL][k / GROUP][PANEL][GROUP], or, in the order tile32, whole tiles one
+// after another (tile_panels.h). The last panel and, where GROUP is 2, k are padded with zeros. A panel is read from
 // front to back, so a decode step streams through memory in one direction. The bits of a sum do not depend on the other
-// rows, nor on how a tile is cut.
+// rows, nor on the height of the tile.
 template <typename D>
 int64_t panel_size(int64_t k) {
   constexpr int64_t MULTIPLE = D::GROUP == 1 ? 1 : TILE_K;
@@ -256,7 +255,7 @@ template <typename D>
 void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* out) {
   const int64_t groups = panel_size<D>(k) / PANEL / D::GROUP;
   const bool tiled = D::GROUP == 2 && by_tiles();
-  const auto place = [=](int64_t group, int64_t column) {  // of a column's neighbours, in a panel
+  const auto place = [=](int64_t group, int64_t column) {  // of a column's group, in a panel
     if (!tiled) return group * PANEL + column;
     return (group / TILE_ROWS * COLUMNS + column / LANES) * SUMS + group % TILE_ROWS * LANES + column % LANES;
   };
@@ -272,8 +271,8 @@ void pack_panels(const typename D::W* w, int64_t n, int64_t k, typename D::W* ou
   });
 }
 
-// Where the product with one weight goes: y [m, n] = x times the weight, plus bias [n], and to that, once it is rounded,
-// plus beside [m, n]. `bias` and `beside` may be null.
+// The product with one weight: y [m, n] = x times the weight, plus bias [n], rounded, plus beside [m, n]. `bias` and
+// `beside` may be null.
 template <typename W, typename T>
 struct Product {
   const W* packed;
@@ -284,7 +283,7 @@ struct Product {
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
 };
 
-// R rows of x times one panel; bias, beside and y are those of its first row and column.
+// R rows of x times one panel; bias, beside and y point to its first row and column.
 template <typename D, Fetch FETCH, int R, typename T>
 void panel_tile(const typename D::X* x, int64_t k, const typename D::W* panel, const char* later, const T* bias,
                 const T* beside, T* y, int64_t stride, int64_t columns) {
@@ -314,10 +313,10 @@ void panel_rows(int64_t rows, const typename D::X* x, int64_t k, const typename 
   if constexpr (R > 1) panel_rows<D, FETCH, T, R - 1>(rows, x, k, panel, later, bias, beside, y, stride, columns);
 }
 
-constexpr int64_t FEW = 2 * HEIGHT;  // rows with which a product does little but read its weight, panel after panel
+constexpr int64_t FEW = 2 * HEIGHT;  // rows up to which reading the weight, panel after panel, bounds a product
 
-// x [m, k] times weights of so many panels in all: run(panel, from, rows) for each panel and each part of the rows, which
-// are shared out to the threads together.
+// x [m, k] times weights of `panels` panels in total: shares run(panel, from, rows), for each panel and each part of
+// the rows, out to the threads.
 template <typename D, typename F>
 void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
   const int64_t parts = parts_of(m, panels, 4 * HEIGHT);
@@ -333,8 +332,8 @@ void share_panels(int64_t m, int64_t k, int64_t panels, const F& run) {
   share_out(panels * parts, grain, run_tasks);
 }
 
-// Rows of x times one panel, a tile after the other. The next panel that will be asked for is at `later`; y and beside,
-// which may be null, are those of the first row and column.
+// Rows of x times one panel, tile by tile. The next panel, to be prefetched, is at `later`; y and beside, which may be
+// null, point to the first row and column.
 template <typename D, typename T>
 void multiply_panel(const typename D::X* x, int64_t rows, int64_t k, const typename D::W* panel,
                     const typename D::W* later, const T* bias, const T* beside, T* y, int64_t stride, int64_t columns) {
@@ -374,7 +373,7 @@ void multiply(const typename D::X* x, int64_t m, int64_t k, const std::vector<Pr
   });
 }
 
-// y [m, n] = act(x times one weight) times (x times another), each rounded as if it stood alone. Both have n columns.
+// y [m, n] = act(x times one weight) times (x times another), each rounded separately. Both weights have n columns.
 template <typename D, typename T, typename F>
 void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<typename D::W, T>& gated,
                     Product<typename D::W, T> up, const F& act) {
@@ -385,7 +384,7 @@ void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<
     return gate(gated.y, up.y, gated.y, m * up.n, act);
   }
   share_panels<D>(m, k, gated.panels(), [&](int64_t panel, int64_t from, int64_t rows) {
-    static thread_local std::vector<T> memory;  // up's columns of this panel
+    static thread_local std::vector<T> memory;  // results of `up` for this panel
     if (static_cast<int64_t>(memory.size()) < rows * PANEL) memory.resize(rows * PANEL);
     const int64_t n = gated.n, first = panel * PANEL, columns = std::min<int64_t>(PANEL, n - first);
     const auto *here = gated.packed + panel * panel_size<D>(k), *there = up.packed + panel * panel_size<D>(k);
@@ -403,7 +402,7 @@ void multiply_gated(const typename D::X* x, int64_t m, int64_t k, const Product<
 
 static_assert(PANEL == TILES_WIDE * LANES);
 
-// 16 rows' sums of one panel as they leave: rounded, with bias and beside. Of the rows and columns so many are wanted.
+// Stores `rows` rows and `columns` columns of one panel's sums of 16 rows: plus bias, rounded, plus beside.
 void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16* beside, BFloat16* y, int64_t stride,
            int64_t columns) {
   for (int64_t c = 0; c < TILES_WIDE; ++c, sums += SUMS) {
@@ -430,7 +429,7 @@ void leave(const float* sums, int64_t rows, const BFloat16* bias, const BFloat16
 
 using TileProduct = Product<BFloat16, BFloat16>;
 
-// Rows of x from one on that is a multiple of 16.
+// The rows of x from `row` on, a multiple of 16.
 TileRows rows_from(const TileRows& x, int64_t row, int64_t steps) { return {x.at + row * steps * TILE_K, x.row, x.step}; }
 
 // x [m, k] times several weights, whose panels are shared out together.
@@ -442,7 +441,7 @@ void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<T
               [&](auto& tiles, int64_t panel, int64_t count, int64_t from, int64_t rows) {
     const TileProduct* of[TOGETHER + BEHIND];
     const BFloat16* panels[TOGETHER + BEHIND];
-    int64_t first[TOGETHER + BEHIND];  // column of the panel
+    int64_t first[TOGETHER + BEHIND];  // first column of the panel
     for (int64_t p = 0; p < count + BEHIND; ++p) {
       int64_t at = std::min(panel + p, all - 1);
       for (of[p] = products.data(); at >= of[p]->panels(); ++of[p]) at -= of[p]->panels();
@@ -457,7 +456,7 @@ void multiply_tiles(const TileRows& x, int64_t m, int64_t k, const std::vector<T
   });
 }
 
-// gated.y = act(x times one weight) times (x times another), each rounded as if it stood alone.
+// gated.y = act(x times one weight) times (x times another), each rounded separately.
 template <typename F>
 void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TileProduct& gated, TileProduct up,
                           const F& act) {
@@ -473,7 +472,7 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
     const BFloat16* panels[TOGETHER + BEHIND];
     for (int64_t p = 0; p < 2 * count + BEHIND; ++p)
       panels[p] = both[p % 2]->packed + std::min(panel + p / 2, gated.panels() - 1) * size;
-    // Of each panel of the first weight its columns of these rows; then those of the second weight meet them.
+    // Results of the first weight, for each panel and these rows, kept until those of the second weight.
     auto* half = own_memory<2, BFloat16>(count * high_of(rows) * TILE_ROWS * PANEL);
     sum_panels(tiles, rows_from(x, from, steps), rows, steps, panels, 2 * count,
                [&](int64_t p, int64_t row, const float* sums) {
@@ -493,7 +492,7 @@ void multiply_gated_tiles(const TileRows& x, int64_t m, int64_t k, const TilePro
 
 #endif
 
-// weight [n, k] in panels, to be used by `linear`; flat.
+// Packs weight [n, k] into panels for `linear`; flat.
 Tensor pack(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && served(weight.scalar_type()), "tandem::pack wants a matrix of float32 or bfloat16");
   const Tensor from = weight.contiguous();
@@ -510,7 +509,7 @@ Tensor pack(const Tensor& weight) {
 
 using Biases = std::vector<std::optional<Tensor>>;
 
-// x [m, k] times packed weights into `out`, plus `beside` where it is defined, or gated by `act` where it is named.
+// x [m, k] times packed weights into `out`, plus `beside` if defined, or gated by `act` if not empty.
 template <typename D, typename T>
 struct Multiplication {
   Tensor x, beside;
@@ -518,7 +517,7 @@ struct Multiplication {
   Biases biases;
   int64_t k;
   std::string act;
-  std::vector<Product<typename D::W, T>> products = {};  // of the tensors above
+  std::vector<Product<typename D::W, T>> products = {};  // pointers into the tensors above
 
   void prepare() {
     for (size_t i = 0; i < out.size(); ++i) {
@@ -617,7 +616,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return multiply_all(x, {packed}, {bias}, {n}, k, {})[0];
 }
 
-// beside [..., n] plus `linear`, as two operators would round it.
+// beside [..., n] plus `linear`, rounded as by two operators.
 Tensor linear_add(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n, int64_t k,
                   const Tensor& beside) {
   TORCH_CHECK(beside.scalar_type() == x.scalar_type() && beside.size(-1) == n && beside.numel() * k == x.numel() * n,
@@ -631,7 +630,7 @@ std::vector<Tensor> linears(const Tensor& x, at::TensorList packed, const c10::L
   return multiply_all(x, packed, biases.vec(), n, k, {});
 }
 
-// act(`linear` with the first weight) times `linear` with the second, as three operators would round it.
+// act(`linear` with the first weight) times `linear` with the second, rounded as by three operators.
 Tensor linears_gated(const Tensor& x, at::TensorList packed, const c10::List<std::optional<Tensor>>& biases,
                      at::IntArrayRef n, int64_t k, c10::string_view act) {
   TORCH_CHECK(n.size() == 2 && n[0] == n[1], "tandem::linears_gated wants two weights of one size");

@@ -1,4 +1,4 @@
-// What is done to each row by itself, and what the library says of the machine.
+// Operators on single rows, and operators about the machine: memory and instruction set.
 #include "ops.h"
 
 #include "capture.h"
@@ -29,7 +29,7 @@ namespace {
 using at::BFloat16;
 using at::Tensor;
 
-// R rows at once: each is one chain of sums, and a core has time for several.
+// R rows at once: each is one dependent chain of sums, and a core can run several in parallel.
 template <int R, typename T>
 void rms_of(const T* x, const T* weight, T* y, int64_t n, float eps, float offset, bool round_first) {
   const auto get = [n](const T* row, int64_t at) {
@@ -77,7 +77,7 @@ void rms_into(const Tensor& rows, const Tensor& weight, Tensor& y, double eps, d
   rows.scalar_type() == at::kFloat ? run(y.data_ptr<float>()) : run(y.data_ptr<BFloat16>());
 }
 
-// x over the root of its mean square, times (weight + offset): [..., n] and [n], of one type. `round_first` rounds to
+// x over its root mean square, times (weight + offset): [..., n] and [n], of one type. `round_first` rounds to
 // that type before the product, as some models do.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset, bool round_first) {
   TORCH_CHECK(served(x.scalar_type()) && x.scalar_type() == weight.scalar_type() && weight.is_contiguous() &&
@@ -97,17 +97,16 @@ const bool rms_norm_replayed = register_replay("rms_norm", [](const torch::jit::
   };
 });
 
-// ---- what several operators of a recording do at once, each rounded as if it stood alone
+// ---- fused operators of a recording, each operation rounded separately
 
-// x [..., d] turned by angles: x * cos + (-x2, x1) * sin, with x1 and x2 the halves of a row and cos and sin [..., d] of
-// x's type, which may be broadcast.
+// Rotary embedding of x [..., d]: x * cos + (-x2, x1) * sin, with x1 and x2 the halves of a row and cos and sin
+// [..., d] of x's type, which may be broadcast.
 template <typename T>
 void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& y) {
   const int64_t d = x.size(3), half = d / 2, rows = x.size(0) * x.size(1) * x.size(2);
   const auto *from = x.const_data_ptr<T>(), *c = cos.const_data_ptr<T>(), *s = sin.const_data_ptr<T>();
   T* to = y.data_ptr<T>();
-  // Where a row begins in each of them; neighbours in the third dimension are one step apart. What has one row in a
-  // dimension has it for all.
+  // Offset of a row in each tensor; `next` moves along the third dimension. Dimensions of size 1 are broadcast.
   struct Walk {
     int64_t strides[3] = {}, at = 0;
     explicit Walk(const Tensor& t) {
@@ -119,7 +118,7 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor& 
   };
   at::parallel_for(0, rows, std::max<int64_t>(1, TASK_BYTES / (d * sizeof(T))), [&](int64_t begin, int64_t end) {
     Walk in(x), co(cos), si(sin), out(y);
-    int64_t left = 0;  // rows until the next one begins elsewhere
+    int64_t left = 0;  // rows left in the third dimension
     for (int64_t row = begin; row < end; ++row) {
       if (left == 0) {
         const int64_t i2 = row % x.size(2), i1 = row / x.size(2) % x.size(1), i0 = row / x.size(2) / x.size(1);
@@ -202,8 +201,8 @@ const bool gated_replayed = register_replay("gated", [](const torch::jit::Stack&
 
 // ---- the machine
 
-// New memory, uint8 [bytes], from the beginning of a large page on (of less, of a page); large pages are asked for. A wish, not
-// a need. Tiles whose lines lie across pages are read up to a tenth slower.
+// New memory, uint8 [bytes], aligned to a huge page (if smaller, to a page); huge pages are requested, not required.
+// Tiles whose cache lines span pages are read up to a tenth slower.
 Tensor fresh_memory(int64_t bytes) {
   constexpr int64_t PAGE = 1 << 12, LARGE = 1 << 21;
   TORCH_CHECK(bytes >= 0, "tandem::fresh_memory: ", bytes, " bytes");
@@ -216,9 +215,9 @@ Tensor fresh_memory(int64_t bytes) {
   return at::from_blob(start, {bytes}, std::free, at::TensorOptions().dtype(at::kByte));
 }
 
-// The sum of t (float32, contiguous), read once, by each thread a part, of which it reads four quarters at once: as fast as
-// memory can be read, which is what steps of few rows are held against. With one sum behind another, without fetching ahead,
-// or as one stream reading is up to a fifth slower.
+// The sum of t (float32, contiguous), read once: each thread reads the four quarters of its part at once. This is as
+// fast as memory can be read, the reference for steps of few rows. With one accumulator, without prefetching, or as one
+// stream, reading is up to a fifth slower.
 double stream_read(const Tensor& t) {
   TORCH_CHECK(t.scalar_type() == at::kFloat && t.is_contiguous(), "tandem::stream_read wants contiguous float32");
   constexpr int64_t STREAMS = 4, SUMS = 4, AHEAD = 512 / sizeof(float), TURN = SUMS * LANES;

@@ -1,8 +1,8 @@
-// The next token of each row of logits, by the rules of engine/decoding/sampler.py, without a copy of the vocabulary.
+// The next token of each row of logits, by the rules of engine/decoding/sampler.py, without a copy of the row.
 //
 // A row is read in pieces, shared out among the threads: once for each piece's largest logit, and once for the sum of
-// its weights. After that only the piece in which the token lies is read again; with top-k or top-p the pieces that have
-// a logit large enough, whose tokens then are all that is drawn from.
+// its weights. After that only the piece with the drawn token is read again; with top-k or top-p, the pieces with a
+// large enough logit, whose tokens are the candidates.
 #include "ops.h"
 
 #include "dots.h"
@@ -25,20 +25,20 @@ using at::Tensor;
 using Doubles = at::vec::Vectorized<double>;
 
 constexpr int64_t PIECE = 256;  // logits
-constexpr int64_t PIECES = 16;  // that a thread takes at once
+constexpr int64_t PIECES = 16;  // pieces that a thread takes at once
 constexpr int DOUBLES = Doubles::size();
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
-constexpr int64_t FEW = 64;  // logits that are sorted rather than halved
-constexpr double CUTS[] = {-4.0, -8.0, -16.0};  // logarithms of weights: where top-p looks first
+constexpr int64_t FEW = 64;  // logits; more are bisected before they are sorted
+constexpr double CUTS[] = {-4.0, -8.0, -16.0};  // log weights: cutoffs that top-p tries first
 
-// One row, and how it is drawn. `temperature` 0: its largest logit, and nothing else counts.
+// One row and its sampling parameters. With `temperature` 0 only its largest logit counts.
 struct Row {
   const float* logits;
   int64_t vocab;
   double temperature, top_p, min_p, number;
   int64_t top_k;
-  const float* tops;    // of each piece
-  const double* sums;   // of each piece; null where nobody asks
+  const float* tops;    // largest logit of each piece
+  const double* sums;   // sum of weights of each piece; null for greedy and top-k
   double top;
 
   bool first_k() const { return top_k > 0 && top_k < vocab; }
@@ -46,8 +46,8 @@ struct Row {
   int64_t pieces() const { return (vocab + PIECE - 1) / PIECE; }
 };
 
-// f(weights, at, count) for logits [0, count), DOUBLES at once: exp((logit - top) / temperature), 1 for the row's largest;
-// nought below min-p, and behind the last one.
+// f(weights, at, count) for logits [0, count), DOUBLES at once: exp((logit - top) / temperature), 1 for the row's
+// largest; 0 below min-p and past the last logit.
 template <typename F>
 void each_weight(const Row& row, const float* logits, int64_t count, double min_p, const F& f) {
   const Doubles top(row.top), over(row.temperature), least(min_p), nothing(0.0);
@@ -72,7 +72,7 @@ double sum_of(const Row& row, const float* logits, int64_t count) {
   return total;
 }
 
-// NaN where one of them is.
+// NaN if any logit is NaN.
 float largest(const float* logits, int64_t count) {
   Vec most(-std::numeric_limits<float>::infinity());
   int64_t at = 0;
@@ -94,8 +94,8 @@ int64_t greedy(const Row& row) {
 
 // ---- top-k and top-p
 
-constexpr int CELL_BITS = 5;  // of a weight's fraction: 32 cells for each power of two
-constexpr int64_t CELLS = (80 << CELL_BITS) + 1;  // below 2^-80 everything is in the last one
+constexpr int CELL_BITS = 5;  // of a weight's fraction: 32 cells per power of two
+constexpr int64_t CELLS = (80 << CELL_BITS) + 1;  // weights below 2^-80 share the last cell
 
 // The smaller the weight (0 to 1), the later its cell.
 int64_t cell_of(double weight) {
@@ -103,7 +103,7 @@ int64_t cell_of(double weight) {
   return std::clamp<int64_t>(below >> (52 - CELL_BITS), 0, CELLS - 1);
 }
 
-// Tokens that may still be drawn, in the order of their ids.
+// Candidate tokens, in order of id.
 struct Kept {
   std::vector<int64_t> ids;
   std::vector<float> logits;
@@ -116,7 +116,7 @@ struct Kept {
     for (int64_t piece = 0; piece < row.pieces(); ++piece) {
       if (!has(row.tops[piece])) continue;
       for (int64_t id = piece * PIECE, end = std::min(row.vocab, id + PIECE); id < end; ++id) {
-        ids[to] = id, logits[to] = row.logits[id];  // in any case: a branch would be guessed wrong half of the time
+        ids[to] = id, logits[to] = row.logits[id];  // in any case: a branch would be mispredicted half of the time
         to += has(row.logits[id]);
       }
     }
@@ -135,7 +135,7 @@ struct Kept {
     return total;
   }
 
-  // Only those with such a logit and such a weight.
+  // Keeps the tokens with a logit of at least `least` and a weight of at least `min_p`.
   void keep(float least, double min_p) {
     int64_t to = 0;
     for (int64_t i = 0; i < size(); ++i) {
@@ -146,20 +146,20 @@ struct Kept {
     resize(to);
   }
 
-  // The smallest logit in the smallest set of this mass that has the largest ones.
+  // The smallest logit in the smallest set of largest logits whose weights reach `mass`.
   float border(double mass) const {
     std::vector<double> masses(CELLS);
     for (const double weight : weights) masses[cell_of(weight)] += weight;
     double before = 0.0;
     int64_t cell = 0;
     while (cell + 1 < CELLS && before + masses[cell] < mass) before += masses[cell++];
-    std::vector<int64_t> order;  // of those in the cell with the border
+    std::vector<int64_t> order;  // indices of the tokens in the border's cell
     for (int64_t i = 0; i < size(); ++i)
       if (cell_of(weights[i]) == cell) order.push_back(i);
-    if (order.empty()) return *std::min_element(logits.begin(), logits.end());  // rounding: all are needed
+    if (order.empty()) return *std::min_element(logits.begin(), logits.end());  // rounding: all tokens are needed
     const auto larger = [&](int64_t a, int64_t b) { return logits[a] > logits[b]; };
     auto first = order.begin(), last = order.end();
-    while (last - first > FEW) {  // the half in which it is
+    while (last - first > FEW) {  // keep the half with the border
       const auto middle = first + (last - first) / 2;
       std::nth_element(first, middle, last, larger);
       double upper = before;
@@ -178,16 +178,16 @@ struct Kept {
   }
 };
 
-// The k-th largest of them.
+// The k-th largest value.
 float ranked(std::vector<float> values, int64_t k) {
   std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<>());
   return values[k - 1];
 }
 
-// What top-k, top-p and min-p leave, one after another; equal logits stay or go together.
+// The candidates left by top-k, then top-p, then min-p; equal logits are kept or dropped together.
 Kept narrow(const Row& row) {
   if (row.first_k()) {
-    // As many pieces as tokens are wanted have a token that is no smaller.
+    // At least top_k pieces have a logit no smaller than this cutoff.
     const bool sure = row.top_k <= row.pieces();
     Kept kept(row, sure ? ranked({row.tops, row.tops + row.pieces()}, row.top_k) : -INFINITE);
     kept.keep(ranked(kept.logits, row.top_k), 0.0);
@@ -209,7 +209,7 @@ Kept narrow(const Row& row) {
 
 // ---- the draw
 
-// The first of `count` weights with which the sum exceeds the target; the last weight over nought, should rounding have
+// The index of the first of `count` weights with which the sum exceeds the target; the last positive weight if rounding
 // made the sum smaller.
 int64_t reached(const double* weights, int64_t count, double before, double target) {
   int64_t found = 0;
@@ -221,7 +221,7 @@ int64_t reached(const double* weights, int64_t count, double before, double targ
   return found;
 }
 
-// Strictly below the total: a token of weight nought cannot be chosen, whatever the number is.
+// Strictly below the total: a token of weight 0 cannot be chosen, whatever the number is.
 double target_of(double total, double number) { return std::min(total * number, std::nextafter(total, 0.0)); }
 
 int64_t drawn(const Row& row) {
@@ -241,8 +241,8 @@ int64_t drawn(const Row& row) {
   return from + reached(weights, count, before, target);
 }
 
-// [rows]: a token for each row of logits [rows, vocab], or -1 where the largest logit is no finite number. The lists have
-// a value for each row; `number` is in [0, 1).
+// [rows]: a token for each row of logits [rows, vocab], or -1 where the largest logit is not finite. The lists have a
+// value for each row; `number` is in [0, 1).
 Tensor sample(const Tensor& logits, at::ArrayRef<double> temperature, at::IntArrayRef top_k, at::ArrayRef<double> top_p,
               at::ArrayRef<double> min_p, at::ArrayRef<double> number) {
   TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.is_contiguous() && logits.size(1) > 0,
@@ -261,7 +261,7 @@ Tensor sample(const Tensor& logits, at::ArrayRef<double> temperature, at::IntArr
   Tensor tokens = at::empty({rows}, logits.options().dtype(at::kLong));
   auto* token = tokens.data_ptr<int64_t>();
   std::vector<Row> all;
-  std::vector<int64_t> open, summed;  // rows that are drawn, and those of them for which each weight counts
+  std::vector<int64_t> open, summed;  // rows to be drawn, and those of them that need sums of weights
   for (int64_t i = 0; i < rows; ++i) {
     const float* first = tops.data() + i * pieces;
     all.push_back({from + i * vocab, vocab, temperature[i], top_p[i], min_p[i], number[i], top_k[i], first, nullptr,

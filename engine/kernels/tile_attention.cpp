@@ -1,4 +1,4 @@
-// Attention over the pages by tiles: chunks of queries, and what is common to a call. Few rows: few_rows.h.
+// Attention over pages by tiles: units of many rows, and splitting a call into units. Few rows: few_rows.h.
 #include "ops.h"
 
 #include "few_rows.h"
@@ -18,9 +18,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t LEAST_ROWS = 96, MOST_ROWS = 768;  // of a task of several queries: they share the packing of K and V
+constexpr int64_t LEAST_ROWS = 96, MOST_ROWS = 768;  // of a task of several queries: they share the packed K and V
 
-// K of 16 tokens into tiles of B [k_steps][16 pairs][16 tokens][2].
+// Packs K of 16 tokens into tiles of B [k_steps][16 pairs][16 tokens][2].
 template <typename T>
 void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t at = 0; at < k_dim; at += TILE_K, to += TILE) {
@@ -31,7 +31,7 @@ void keys_panel(const T* const* rows, int64_t k_dim, BFloat16* to) {
   }
 }
 
-// V of 32 tokens into tiles of B [v_tiles][16 pairs of tokens][16][2].
+// Packs V of 32 tokens into tiles of B [v_tiles][16 pairs of tokens][16][2].
 template <typename T>
 void values_panel(const T* const* rows, int64_t v_dim, BFloat16* panel) {
   for (int64_t pair = 0; pair < TILE_ROWS; ++pair, panel += TILE_K)
@@ -75,7 +75,7 @@ void logits_of(M& tiles, const BFloat16* q, const BFloat16* panel, int64_t k_ste
   }
 }
 
-// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; the `first` replace what is there.
+// Sums [H][v_tiles][16][16] += the weights of steps [from, to) times V's panel; `first` overwrites the sums.
 template <int H, typename M>
 void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v_tiles, int64_t from, int64_t to,
                 bool first, float* sums) {
@@ -117,11 +117,11 @@ void add_values(M& tiles, const float* weights, const BFloat16* panel, int64_t v
   }
 }
 
-// Attention of units of many rows, one after another, by one thread. They share the packing of K and V.
+// Attention of units of many rows, one after another, by one thread. The rows of a unit share the packed K and V.
 template <typename T>
 class Chunks {
  public:
-  // For units of up to so many rows.
+  // For units of up to `most` rows.
   Chunks(const Call<T>& call, int64_t most)
       : call_(call), shape_(call.shape) {
     const int64_t high = rounded_up(high_of(most), 2);
@@ -134,7 +134,7 @@ class Chunks {
     bounds_ = own_memory<23, int64_t>(2 * high * TILE_ROWS);
   }
 
-  // Unit n; the first rows of unit `next` are fetched, unless that is negative.
+  // Computes unit n and prefetches the first K and V of unit `next`, unless that is negative.
   template <typename M>
   void attend(M& tiles, int64_t n, int64_t next) {
     const Unit unit = call_.unit(n);
@@ -156,10 +156,10 @@ class Chunks {
   }
 
  private:
-  // KEYS tokens from `start` on; steps [from, to) have tokens that a query of the unit sees.
+  // KEYS tokens from `start` on; steps [from, to) contain the tokens that some query of the unit sees.
   struct Stretch {
     int64_t unit = -1, start = 0, from = 0, to = 0;
-    const T *keys[KEYS], *values[KEYS];  // null for those that none sees
+    const T *keys[KEYS], *values[KEYS];  // null for tokens that no query sees
   };
 
   void locate(int64_t n, const Unit& unit, int64_t start, Stretch& into) const {
@@ -230,7 +230,7 @@ class Chunks {
     }
   }
 
-  // The part of the next stretch that is fetched in one of `turns`.
+  // Prefetches part `turn` of `turns` of the next stretch.
   void fetch_next(int64_t turn, int64_t turns) const {
     for (int64_t t = KEYS * turn / turns; t < KEYS * (turn + 1) / turns; ++t) {
       if (soon_->keys[t] != nullptr) prefetch(soon_->keys[t], shape_.k_dim);
@@ -242,8 +242,8 @@ class Chunks {
   const Shape& shape_;
   BFloat16 *q_, *key_panel_, *value_panel_;
   float *logits_, *sums_;
-  Kept* kept_;       // of each tile
-  int64_t* bounds_;  // [tiles][first, behind the last][16]: which tokens a row sees
+  Kept* kept_;       // one for each tile of rows
+  int64_t* bounds_;  // [tiles][first, end][16]: the tokens that a row sees
   Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
 };
 
@@ -288,7 +288,7 @@ void attend_units(Call<T>& call, const Tensor& starts, const Tensor& lengths, in
 
   const int64_t count = call.count();
   const auto few = [&](int64_t n) { return call.unit(n).rows <= TILE_ROWS; };
-  // A run of them has the next one's first rows fetched; its own thread goes on there, unless another one takes it.
+  // Each unit prefetches the next one's first rows, past `end` too: the thread goes on there unless another steals it.
   share_out(count, std::max<int64_t>(1, count / (threads * TURNS)), [&](int64_t begin, int64_t end) {
     FewRows<T> few_rows(call);
     Chunks<T> chunks(call, most);

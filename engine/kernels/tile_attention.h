@@ -1,11 +1,11 @@
-// What chunks of queries and few rows share in attention by tiles, in the order tile32.
+// Shared by both forms of attention by tiles, many rows and few rows. Sums go in the order tile32.
 //
-// A unit is some queries of one sequence with one head of K and V. Each query and head of it is a row; 16 rows are a
-// tile. The unit takes the context KEYS tokens at a time, once: each row has its largest logit so far, and the sums of
-// its weights and of the values that they weigh, which are scaled down when a larger logit comes (Milakov and
-// Gimelshein, Online normalizer calculation for softmax, 2018). Steps of KEYS and of TILE_K tokens begin at multiples
-// of these from the sequence's first token, and a token that a row does not see has weight zero there. So a row has the
-// same bits in any unit: what the other rows see besides adds zeros.
+// A unit is some queries of one sequence with one KV head. Each pair of a query and a query head is a row; 16 rows are
+// a tile. The unit reads the context once, in stretches of KEYS tokens, with online softmax: each row keeps its largest
+// logit so far, the sum of its weights and the weighted sum of V, and scales both sums down when a larger logit comes
+// (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). Stretches of KEYS and steps of TILE_K
+// tokens begin at multiples of these from the sequence's first token, and a token that a row does not see has weight
+// zero. So a row has the same bits in any unit: tokens that only other rows see add zeros.
 #pragma once
 
 #include "attention.h"
@@ -25,29 +25,29 @@ namespace tandem {
 
 using at::BFloat16;
 
-constexpr int64_t KEYS = 256;                // tokens that share a largest logit: part of the order
+constexpr int64_t KEYS = 256;                // tokens per update of the largest logit: part of the order
 constexpr int64_t STEPS = KEYS / TILE_K;
 constexpr int64_t KEY_TILES = KEYS / LANES;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
-constexpr float LOWEST = -3e38f;             // a largest logit before there is one: finite, for the difference of two
+constexpr float LOWEST = -3e38f;             // initial largest logit: finite, as -inf minus -inf is NaN
 constexpr float LOG2_E = 1.44269504f;
 
-// 2 to the power of x, to 2e-7; zero below the least normal number. Exactly 1 of 0.
+// 2 to the power of x, to a relative 2e-7; zero below the least normal number, exactly 1 for x = 0.
 inline __m512 power_of_two(__m512 x) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), power_of_rest(x), x);
 }
 
 struct Shape {
   int64_t kv_heads, groups, k_dim, v_dim;
-  int64_t k_steps, v_tiles;  // of TILE_K elements of K; of 16 of V, an even number
+  int64_t k_steps, v_tiles;  // steps of TILE_K elements of K; tiles of 16 elements of V, an even number
 };
 
 struct Softmax {
-  float by;                   // of the logits, which are to the base of two then
-  std::optional<float> soft;  // what tanh takes them by, before
+  float by;                   // factor of the logits; then they are exponents of two
+  std::optional<float> soft;  // with softcap: factor of the logits before tanh, which comes first
 };
 
-// Elements of a head of a row.
+// Locates the elements of a head in a row.
 template <typename T>
 struct Heads {
   T* data;
@@ -55,19 +55,19 @@ struct Heads {
   T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
 };
 
-// What is kept of 16 rows between one stretch and the next.
+// Softmax state of 16 rows between stretches.
 struct alignas(LINE) Kept {
-  float top[TILE_ROWS];            // the largest logit, to the base of two
+  float top[TILE_ROWS];            // the largest logit, as an exponent of two
   float lanes[TILE_ROWS][LANES];   // sums of the weights by position modulo 16
 };
 
-// 32 elements of a row [dim] as bfloat16; zeros behind its end, and without a row.
+// Elements [at, at + 32) of a row [dim] as bfloat16; zeros past its end, or if the row is null.
 template <typename T>
 __m512i words_at(const T* row, int64_t at, int64_t dim) {
   return at + TILE_K <= dim ? words_of<BFloat16>(row, at, TILE_K) : words_of<BFloat16>(row, at, dim - at);
 }
 
-// 16 rows [k_dim] into tiles [k_steps][16][32]; zeros where a row is null.
+// Packs 16 rows [k_dim] into tiles [k_steps][16][32]; zeros where a row is null.
 template <typename T>
 void tiles_from(const T* const* rows, int64_t k_dim, BFloat16* to) {
   for (int64_t r = 0; r < TILE_ROWS; ++r)
@@ -75,17 +75,17 @@ void tiles_from(const T* const* rows, int64_t k_dim, BFloat16* to) {
       _mm512_store_si512(to + at * TILE_ROWS + r * TILE_K, words_at(rows[r], at, k_dim));
 }
 
-// 32 elements of V of two tokens into a row each of two tiles of B. The even fours are in the first tile and the odd
-// fours in the second: so 128 bits at a time interleave.
+// Interleaves 32 elements of V of two tokens into one row each of two tiles of B. The first tile has the even groups of
+// four elements and the second the odd ones, because unpacklo and unpackhi work within 128-bit lanes.
 inline void interleave_pair(__m512i a, __m512i b, BFloat16* to) {
   _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
   _mm512_store_si512(to + TILE, _mm512_unpackhi_epi16(a, b));
 }
 
-// Turns logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the stretch,
-// into weights of the steps [from, to): tiles of A [16][32], each in the place of the first of two. Returns the rows
-// whose sums so far are to be multiplied by `factors`. Of quantised tokens, `by_key` are the scales of K, which the
-// logits lack yet, and `by_value` those of V, which the weights get and their sum does not.
+// Converts logits [KEY_TILES][16][16] of up to 16 rows, of which row r sees the tokens [seen[r], past[r]) of the
+// stretch, in place into weights of steps [from, to): tiles of A [16][32], each over the first of its step's two logit
+// tiles. Returns a mask of the rows whose sums need scaling by `factors`. For quantised tokens, `by_key` holds the
+// scales of K, not yet applied to the logits, and `by_value` those of V, applied to the weights but not to their sum.
 template <bool SCALED>
 __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t from, int64_t to,
                 const Softmax& softmax, const float* by_key, const float* by_value, float* logits, Kept& kept,
@@ -154,8 +154,8 @@ __mmask16 weigh(int64_t rows, const int64_t* seen, const int64_t* past, int64_t 
   return _mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) & static_cast<__mmask16>((1u << rows) - 1);
 }
 
-// Row `r` of sums [v_tiles][16][16] through `total`, as bfloat16. What is below the least normal number is +0: a tile
-// that zeros are added to flushes it, and how many are added depends on the task.
+// Writes row `r` of sums [v_tiles][16][16] divided by `total`, as bfloat16. Results below the least normal number
+// become +0: adding zeros in a tile flushes such sums, and how often that happens depends on the task.
 inline void put_mean(const float* sums, int64_t r, float total, int64_t v_dim, BFloat16* to) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -174,13 +174,13 @@ inline void put_mean(const float* sums, int64_t r, float total, int64_t v_dim, B
   }
 }
 
-// Scales of K or V, of the first head; and strides.
+// Scales of K or V: those of the first head, and strides.
 struct Scales {
   const uint16_t* bits;
   int64_t block, head;
 };
 
-// Rows of sums [v_tiles][16][16] times factors.
+// Multiplies the `changed` rows of sums [v_tiles][16][16] by their factors.
 inline void scale(float* sums, int64_t v_tiles, __mmask16 changed, const float* factors) {
   for (unsigned left = changed; left != 0; left &= left - 1) {
     const int64_t r = __builtin_ctz(left);
@@ -191,13 +191,13 @@ inline void scale(float* sums, int64_t v_tiles, __mmask16 changed, const float* 
   }
 }
 
-// A task with one head of K and V. Row r is query r / groups of the task.
+// A task with one KV head. Row r is query r / groups of the task.
 struct Unit {
   Task task;
   int64_t head, rows;
 };
 
-// A call of the operator.
+// A call of the operator `attend`.
 template <typename T>
 struct Call {
   Shape shape;
@@ -207,7 +207,7 @@ struct Call {
   Heads<const BFloat16> query;
   Heads<BFloat16> out;
   Place<T> keys, values;  // of the first sequence and head
-  int64_t key_head, value_head, table;  // strides, of heads and of the sequences' blocks
+  int64_t key_head, value_head, table;  // strides of KV heads, and of sequences in the block table
   Scales key_scales = {}, value_scales = {};  // if quantised
   std::vector<Task> tasks = {};
 
@@ -233,13 +233,13 @@ struct Call {
   }
   int64_t query_head_of(const Unit& unit, int64_t r) const { return unit.head * shape.groups + r % shape.groups; }
 
-  // Before a unit's first stretch.
+  // Initialises row `r` before the unit's first stretch.
   void begin(const Unit& unit, int64_t r, Kept& into) const {
     into.top[r % TILE_ROWS] = sinks == nullptr ? LOWEST : sinks[query_head_of(unit, r)] * LOG2_E;
     _mm512_store_ps(into.lanes[r % TILE_ROWS], _mm512_setzero_ps());
   }
 
-  // Behind its last: the result of row `r` from its tile of sums.
+  // After the last stretch: writes the result of row `r` from its tile of sums.
   void finish(const Unit& unit, int64_t r, const Kept& kept, const float* sums) const {
     float total = 0.0f;
     if (sinks != nullptr) total = std::exp2(sinks[query_head_of(unit, r)] * LOG2_E - kept.top[r % TILE_ROWS]);
@@ -248,7 +248,7 @@ struct Call {
              out.at(unit.task.row + r / shape.groups, query_head_of(unit, r)));
   }
 
-  // Scales of the tokens of a stretch that some query sees; zeros for the others.
+  // Reads the scales of the tokens of a stretch that some query sees; zeros for the others.
   void scales_of(const Scales& scales, const Unit& unit, int64_t start, float* to) const {
     const int64_t low = std::max(start, first(unit)), high = std::min(start + KEYS, last(unit));
     std::fill(to, to + KEYS, 0.0f);

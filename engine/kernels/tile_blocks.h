@@ -1,8 +1,7 @@
-// Rows times panels whose tiles are made from the weight while it is read: widened from codes, or copied from columns that
-// lie side by side.
+// Rows times panels whose tiles are made as the weight is read: widened from codes, or copied from contiguous columns.
 //
-// A step of k of a panel is [16][4][64 bytes], four tiles beside each other; steps are made in the first cache. The sum of a
-// few steps, a group, may be wanted by itself. x lies in tiles, [m / 16][steps][16][64 bytes].
+// A step of k of a panel is [16][4][64 bytes], four tiles with interleaved rows; steps are made in L1. Each group of
+// steps has a sum of its own. x is packed in tiles [m / 16][steps][16][64 bytes].
 #pragma once
 
 #include "tile_panels.h"
@@ -19,11 +18,11 @@ constexpr int64_t MADE_SUMS = TILE_ROWS * MADE_COLUMNS;       // of 16 rows and 
 constexpr int64_t MADE_DEEP = 6;                              // steps at a time, 24 KiB, where many rows share them
 constexpr int64_t MADE_TOGETHER = 4;                          // panels that share a reading of x
 
-// Which operand the weight is: B, whose rows are pairs along k, or A, whose rows are columns of the weight. Then the sums
-// lie [column][row of x].
+// Which operand the weight is: B, whose rows are pairs along k, or A, whose rows are columns of the weight. With A the
+// sums are [column][row of x].
 enum class Weight { A, B };
 
-// The four tiles of sums += x times so many steps. fetch(step) asks for what comes.
+// The four tiles of sums += x times `steps` steps. fetch(step) prefetches.
 template <Weight W, typename M, typename F>
 [[gnu::always_inline]] inline void add_made(M& tiles, const c10::BFloat16* x, const c10::BFloat16* made, int64_t steps,
                                             const F& fetch) {
@@ -65,16 +64,16 @@ void store_made(M& tiles, float* to) {
   tiles.template store<3>(to + 3 * LANES, MADE_STRIDE);
 }
 
-// Rows of x times `count` panels of so many steps. source.make(panel, step, steps, part, parts, to) makes a part of the tiles
-// of some steps, source.fetch(panel, step, steps, part, parts) brings a part of what that will read into the second cache. Of
-// each panel, each group of `of_group` steps in order and each 16 rows leave(panel, group, row, sums), with sums [16][64] of
-// float. Of many rows each 16 that are multiplied make a part of the next block: tiles are computed beside that.
+// Rows of x times `count` panels of `steps` steps. source.make(panel, step, steps, part, parts, to) makes a part of the
+// tiles of some steps; source.fetch(panel, step, steps, part, parts) prefetches a part of what that reads into L2.
+// Calls leave(panel, group, row, sums), with sums [16][64] of float, for each panel, each group of `of_group` steps in
+// order and each 16 rows. With more than 16 rows, each 16 make a part of the next block while tiles are computed.
 template <Weight W, typename M, typename S, typename L>
 void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int64_t of_group, const S& source,
               int64_t count, const L& leave) {
   const int64_t high = high_of(rows);
   alignas(LINE) float out[MADE_SUMS];
-  if (high == 1) {  // a step is made before the one before it is multiplied: its stores are then on their way no more
+  if (high == 1) {  // each step is made one step early, so that its stores are complete when a tile loads it
     alignas(LINE) c10::BFloat16 made[2][MADE];
     for (int64_t p = 0; p < count; ++p) {
       source.make(p, 0, 1, 0, 1, made[0]);
@@ -92,7 +91,7 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
   auto* made = own_memory<3, c10::BFloat16>(2 * MADE_DEEP * MADE);
   float* waiting = own_memory<1, float>(count * high * MADE_SUMS);
   struct Block {
-    int64_t panel, from, deep;  // steps: whole groups, or a part of one; none behind the last block
+    int64_t panel, from, deep;  // steps: whole groups, or a part of one; 0 after the last block
   };
   const auto block_at = [&](int64_t panel, int64_t from) -> Block {
     const int64_t most = of_group > MADE_DEEP ? std::min(MADE_DEEP, of_group - from % of_group)
@@ -108,7 +107,7 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
     const c10::BFloat16* own = made + (odd ? MADE_DEEP * MADE : 0);
     c10::BFloat16* other = made + (odd ? 0 : MADE_DEEP * MADE);
     Block then = next.deep > 0 ? after(next) : next;
-    if (next.deep > 0 && then.deep == 0) then = block_at(count, 0);  // others read on, behind these panels
+    if (next.deep > 0 && then.deep == 0) then = block_at(count, 0);  // another task reads the panel after these
     const int64_t first = here.from / of_group;
     for (int64_t tile = 0; tile < high; ++tile) {
       if (next.deep > 0) source.make(next.panel, next.from, next.deep, tile, high, other);
@@ -121,7 +120,7 @@ void sum_made(M& tiles, const c10::BFloat16* x, int64_t rows, int64_t steps, int
         waited ? load_made(tiles, kept) : zero_made(tiles);
         add_made<W>(tiles, x + (tile * steps + s) * TILE, own + (s - here.from) * MADE, some, [=](int64_t step) {
           if (!waited) return;
-          constexpr int64_t SHARE = (MADE_SUMS * 4 / LINE + MADE_DEEP - 1) / MADE_DEEP;  // of the next rows' sums
+          constexpr int64_t SHARE = (MADE_SUMS * 4 / LINE + MADE_DEEP - 1) / MADE_DEEP;  // lines of the next rows' sums
           for (int64_t line = step * SHARE; line < (step + 1) * SHARE; ++line)
             __builtin_prefetch(reinterpret_cast<const char*>(kept + MADE_SUMS) + line * LINE, 0, 3);
         });

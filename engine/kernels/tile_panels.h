@@ -1,9 +1,9 @@
 // Rows times panels of a weight, by tiles.
 //
-// x lies in tiles, [m / 16][k / 32][16][32], rows and k filled up with zeros, or, up to 16 rows of whole steps of k, as it
-// comes. A panel is [k / 32][3][16 pairs][16][2]: three tiles of B for each step, in the order in which they are read. Up to
-// 32 rows read the weight once, panel by panel from front to back. More rows take DEEP steps of k of a few panels at a time,
-// which stay in the first cache while all rows pass; their sums wait in memory, which changes no bit.
+// x is packed in tiles [m / 16][k / 32][16][32], with rows and k padded with zeros; up to 16 rows of whole steps of k
+// are read in place. A panel is [k / 32][3][16 pairs][16][2]: three tiles of B for each step, in the order of reading.
+// Up to 32 rows read the weight once, panel by panel from front to back. More rows take DEEP steps of k of one panel at
+// a time, which stay in L1 while all rows pass; partial sums are stored in memory, which changes no bits.
 #pragma once
 
 #include "ops.h"
@@ -22,16 +22,16 @@ constexpr int64_t TILES_WIDE = 3;                               // of a panel
 constexpr int64_t STEP = TILES_WIDE * TILE;                     // elements of a panel that a step of k reads
 constexpr int64_t DEEP = 8;                                     // at most: 24 KiB of each panel
 constexpr int64_t TOGETHER = 4;                                 // panels that share a reading of x
-constexpr int64_t BEHIND = 2;                                   // panels that are named besides, which come next
+constexpr int64_t BEHIND = 2;                                   // further panels named, which are only prefetched
 constexpr int64_t HIGH = 512;                                   // rows of a task at most
-constexpr int64_t OWN_ROWS = 128;                               // from so many rows on, a thread has its own
+constexpr int64_t OWN_ROWS = 128;                               // rows per thread from which each thread has its own
 
 inline int64_t steps_of(int64_t k) { return (k + TILE_K - 1) / TILE_K; }
 inline int64_t steps_of(int64_t k, int64_t group) { return k / group * steps_of(group) + steps_of(k % group); }
 inline __mmask32 mask_of(int64_t left) { return left >= TILE_K ? ~__mmask32(0) : (__mmask32(1) << left) - 1; }
 inline int64_t high_of(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 
-// Memory of the calling thread, on a line's boundary, that grows and is used again; `ID` tells one use from another.
+// Scratch memory of the calling thread, aligned to a cache line, grown and reused; each `ID` has its own.
 template <int ID, typename T>
 T* own_memory(int64_t count) {
   static thread_local std::vector<char> memory;
@@ -40,7 +40,7 @@ T* own_memory(int64_t count) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
 }
 
-// x [m, k] in tiles, in memory of the calling thread. Each `group` of neighbours along k begins with a step of its own.
+// Packs x [m, k] in tiles, in memory of the calling thread. Each `group` of elements along k begins a new step.
 inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t k, int64_t group) {
   const int64_t steps = steps_of(k, group), high = high_of(m);
   auto* to = own_memory<0, c10::BFloat16>(high * steps * TILE);
@@ -60,14 +60,14 @@ inline const c10::BFloat16* tiles_of(const c10::BFloat16* x, int64_t m, int64_t 
   return to;
 }
 
-// Where rows of x lie: elements from one row to the next, and from one step of k to the next.
+// Rows of x in memory, with strides of rows and of steps of k in elements.
 struct TileRows {
   const c10::BFloat16* at;
   int64_t row, step;
 };
 
-// sums of two times three tiles += those rows of x times `steps` of a panel. Registers: 0 to 2 the first rows' sums, 3 to 5
-// the second's. Before each tile of the panel it asks for LINES of what comes, from `soon` on.
+// Two by three tiles of sums += the rows `upper` and `lower` of x times `steps` steps of a panel. Registers: 0 to 2 the
+// upper rows' sums, 3 to 5 the lower rows'. Before each tile of the panel it prefetches LINES lines, from `soon` on.
 template <int LINES, typename M>
 [[gnu::always_inline]] inline void add_steps(M& tiles, const c10::BFloat16* upper, const c10::BFloat16* lower,
                                              const c10::BFloat16* panel, int64_t steps, const c10::BFloat16* soon) {
@@ -97,16 +97,16 @@ template <int LINES, typename M>
   }
 }
 
-// Asks for the lines of a tile of a panel. In assembler: see `prefetch` in attention.h.
+// Prefetches a tile of a panel. In assembler: see `prefetch` in attention.h.
 inline void fetch_tile(const c10::BFloat16* tile) {
   const char* from = reinterpret_cast<const char*>(tile);
 #pragma GCC unroll 16
   for (int64_t line = 0; line < TILE_ROWS; ++line) asm volatile("prefetcht1 %0" : : "m"(from[line * LINE]));
 }
 
-// sums of `P` times three tiles += up to 16 rows of x times `steps` of each of P panels, of which panels[P] and on come next.
-// Registers: 0 to 2 the first panel's sums, 3 to 5 the second's. Of each panel the tile behind the one in work is fetched.
-// Two panels at a time are read 5 % faster than one: the processor's own prefetching follows both.
+// P by three tiles of sums += up to 16 rows of x times `steps` steps of each of P panels; panels[P] and on come next.
+// Registers: 0 to 2 the first panel's sums, 3 to 5 the second's. Prefetches each panel's next tile. Two panels at a
+// time are read 5 % faster than one: the hardware prefetcher follows both.
 template <int P, typename M>
 [[gnu::always_inline]] inline void read_steps(M& tiles, TileRows x, const c10::BFloat16* const* panels, int64_t steps) {
   const c10::BFloat16 *first = panels[0], *second = panels[P - 1];
@@ -151,7 +151,7 @@ template <int H, typename M>
   }
 }
 
-// `sum_panels` for up to 16 rows, which do little but read the weight: P panels at a time.
+// `sum_panels` for up to 16 rows, which are bound by reading the weight: P panels at a time.
 template <int P, typename M, typename L>
 void read_panels(M& tiles, const TileRows& x, int64_t steps, const c10::BFloat16* const* panels, int64_t count,
                  const L& leave) {
@@ -168,7 +168,7 @@ void read_panels(M& tiles, const TileRows& x, int64_t steps, const c10::BFloat16
   });
 }
 
-// The same for 17 to 32 rows, which lie in tiles.
+// The same for 17 to 32 rows, which are packed in tiles.
 template <typename M, typename L>
 void read_panels_twice(M& tiles, const c10::BFloat16* x, int64_t steps, const c10::BFloat16* const* panels, int64_t count,
                        const L& leave) {
@@ -182,8 +182,8 @@ void read_panels_twice(M& tiles, const c10::BFloat16* x, int64_t steps, const c1
   }
 }
 
-// Rows of x times panels of one length, behind which BEHIND others are named, to be fetched; more than 16 rows lie in tiles.
-// Of each panel and each 16 rows leave(panel, row, sums): three tiles [16][16] of float, one after another.
+// Rows of x times `count` panels of equal length; `panels` names BEHIND more, to be prefetched. More than 16 rows are
+// in tiles. Calls leave(panel, row, sums) for each panel and each 16 rows: three consecutive tiles [16][16] of float.
 template <typename M, typename L>
 void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const c10::BFloat16* const* panels,
                 int64_t count, const L& leave) {
@@ -214,9 +214,9 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
           tiles.template load<4>(kept + 4 * SUMS, WIDTH_BYTES);
           tiles.template load<5>(kept + 5 * SUMS, WIDTH_BYTES);
         }
-        // Each pair of rows fetches its share of the next block, evenly: a core waits for so many lines at once.
+        // Each pair of tiles of rows prefetches an equal share of the next block, to limit outstanding cache misses.
         const auto add = [&]<int LINES>() {
-          constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // of a step
+          constexpr int64_t SHARE = TILES_WIDE * LINES * LINE / sizeof(c10::BFloat16);  // elements per step
           add_steps<LINES>(tiles, upper, lower, panel, deep, next + pair * deep * SHARE);
         };
         if (pairs >= TILE_ROWS)
@@ -236,14 +236,14 @@ void sum_panels(M& tiles, const TileRows& x, int64_t rows, int64_t steps, const 
   }
 }
 
-// run(tiles, panel, count, from, rows) for a few panels of so many bytes beside each other and each part of the rows, shared
-// out. The low registers have `low` rows. Of many rows each thread begins with rows of its own: those that it has packed,
-// and those that it will need of y, are in its second cache and not in another core's. Of fewer rows reading the weight
-// takes longer, and each thread begins with panels of its own.
+// Shares out run(tiles, panel, count, from, rows) over groups of `together` adjacent panels, of `panel_bytes` each, and
+// parts of the rows. The low registers have `low` rows. With many rows each thread begins with rows of its own: those
+// of x that it packed, and those of y that it will need, are in its L2 and not in another core's. With fewer rows
+// reading the weight takes longer, and each thread begins with panels of its own.
 template <typename F>
 void share_tiles(int64_t m, int64_t steps, int64_t panels, int64_t together, int64_t panel_bytes, int64_t low,
                  const F& run) {
-  const bool few = m <= 2 * TILE_ROWS;  // they read the weights in one direction
+  const bool few = m <= 2 * TILE_ROWS;  // they read the weight from front to back
   if (few) together = 2;
   const int64_t groups = (panels + together - 1) / together, threads = at::get_num_threads();
   const auto pieces = [](int64_t count, int64_t size) { return (count + size - 1) / size; };

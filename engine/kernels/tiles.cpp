@@ -1,4 +1,4 @@
-// Which order sums of bfloat16 have, and what computes it here.
+// Chooses the order of bfloat16 sums, and whether AMX or FMA computes tiles.
 #include "tiles.h"
 
 #include <c10/util/Exception.h>
@@ -25,7 +25,7 @@ namespace tandem {
 
 namespace {
 
-constexpr int FOUR = 4;  // rows at a time: each pair of columns is widened once for them
+constexpr int FOUR = 4;  // rows at a time, for which each row of b is widened once
 
 [[gnu::noinline]] void add_products(Words& c, const Words& a, const Words& b, int64_t rows) {
   const auto even = [](__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); };
@@ -49,7 +49,7 @@ constexpr int FOUR = 4;  // rows at a time: each pair of columns is widened once
   }
 }
 
-// By cpuid: the processor has the instructions and the system keeps the registers.
+// Whether the processor has the instructions (cpuid) and the system saves the tile registers (xgetbv).
 bool has_amx() {
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
@@ -59,14 +59,14 @@ bool has_amx() {
   return (low & KEPT) == KEPT && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILES);
 }
 
-// Linux gives the tile registers to a process that asks for them (Documentation/arch/x86/xstate.rst). Without, the first
-// instruction with a tile is SIGILL.
+// Linux grants a process the tile registers on request (Documentation/arch/x86/xstate.rst). Without it, the first tile
+// instruction raises SIGILL.
 bool permitted() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// Whether both machines have the same bits, denormals among the numbers.
+// Whether both machines compute the same bits, also from denormals.
 bool agree() {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
@@ -153,7 +153,7 @@ std::string tiles() {
 #endif
 }
 
-// Puts FMA in the place of AMX, for tests; returns what held before.
+// Sets whether FMA replaces AMX, for tests; returns the previous setting.
 bool emulate([[maybe_unused]] bool now) {
 #ifdef TANDEM_TILES
   return std::exchange(emulated, now);

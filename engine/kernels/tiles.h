@@ -4,9 +4,9 @@
 //     each element: one FMA chain from zero over the even k, one over the odd k, and C += even + odd
 //     rounded to nearest even; denormals, read or made, are zero
 //
-// (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.) The sum of a row does not depend on
-// the other rows of A, so a token's bits do not depend on its company. AMX computes a product of tiles by one instruction;
-// any processor with AVX-512 computes the same bits by FMA. Kernels are written once, for either machine.
+// (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS.) The sum of a row does not depend
+// on the other rows of A, so a token's bits do not depend on its batch. AMX computes a product of tiles by one
+// instruction; processors with AVX512_BF16 compute the same bits by FMA. Kernels are written once, for either machine.
 #pragma once
 
 #include "dots.h"
@@ -34,11 +34,11 @@ bool by_tiles();
 // Whether AMX computes the tiles; else FMA does.
 bool by_amx();
 
-// Registers that hold A or C of fewer rows where a machine is asked for them.
+// Low registers have the number of rows that a machine is made with, which may be less than 16: for A and C.
 constexpr bool is_low(int tile) { return tile != 7; }
 
-// Eight registers, each of one tile. While a machine lives its thread computes with it; the registers begin undefined.
-// Those that are low have so many rows, and the rest of a tile in memory is neither read nor written.
+// Eight registers of one tile each, which belong to the thread for the lifetime of the object and are undefined at
+// first. Low registers have `rows` rows; the other rows of a tile in memory are neither read nor written.
 class Amx {
  public:
   explicit Amx(int64_t rows = TILE_ROWS) {
@@ -61,7 +61,7 @@ class Amx {
   void zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(TO));
   }
-  // Rows of 64 bytes, `stride` bytes from one to the next.
+  // Loads rows of 64 bytes, `stride` bytes apart.
   template <int TO>
   void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TO) : "memory");
@@ -76,7 +76,8 @@ class Amx {
   }
 };
 
-// While it lives the thread's sums treat denormals and round as tiles do. Sums between are those of numbers in memory.
+// During its lifetime the thread rounds and treats denormals as tiles do. It covers only arithmetic on values that are
+// loaded and stored in between, as its barriers order memory accesses alone.
 class AsInTiles {
  public:
   AsInTiles() {
@@ -97,10 +98,10 @@ class AsInTiles {
 
 using Words = uint32_t[TILE_ROWS][LANES];  // a tile: pairs of bfloat16, or floats
 
-// c += a times b, in this order and by FMA; of so many rows, or of a few more.
+// c += a times b by FMA, in the order tile32, for `rows` rows, rounded up to a multiple of four.
 void dot_by_fma(Words& c, const Words& a, const Words& b, int64_t rows);
 
-// The same in memory.
+// The same interface as Amx, with its registers in memory.
 class Fma {
  public:
   explicit Fma(int64_t rows = TILE_ROWS) : low_(rows) {}
@@ -130,7 +131,7 @@ class Fma {
   int64_t low_;
 };
 
-// f(machine), with the one that computes tiles here; with low registers of so many rows.
+// Calls f(machine) with Amx or Fma, whichever this process uses; its low registers have `rows` rows.
 template <typename F>
 void with_tiles(int64_t rows, const F& f) {
   if (by_amx()) {

@@ -1,4 +1,4 @@
-"""What stands in for CUDA on a machine without it."""
+"""Stand-ins for CUDA on a machine without it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def checked(
     block_table: torch.Tensor,
     num_splits: int,
 ) -> torch.Tensor:
-    """`varlen_attn` over pages: refuses what the kernels refuse, and computes in plain PyTorch what its arguments say,
-    with the conventions of torch's documentation.
+    """`varlen_attn` over pages: refuses what the kernels refuse, and computes the rest in plain PyTorch, by the
+    conventions of torch's documentation.
 
     `query [total, heads, d]`, `key` and `value` `[blocks, block_size, kv_heads, d]`.
     """
@@ -72,12 +72,12 @@ def checked(
     return out
 
 
-# A number read on the host, a size that depends on values, and a tensor made of host numbers.
+# Operators that read a number on the host, have a size that depends on values, or make a tensor of host numbers.
 WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "lift_fresh")
 
 
 class Asked(TorchDispatchMode):
-    """Inside, `names` gets every such operator. (`tolist` and `numpy` are none; they are looked for by eye.)"""
+    """Inside, `names` collects every such operator. (`tolist` and `numpy` are not operators; look for them by eye.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Asked(TorchDispatchMode):
 
 
 class Late:
-    """A device that has computed nothing before somebody waits for it: `behind` says how many forwards it has not."""
+    """A device that computes nothing until it is waited for: `behind` counts the forwards it has yet to compute."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.behind = 0

@@ -57,7 +57,7 @@ def test_not_now_changes_nothing() -> None:
 
 
 def test_reused_blocks_are_not_counted_as_room_for_new_ones() -> None:
-    """Blocks that a request reuses cannot also be evicted to make its own room."""
+    """Blocks that a request reuses cannot also be evicted to make room for it."""
     pool = BlockPool(2, SIZE)
     tokens = list(range(8))
     pool.take("a", hashes(tokens), 2)
@@ -69,7 +69,7 @@ def test_reused_blocks_are_not_counted_as_room_for_new_ones() -> None:
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_and_its_tail_before_its_head() -> None:
-    """Eviction eats old prefixes from their end, so that what stays can still be found."""
+    """Eviction takes old prefixes from their end, so that the remaining blocks can still be found."""
     pool = BlockPool(4, SIZE)
     old, new = list(range(8)), list(range(100, 108))
     for name, tokens in (("old", old), ("new", new)):
@@ -84,7 +84,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_tail_before_its
 
 
 def test_the_check_finds_what_does_not_add_up() -> None:
-    """The ledger's check has power: a leaked owner, a lost block and a wrong count are each found."""
+    """The ledger's check finds a leaked owner, a lost block and a wrong count."""
     pool = BlockPool(4, SIZE)
     pool.take("a", [], 2)
     assert pool.check(live=["a"]) == []
@@ -96,7 +96,7 @@ def test_the_check_finds_what_does_not_add_up() -> None:
 
 
 def test_a_block_that_is_twice_in_a_table_is_found() -> None:
-    """Two places of one sequence would overwrite each other's KV."""
+    """Two positions of one sequence would overwrite each other's KV."""
     pool = BlockPool(4, SIZE)
     pool.take("a", [], 2)
     pool._tables["a"][1] = pool._tables["a"][0]
@@ -104,7 +104,7 @@ def test_a_block_that_is_twice_in_a_table_is_found() -> None:
 
 
 def test_every_block_that_is_shared_is_given_up_by_each_owner() -> None:
-    """By the first that leaves as well, whose blocks others go on using."""
+    """Including the first to leave, whose blocks the other owners still use."""
     pool, tokens = BlockPool(6, SIZE), list(range(12))
     for owner, shared in (("a", 3), ("b", 2), ("c", 1)):
         pool.take(owner, hashes(tokens[: shared * SIZE]), shared)
@@ -117,7 +117,7 @@ def test_every_block_that_is_shared_is_given_up_by_each_owner() -> None:
 
 
 def test_what_is_in_doubt_is_found_by_nobody() -> None:
-    """A block that was published and one that was not; other owners' blocks stay known, and who listens hears of it."""
+    """Neither a published nor an unpublished block; other owners' blocks stay known, and the listener is notified."""
     pool = BlockPool(4, SIZE)
     pool.listen()
     for owner, digest in (("a", b"1"), ("b", b"2")):
@@ -138,7 +138,7 @@ def test_a_pool_has_blocks_and_a_block_has_places(total: int, size: int) -> None
 
 
 def test_an_owner_takes_once() -> None:
-    """A second table for one name would make the first one unaccounted for."""
+    """A second table for one owner would leave the first one unaccounted for."""
     pool = BlockPool(4, SIZE)
     pool.take("a", [], 1)
     with pytest.raises(ValueError, match="already owns"):
@@ -146,7 +146,7 @@ def test_an_owner_takes_once() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random lives of random owners over a small pool; the books must balance after every step."""
+    """Random operations of random owners on a small pool; the ledger must balance after every step."""
 
     @initialize(total=st.integers(1, 12))
     def start(self, total: int) -> None:

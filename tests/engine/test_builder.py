@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never 
 
 
 def test_streams_wait_longer_for_prompts_only_where_these_have_no_other_place() -> None:
-    """Without prefill workers a step may be longer; a number that is given holds in both."""
+    """Without prefill workers a step may be longer; a configured number holds with and without them."""
     for prefill, default in ((1, STRETCH_WITH_PREFILL), (0, STRETCH_ALONE)):
         assert Settings(model="m", prefill=prefill).stretch == default
         assert Settings(model="m", prefill=prefill, stream_stretch=1.0).stretch == 1.0
@@ -26,7 +26,7 @@ def test_streams_wait_longer_for_prompts_only_where_these_have_no_other_place() 
 
 
 def test_with_an_objective_a_step_may_be_as_long_as_keeps_it() -> None:
-    """In both; half of it, for KV may come in its middle. A number that is given still holds."""
+    """With and without prefill workers; half of it, since KV may arrive in its middle. A configured number holds."""
     for prefill in (0, 1):
         about = Settings(model="m", prefill=prefill, slo_tpot_s=0.1)
         assert (about.stretch, about.beside_s) == (STRETCH_WITH_PREFILL, pytest.approx(0.05))
@@ -60,7 +60,7 @@ def test_a_stream_whose_kv_arrives_in_the_middle_of_a_prompt_waits_at_most_half_
     ids=str,
 )
 def test_auto_is_the_checkpoints_own_dtype_on_cuda(tmp_path: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Nothing is rounded that need not be; float16, which no setting names, becomes bfloat16."""
+    """No unnecessary rounding; float16, which no setting names, becomes bfloat16."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert _dtype(Settings(model=str(tmp_path)), CUDA) == dtype
 

@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have not run; all that is around them runs here."""
+"""Decode steps of fixed shapes, captured on CPU. CUDA graphs have never run; everything around them runs here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def plain(call: Call) -> Call:
-    """In the place of a CUDA graph."""
+    """Replaces a CUDA graph."""
     return call
 
 
@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> 
 
 @pytest.fixture
 def pages(model: ModelRunner) -> KvCache:
-    """With as much room as three sequences of the longest length need, and the spare block."""
+    """Room for three sequences of the longest length, and the spare block."""
     return model.allocate(BLOCKS + 1, BLOCK_SIZE)
 
 
@@ -58,14 +58,14 @@ def made(model: ModelRunner, pages: KvCache, capture: captured_steps.Capture = p
 
 
 def noise(pages: KvCache) -> None:
-    """Somebody's KV in every place; NaN where no token may look."""
+    """Random KV in every slot."""
     for call in range(len(pages.layout.calls)):
         for view in (pages.k[call], pages.v[call]):
             view.normal_(generator=torch.Generator().manual_seed(call))
 
 
 def singles(rng: random.Random, rows: int) -> Batch:
-    """One token for each of so many sequences, over blocks in any order."""
+    """One token for each of `rows` sequences, over blocks in random order."""
     positions = [rng.randrange(LONGEST if rows <= 3 else 4 * BLOCK_SIZE) for _ in range(rows)]
     free = rng.sample(range(BLOCKS), BLOCKS)
     tables = [[free.pop() for _ in range(position // BLOCK_SIZE + 1)] for position in positions]
@@ -97,7 +97,7 @@ def test_buckets_are_powers_of_two_and_the_most() -> None:
 @CAPTURES
 def test_padding_changes_no_bit(capture: captured_steps.Capture, model: ModelRunner, pages: KvCache) -> None:
     """Any number of sequences after any other: the logits and the pages of the unpadded step, bit for bit; blocks that
-    are not in the batch, and the places of rows that it leaves over, stay as they were."""
+    are not in the batch, and slots of unused rows, stay unchanged."""
     decode, rng = made(model, pages, capture), random.Random(0)
     noise(pages)
     assert decode.sizes == (1, 2, 4, 6)
@@ -107,7 +107,7 @@ def test_padding_changes_no_bit(capture: captured_steps.Capture, model: ModelRun
 
 
 def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvCache) -> None:
-    """Nothing of an earlier step is left in them, nor behind the end of a table."""
+    """Nothing of an earlier step is left in them, nor past the end of a table."""
     decode, rng = made(model, pages), random.Random(5)
     bucket = decode._buckets[-1]
     for rows in (6, 5, 6, 5):
@@ -124,7 +124,7 @@ def test_rows_left_over_see_the_spare_block_alone(model: ModelRunner, pages: KvC
 
 @CAPTURES
 def test_the_spare_block_reaches_nobody(capture: captured_steps.Capture, model: ModelRunner, pages: KvCache) -> None:
-    """Whatever it holds, NaN too, and whatever the padding rows make of it."""
+    """Whatever it holds, including NaN, and whatever the padding rows compute from it."""
     decode, batch = made(model, pages, capture), singles(random.Random(1), 3)
     noise(pages)
     before = pages.buffer.clone()
@@ -137,7 +137,7 @@ def test_the_spare_block_reaches_nobody(capture: captured_steps.Capture, model: 
 
 
 def test_a_table_with_the_spare_block_is_refused(model: ModelRunner, pages: KvCache) -> None:
-    """It belongs to nobody: a batch that says otherwise is our own mistake."""
+    """No sequence owns it: a batch that contains it is our own bug."""
     decode, batch = made(model, pages), singles(random.Random(2), 1)
     batch.block_tables[0][0] = SPARE
     with pytest.raises(AssertionError, match="outside"):
@@ -148,7 +148,7 @@ def test_a_table_with_the_spare_block_is_refused(model: ModelRunner, pages: KvCa
 def test_a_table_that_grew_in_place_is_seen(
     capture: captured_steps.Capture, model: ModelRunner, pages: KvCache
 ) -> None:
-    """The pool gives out its own lists: the next block of a sequence is in the same list as the one before."""
+    """The pool returns its own lists: a sequence's next block is appended to the same list."""
     decode = made(model, pages, capture)
     noise(pages)
     table: list[int] = []
@@ -168,9 +168,9 @@ def test_a_table_that_grew_in_place_is_seen(
     "batch",
     [
         Batch([1, 2], [0, 1], [2], [2], [[0]], [1]),  # a prompt
-        Batch([1, 2, 3], [0, 1, 0], [2, 1], [2, 1], [[0], [1]], [1, 2]),  # a prompt beside a stream
+        Batch([1, 2, 3], [0, 1, 0], [2, 1], [2, 1], [[0], [1]], [1, 2]),  # a prompt alongside a stream
         Batch([1, 2, 3], [0, 1, 2], [3], [3], [[0]], [0, 1, 2]),  # drafts
-        Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1]),  # no logits of one
+        Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1]),  # one row without logits
         Batch([1, 2], [0, 0], [1, 1], [1, 1], [[0], [1]], [1, 0]),
         Batch([1] * 7, [0] * 7, [1] * 7, [1] * 7, [[block] for block in range(7)], list(range(7))),  # too many
         Batch([1], [0], [1], [1], [list(range(9))], [0]),  # a table longer than any sequence
@@ -178,7 +178,7 @@ def test_a_table_that_grew_in_place_is_seen(
     ],
 )
 def test_other_steps_take_the_models_forward(batch: Batch, model: ModelRunner, pages: KvCache) -> None:
-    """What is no step of single tokens that fits is declined, with nothing written."""
+    """A step that is not one of single tokens, or does not fit, is declined with nothing written."""
     decode = made(model, pages)
     before = pages.buffer.clone()
     assert decode.logits(batch) is None
@@ -203,7 +203,7 @@ def test_no_recorded_step_reads_the_host(model: ModelRunner, pages: KvCache, mon
 
 
 def frozen(call: Call) -> Call:
-    """A recording that holds the first batch fast."""
+    """A recording with the first batch's result as a constant."""
     first = call().clone()
     return lambda: first
 
@@ -216,13 +216,13 @@ def halting(call: Call) -> Call:
 def test_a_recording_that_is_wrong_or_fails_does_not_serve(
     capture: captured_steps.Capture, why: str, model: ModelRunner, pages: KvCache
 ) -> None:
-    """It is compared with the step over another batch than the recorded one; the reason is told."""
+    """It is compared with the step over another batch than the recorded one; the reason is reported."""
     with pytest.raises(Uncapturable, match=why):
         made(model, pages, capture)
 
 
 def test_what_plans_on_the_host_is_not_captured(checkpoint: Callable[[str], Path]) -> None:
-    """Latent pages and the reference path read lists of the batch; those that slip through fail when they do."""
+    """Latent pages and the reference path read lists of the batch; if one slips through, reading them fails."""
     latent = load_model(str(checkpoint("tiny-deepseek-v3")), dtype=torch.float32, device=CPU, max_model_len=LONGEST)
     with pytest.raises(Uncapturable, match="latent"):
         made(latent, latent.allocate(BLOCKS + 1, BLOCK_SIZE))
@@ -270,10 +270,10 @@ SERVED = [
 def test_a_recorded_step_asks_the_device_for_nothing(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing in the forward waits for a value or brings one from the host, so that it can be captured. The families
-    that are left out are those whose attention `varlen_attn` has no argument for."""
+    """The forward neither waits for a value nor copies one from the host, so that it can be captured. Families whose
+    attention `varlen_attn` has no argument for are left out."""
     monkeypatch.setattr(torch_varlen, "varlen_attn", lambda query, *given, **named: torch.zeros_like(query))
-    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # `item` hides from the watch in inference mode
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in inference mode the watch does not see `item`
     path = str(checkpoint(f"tiny-{family}"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
     model.varlen = FA3
@@ -295,8 +295,8 @@ def test_a_recorded_step_asks_the_device_for_nothing(
 # ---- captured on CPU
 
 
-# Their experts are called by how many tokens each has; or their recording is the plain one, which takes sizes through
-# tensors.
+# Their calls of experts depend on how many tokens each has; or their recording is the unfused one, which takes sizes
+# through tensors.
 COUNTING = {"gpt-oss", "mixtral", "qwen2-moe", "qwen2-moe-sliding", "qwen3-moe", ("olmo2", torch.bfloat16)}
 
 
@@ -305,7 +305,7 @@ COUNTING = {"gpt-oss", "mixtral", "qwen2-moe", "qwen2-moe-sliding", "qwen3-moe",
 def test_every_family_is_captured_on_cpu_with_the_same_bits(
     family: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Several steps after one another, in any number of rows. Steps that plan on the host are refused."""
+    """Several consecutive steps, of any number of rows. Steps that plan on the host are refused."""
     model = load_model(str(checkpoint(f"tiny-{family}")), dtype=dtype, device=CPU, max_model_len=LONGEST)
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     if model.latent or family in COUNTING or (family, dtype) in COUNTING:
@@ -321,7 +321,7 @@ def test_every_family_is_captured_on_cpu_with_the_same_bits(
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_quantised_kv_is_captured_on_cpu(kv: KvDtype, checkpoint: Callable[[str], Path]) -> None:
-    """Elements and scales are written and read as without a capture, token after token."""
+    """Elements and scales are written and read as without a capture, token by token."""
     path = str(checkpoint("tiny-llama"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kv_dtype=kv)
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
@@ -336,7 +336,7 @@ def test_quantised_kv_is_captured_on_cpu(kv: KvDtype, checkpoint: Callable[[str]
 
 
 def test_a_step_after_the_captured_one_shares_no_memory_with_what_is_still_needed() -> None:
-    """Intermediate tensors lie in one stretch, in places that are used again; results keep theirs."""
+    """Intermediate tensors share one buffer, whose memory is reused; results keep theirs."""
     x = torch.randn(4, 64)
 
     def call() -> torch.Tensor:
@@ -371,7 +371,7 @@ def test_a_step_after_the_captured_one_shares_no_memory_with_what_is_still_neede
     ],
 )
 def test_a_step_that_a_replay_could_not_know_is_refused(step: Callable[[torch.Tensor], torch.Tensor], why: str) -> None:
-    """And the thread's operators are as before afterwards. The control: a step that is known."""
+    """Afterwards the thread's operators are restored. Control: a step that can be replayed."""
     x, rows = torch.randn(5), torch.tensor([1, 3])
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match=why):
@@ -382,7 +382,7 @@ def test_a_step_that_a_replay_could_not_know_is_refused(step: Callable[[torch.Te
 
 
 def test_what_an_operator_returns_of_its_arguments_stays_where_it_is() -> None:
-    """An operator that returns an argument beside new memory: the argument belongs to somebody else."""
+    """An operator that returns an argument along with new memory: the argument is not the capture's to move."""
     library = torch.library.Library("tandem_test", "DEF")
     library.define("both(Tensor(a) x) -> (Tensor(a), Tensor)")
     library.impl("both", lambda x: (x.view(-1), x * 2), "CPU")
@@ -407,7 +407,7 @@ def test_a_forward_by_modules_is_not_captured_on_cpu(
 def test_a_model_that_is_long_to_read_is_not_captured_on_cpu(
     model: ModelRunner, pages: KvCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a capture saves would be little of its step."""
+    """A capture would save little of its step."""
     monkeypatch.setattr(captured_steps, "CPU_BYTES", model.step_bytes - 1)
     with pytest.raises(Uncapturable, match="would save little"):
         Decode(model, pages, spare=SPARE, max_running=MOST, capture=None)
@@ -419,7 +419,7 @@ def test_a_model_that_is_long_to_read_is_not_captured_on_cpu(
 def tokens_of(
     model: ModelRunner, capture: captured_steps.Capture | None, speculation: bool = False
 ) -> tuple[list[list[int]], int]:
-    """What some requests get, and how many steps were recorded ones; the ledger balances."""
+    """The tokens of some requests, and the number of recorded steps; the ledger balances."""
     engine = Engine(
         model,
         EngineConfig(
@@ -474,7 +474,7 @@ def test_the_same_tokens_with_and_without(
 
 
 def test_an_engine_whose_steps_cannot_be_captured_serves_without(checkpoint: Callable[[str], Path]) -> None:
-    """It says why and goes on as before."""
+    """It reports why and serves as before."""
     model = load_model(str(checkpoint("tiny-deepseek-v3")), dtype=torch.float32, device=CPU, max_model_len=LONGEST)
     engine = Engine(model, EngineConfig(num_blocks=8, block_size=4, token_budget=8, max_running=2, spare_block=True))
     assert engine.capture(plain) == "not captured: latent pages"

@@ -1,4 +1,4 @@
-"""What is told about a block is told after the device has written it. On a stand-in: no GPU has run this yet."""
+"""A block is announced only after the device has written it. On a stand-in: no GPU has run this yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(checkpoint: Callable[[str], Path]) -> ModelRunner:
 
 
 def unwritten(model: ModelRunner, device: Late, *, handoff: bool) -> list[int]:
-    """How many forwards the device is behind whenever progress of a prompt is given out."""
+    """How many forwards the device is behind each time a prompt's progress is reported."""
     built = Engine(model, EngineConfig(num_blocks=32, block_size=4, token_budget=CHUNK, max_running=4))
     built.add(Sequence("prompt", list(range(PROMPT)), PROMPT, PROMPT + 1, handoff=handoff))
     behind = []
@@ -37,17 +37,17 @@ def unwritten(model: ModelRunner, device: Late, *, handoff: bool) -> list[int]:
 
 
 def test_a_chunk_of_a_handoff_is_told_after_it_was_written(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are announced and read by another worker at once, past the device's queue."""
+    """Another worker reads its blocks as soon as they are announced, outside of the device's queue."""
     assert unwritten(model, Late(monkeypatch), handoff=True) == [0, 0, 0]
 
 
 def test_a_chunk_that_stays_here_waits_for_nothing(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later steps are behind it in the device's queue."""
+    """Later steps follow it in the device's queue."""
     assert unwritten(model, Late(monkeypatch), handoff=False) == [1, 2, 0]
 
 
 def test_control_without_waiting_unwritten_blocks_are_told(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in shows it."""
+    """The stand-in detects it."""
     device = Late(monkeypatch)
     monkeypatch.setattr(engine.engine, "device_done", lambda _: None)
     assert unwritten(model, device, handoff=True) == [1, 2, 0]

@@ -28,7 +28,7 @@ from engine.engine_thread import (
 )
 from tandem.errors import StepFailed, Unavailable
 
-# An engine as far as the loop looks at it.
+# The parts of an engine that the loop reads.
 NO_MASKS = SimpleNamespace(waits=0)
 IDLE: Any = SimpleNamespace(
     scheduler=SimpleNamespace(has_work=False), plan=[], retries=[], masks=NO_MASKS, speculation=None
@@ -40,7 +40,7 @@ def threads() -> set[int]:
 
 
 def compute() -> int:
-    """Something that two threads do together; returns who asked for it."""
+    """Work for two threads; returns the calling thread's id."""
     torch.set_num_threads(2)
     torch.ones(1 << 20).add_(1.0)
     return threading.get_ident()
@@ -67,7 +67,7 @@ async def test_an_engine_is_built_and_used_by_one_thread_with_one_set_of_helpers
 
 
 async def test_what_goes_wrong_while_it_is_built_reaches_who_waits_for_it() -> None:
-    """And its thread ends."""
+    """And the thread ends."""
 
     def make() -> Any:
         raise ZeroDivisionError
@@ -87,7 +87,7 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 
 async def test_whoever_waits_for_an_engine_that_hangs_can_be_told() -> None:
-    """The call that it is in, those behind it and those that come later; what it answers after all reaches nobody."""
+    """The current call, the queued ones and later ones fail; an answer that still comes is dropped."""
     loop = EngineThread(lambda: IDLE)
     await loop.built()
     hangs, go_on = threading.Event(), threading.Event()
@@ -125,13 +125,13 @@ async def test_a_loop_without_work_has_nothing_under_way() -> None:
         (StepTime(), 100, 100, UNKNOWN_S),  # nothing is known yet
         (StepTime(0.005, 0.001, 2000.0), 0, 500, LEAST_STEP_S),  # a stream's step of milliseconds
         (StepTime(0.1, 0.0, 2000.0), 500, 0, 3.5),  # ten times 0.1 s and 0.25 s
-        (StepTime(0.1, 0.0, 2000.0), 500, 8192, 10.5),  # attention to so much takes longer than was measured
+        (StepTime(0.1, 0.0, 2000.0), 500, 8192, 10.5),  # attention to so many tokens takes longer than was measured
     ],
 )
 async def test_how_long_a_step_may_take_follows_from_the_engines_own_pace(
     pace: StepTime, prompt_tokens: int, context: int, most_s: float
 ) -> None:
-    """Generous, but for a hang of a fast engine."""
+    """Generous, yet short enough to detect a hang of a fast engine."""
     sequence = SimpleNamespace(num_computed=context - 1, grammar=None)
     engine: Any = SimpleNamespace(
         **{**vars(IDLE), "plan": [SimpleNamespace(sequence=sequence, tokens=1)]},
@@ -158,7 +158,7 @@ async def test_how_long_a_step_may_take_follows_from_the_engines_own_pace(
 async def test_work_that_was_not_measured_has_its_time(
     prompt_rate: float, drafted: int, prompt_tokens: int, latent: bool, least_s: float
 ) -> None:
-    """A healthy worker is not ended for it: not for a step that takes as long as its tokens as a prompt."""
+    """A healthy worker is not ended for a step that takes as long as its tokens would take as a prompt."""
     sequences = [SimpleNamespace(num_computed=19_999 if latent else 100, grammar=None) for _ in range(16)]
     engine: Any = SimpleNamespace(
         **{**vars(IDLE), "plan": [SimpleNamespace(sequence=one, tokens=1) for one in sequences]},
@@ -174,7 +174,7 @@ async def test_work_that_was_not_measured_has_its_time(
 
 
 async def test_each_forward_of_a_drafter_has_its_own_time() -> None:
-    """A prompt that it catches up with in many forwards makes one long step, in which nothing hangs."""
+    """Catching up with a prompt in many forwards makes one long step, which is not a hang."""
     drafter = SimpleNamespace(under_way=Drafting())
     engine: Any = SimpleNamespace(
         **{
@@ -200,7 +200,7 @@ async def test_each_forward_of_a_drafter_has_its_own_time() -> None:
 
 
 async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> None:
-    """A step hangs after 2 s, one with a grammar, too; filling a mask may take longer and has bounds of its own."""
+    """A step counts as hung after 2 s, with a grammar, too; filling a mask may take longer and has its own bounds."""
     sequence = SimpleNamespace(num_computed=100, grammar=object(), tokens=[7] * 30, prompt_len=10)
     masks = SimpleNamespace(waits=0)
     engine: Any = SimpleNamespace(
@@ -233,7 +233,7 @@ async def test_only_a_step_that_waits_for_its_masks_has_a_grammars_time() -> Non
 async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
     reason: str, failure: type[Exception]
 ) -> None:
-    """A router counts StepFailed towards poison; a transport that broke during the step is no request's fault."""
+    """A router counts StepFailed towards poison; a transport that broke during the step is not a request's fault."""
     engine: Any = SimpleNamespace(
         plan=[Chunk(SimpleNamespace(id="mine"), 1)],  # type: ignore[arg-type]
         scheduler=SimpleNamespace(has_work=False),

@@ -1,6 +1,6 @@
 """A token's logits have the same bits whatever else is in the step, however its prompt was cut, prefilled or decoded.
 
-This is what makes a resumed stream, a cached prefix and a full batch invisible in the answer. It holds on CPU with the
+So an answer does not depend on a resume, a cached prefix or the rest of the batch. It holds on CPU with the
 compiled operators, in float32 and in bfloat16, for every family.
 """
 
@@ -25,14 +25,14 @@ from loadtest.harness.random_checkpoints import TINY, make_adapter
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float32, torch.bfloat16]
-LENGTHS = (5, 33, 1, 75, 131)  # past the angle of 125, where vector sines take another way
+LENGTHS = (5, 33, 1, 75, 131)  # past the angle of 125, where vector sines take another code path
 BLOCK_SIZE = 4
 
 built = pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
 )
 
-Cut = Callable[[random.Random, int], int]  # how many of so many missing tokens the next step takes
+Cut = Callable[[random.Random, int], int]  # how many of the missing tokens the next step takes
 
 
 def one(_rng: random.Random, _left: int) -> int:
@@ -50,8 +50,8 @@ def ragged(rng: random.Random, left: int) -> int:
 def all_logits(
     model: ModelRunner, sequences: list[list[int]], cut: Cut, *, together: bool, seed: int
 ) -> list[torch.Tensor]:
-    """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks. Where the
-    model has adapters, sequences have them and the base in turn."""
+    """Every position's logits, `[tokens, vocab]` for each sequence; steps in random order over random blocks. If the
+    model has adapters, sequences use them and the base in turn."""
     rng = random.Random(seed)
     counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
     ids = rng.sample(range(sum(counts) + 5), sum(counts))
@@ -79,7 +79,7 @@ def prompts(model: ModelRunner) -> list[list[int]]:
 
 
 def differing(model: ModelRunner) -> list[str]:
-    """Which ways of running the same tokens give other bits than each token alone in its step."""
+    """The ways of running the same tokens that give other bits than each token alone in its step."""
     sequences = prompts(model)
     alone = all_logits(model, sequences, one, together=False, seed=0)
     ways = {
@@ -114,7 +114,7 @@ def test_logits_do_not_depend_on_the_step(
 def test_logits_do_not_depend_on_the_adapters_beside_them(
     name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """With adapters of several ranks and the base in one step, too; and the base has the bits of a model without."""
+    """With adapters of several ranks and the base in one step, too; the base has the bits of a model without any."""
     folder = checkpoint(f"tiny-{name}")
     made = {str(rank): make_adapter(tmp_path / str(rank), folder, seed=rank, rank=rank) for rank in (3, 16, 37)}
     model = load_model(str(folder), dtype=dtype, device=CPU, adapters=made)
@@ -149,7 +149,7 @@ def torchs_own(_device: torch.device) -> Iterator[None]:
 @built
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt-oss"])
 def test_the_reference_depends_on_the_step(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Plain PyTorch, which does not promise it, is caught by the same comparison."""
+    """The same comparison catches plain PyTorch, which does not promise it."""
     model = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU, kernels="reference")
     assert differing(model)
 
@@ -157,7 +157,7 @@ def test_the_reference_depends_on_the_step(name: str, checkpoint: Callable[[str]
 @built
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_torchs_own_operators_do(name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's operators back in their places, what is left of them in a model is caught."""
+    """With torch's operators restored, those that a model still uses are caught."""
     model = load_model(str(checkpoint(f"tiny-{name}")), dtype=torch.float32, device=CPU)
     assert differing(model) == []
     monkeypatch.setattr("engine.runner.model_runner.exact", torchs_own)

@@ -1,4 +1,4 @@
-"""A step that fails costs time: its sequences go on with their own tokens, and only the one at fault ends."""
+"""A failed step costs only time: its sequences go on with the same tokens, and only the one at fault ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def crowd() -> list[Sequence]:
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> dict[str, TandemError]:
-    """All to their ends. The errors by sequence; books that do not balance fail."""
+    """Runs all to their ends. Returns the errors by sequence; fails if the ledger does not balance."""
     failed: dict[str, TandemError] = {}
     for one in sequences:
         engine.add(one)
@@ -67,7 +67,7 @@ def expected(model: ModelRunner) -> list[list[int]]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[int, Batch], Exception | None]) -> list[Batch]:
-    """Forwards raise what `when` says of their number and batch, after they have written their KV. Those that did."""
+    """Makes forwards raise `when(number, batch)`, after they have written their KV. Returns the batches that failed."""
     forward, batches, failed = ModelRunner.forward, iter(range(10**9)), []
 
     def broken(self: ModelRunner, pages: Any, batch: Batch) -> torch.Tensor:
@@ -86,7 +86,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[int, Batch], Except
 def test_one_failed_step_changes_no_token(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, number: int, speculation: bool
 ) -> None:
-    """Prompts, chunks, streams and drafts are computed again; nobody hears of it."""
+    """Prompts, chunks, streams and drafts are computed again; no client notices."""
     failed = failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == number else None)
     sequences = crowd()
     assert run(build(model, speculation=Speculation(Ngram(), 4) if speculation else None), sequences) == {}
@@ -99,7 +99,7 @@ def test_one_failed_step_changes_no_token(
 def test_the_prompt_that_fails_every_step_ends_alone(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    """Wherever it stands in the batch; the engine serves on."""
+    """At any place in the batch; the engine keeps serving."""
     failing(monkeypatch, lambda _, batch: RuntimeError("bad luck") if POISON in batch.token_ids else None)
     sequences, engine = crowd(), build(model)
     sequences[place].tokens[3] = POISON
@@ -115,7 +115,7 @@ def test_the_prompt_that_fails_every_step_ends_alone(
 def test_a_step_that_runs_out_of_memory_is_made_smaller(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it takes; later, larger ones are tried again."""
+    """As small as necessary; later, larger ones are tried again."""
     most = 10
     failed = failing(monkeypatch, lambda _, batch: torch.OutOfMemoryError() if len(batch.token_ids) > most else None)
     sequences, engine = crowd(), build(model)
@@ -147,14 +147,14 @@ def test_only_the_request_that_never_fits_is_refused_for_memory(
 def test_an_engine_that_can_compute_nothing_any_more_breaks(
     model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of its own fails as well, so no request is at fault; the failure comes out of `step`."""
+    """The engine's own test step fails as well, so no request is at fault; `step` raises the failure."""
     failing(monkeypatch, lambda at, _: RuntimeError("the device is gone") if at > 3 else None)
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(build(model), crowd())
 
 
 def test_books_that_do_not_balance_break_the_engine(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed step left behind must be known."""
+    """The state after a failed step must be known."""
     monkeypatch.setattr("engine.core.block_pool.BlockPool.check", lambda pool, live=None: ["block 3 is in two states"])
     failing(monkeypatch, lambda at, _: RuntimeError("a bad moment") if at == 2 else None)
     built = build(model)
@@ -168,7 +168,7 @@ def test_books_that_do_not_balance_break_the_engine(model: ModelRunner, monkeypa
 def test_a_failure_while_tokens_are_chosen_changes_no_token(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward is over by then; scores that were taken from it are taken again."""
+    """The forward is over by then; its scores are computed again."""
     choose, calls = engine.engine.choose, iter(range(10**9))
 
     def once_broken(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_failure_while_tokens_are_chosen_changes_no_token(
 def test_sequences_that_took_tokens_from_a_failed_step_end(
     model: ModelRunner, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody was told of these tokens: the requests are to be placed again, with the tokens that were told."""
+    """These tokens were not sent: the requests must be placed again, with the tokens that were."""
     publish = Engine._publish
     monkeypatch.setattr(Engine, "_publish", lambda *_: 1 / 0)
     sequences, built = crowd(), build(model)
@@ -204,7 +204,7 @@ def test_sequences_that_took_tokens_from_a_failed_step_end(
 
 
 def test_the_blocks_of_a_handoff_stay_until_it_is_dropped(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ticket is revoked first: blocks that were announced belong to nobody else before."""
+    """Its ticket is revoked first: announced blocks get no other owner before that."""
     built = build(model)
     handoff = Sequence("handoff", list(range(40)), 40, 41, handoff=True)
     built.add(handoff)
@@ -236,7 +236,7 @@ def test_a_failed_step_waits_for_its_masks(model: ModelRunner, monkeypatch: pyte
 
 
 def test_every_part_of_a_failed_step_is_tried() -> None:
-    """Halves of halves; those that have ended meanwhile are left out."""
+    """Halved recursively; sequences that have ended meanwhile are left out."""
     retries = Retries(token_budget=100)
     assert not retries.failed(["a", "b", "c", "d", "e"], 50, out_of_memory=False)
     assert retries.next({"a", "b", "c", "d"}) == (("a", "b"), 100)
@@ -258,12 +258,12 @@ def test_a_part_that_ran_out_of_memory_gets_fewer_tokens_down_to_one() -> None:
     for last in (False, True):  # memory that another process had may be free by now
         assert retries.next({"a"}) == (("a",), 1)
         assert retries.failed(["a"], 1, out_of_memory=True) is last
-    retries.succeeded()  # another one's step; what comes later is another shortage
+    retries.succeeded()  # another part's step; a later shortage is a new one
     assert not retries.failed(["a"], 1, out_of_memory=True)
 
 
 def test_steps_stay_smaller_for_a_while_after_running_out_of_memory() -> None:
-    """Never below one token, or nothing could run; then twice as many after GOOD_STEPS good ones, up to the budget."""
+    """Never below one token, or nothing could run; then doubled after GOOD_STEPS good ones, up to the budget."""
     retries = Retries(8)
     assert not retries.failed(["a"], 1, out_of_memory=True)
     assert retries.tokens == 1

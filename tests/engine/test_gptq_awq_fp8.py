@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ, block-wise FP8 and torchao: served as the weights that they stand for, or refused.
+"""Checkpoints of GPTQ, AWQ, block-wise FP8 and torchao: served with the weights that they represent, or refused.
 
 The packers here are written from the descriptions in `engine/loading/gptq_awq_fp8.py` and share no code with it: they
 place one integer after the other. The reference is transformers' model with the dense weights.
@@ -72,7 +72,7 @@ ALL = {
     **{name: {"quant_method": "awq", **how} for name, how in AWQ.items()},
     **{name: {"quant_method": "fp8", **how} for name, how in FP8.items()},
 }
-DENSE = {"gptq-8-asymmetric"}  # what no format of ours has
+DENSE = {"gptq-8-asymmetric"}  # not representable in our formats
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -93,7 +93,7 @@ def word_rows(integers: torch.Tensor, bits: int, order: tuple[int, ...]) -> torc
 
 
 def rounded(weight: torch.Tensor, how: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    """The packed tensors of a weight [n, k], and the weight that they stand for."""
+    """The packed tensors of a weight [n, k], and the weight that they represent."""
     if how["quant_method"] == "fp8":
         return rounded_to_fp8(weight, how["weight_block_size"])
     if how["quant_method"] == "torchao":
@@ -151,7 +151,7 @@ def rounded_to_fp8(weight: torch.Tensor, block: list[int]) -> tuple[Tensors, tor
 
 
 def rounded_by_torchao(weight: torch.Tensor, recipe: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    """int4 with two groups in a row, the others with one."""
+    """int4 with two groups per row, the others with one."""
     n, k = weight.shape
     if recipe["_type"] == "Float8WeightOnlyConfig":
         parts, dense = rounded_to_fp8(weight, [1, k])
@@ -174,7 +174,7 @@ def rounded_by_torchao(weight: torch.Tensor, recipe: dict[str, Any]) -> tuple[Te
 
 
 def told_by_torchao(tensors: Tensors) -> dict[str, str]:
-    """What its files say of their tensors."""
+    """The descriptions of tensors in its files."""
     told: dict[str, Any] = {name: {"_type": "Tensor"} for name in tensors if "._weight_" not in name}
     for name, found in tensors.items():
         if name.endswith("._weight_qdata"):
@@ -194,7 +194,7 @@ def told_by_torchao(tensors: Tensors) -> dict[str, str]:
 def make(
     folder: Path, how: dict[str, Any], shape: str = "tiny-qwen2", heads: bool = False, **changes: Any
 ) -> tuple[Path, Path]:
-    """A quantised checkpoint, and the plain one of the weights that it stands for. With `heads` the head is, too."""
+    """A quantised checkpoint, and a plain one of the same weights. With `heads` the head is quantised, too."""
     plain = make_checkpoint(folder / "plain", shape, dtype="float32", **changes)
     quantised = Path(shutil.copytree(plain, folder / "quantised"))
     tensors = load_file(plain / "model.safetensors")
@@ -304,7 +304,7 @@ def test_tokens_and_logits_are_those_of_the_dense_weights(pair: tuple[str, Path,
 
 
 def test_dense_weights_serve_without_compiled_operators(pair: tuple[str, Path, Path]) -> None:
-    """Plain PyTorch; and each weight is the one of the reference, bit for bit."""
+    """Plain PyTorch; each weight is the reference's, bit for bit."""
     _, quantised, plain = pair
     model = load(quantised, kernels="reference")
     assert greedy(model, 8)[0] == transformers_greedy(plain, 8)[0]
@@ -316,7 +316,7 @@ def test_dense_weights_serve_without_compiled_operators(pair: tuple[str, Path, P
 
 @built
 def test_bfloat16_rounds_the_weight_once(pair: tuple[str, Path, Path]) -> None:
-    """The dense weight is the float32 one rounded; codes keep the float32 one."""
+    """The dense weight is the rounded float32 weight; codes represent the float32 weight."""
     name, quantised, plain = pair
     dense = load_file(plain / "model.safetensors")
     model = load(quantised, torch.bfloat16)
@@ -345,7 +345,7 @@ def test_bfloat16_rounds_the_weight_once(pair: tuple[str, Path, Path]) -> None:
     ],
 )
 def test_formats_of_the_codes(tmp_path: Path, kind: str, format: str) -> None:
-    """4 bits in the middle stay 4 bits; with zeros of their own they need 5, and take 8."""
+    """4 bits with the zero point in the middle stay 4 bits; with other zero points they need 5, and take 8."""
     model = load(make(tmp_path, ALL[kind])[0])
     assert {codes.format for codes in of_codes(model)} == {format}
     assert all((codes.order is not None) == bool(ALL[kind].get("desc_act")) for codes in of_codes(model))
@@ -357,7 +357,7 @@ def test_formats_of_the_codes(tmp_path: Path, kind: str, format: str) -> None:
     "shape", ["tiny-qwen3-moe", "tiny-mixtral", "tiny-phi3", "tiny-gemma3-text", "tiny-deepseek-v3"]
 )
 def test_other_families(tmp_path: Path, shape: str, kind: str) -> None:
-    """Experts, which transformers keeps in one tensor, get the dense weights; whatever else is a layer, its codes."""
+    """Experts, which transformers keeps in one tensor, get the dense weights; all other layers keep their codes."""
     quantised, plain = make(tmp_path, {**ALL[kind], **({"group_size": 8} if "group_size" in ALL[kind] else {})}, shape)
     model = load(quantised)
     assert greedy(model)[0] == transformers_greedy(plain)[0]
@@ -382,7 +382,7 @@ def test_what_the_folder_says_about_generation_is_kept(gptq: tuple[Path, Path], 
 
 
 def test_biases_of_zero_that_packers_add_are_dropped(gptq: tuple[Path, Path], tmp_path: Path) -> None:
-    """Old ones gave one to every layer; one that is not zero is another model's."""
+    """Old packers gave every layer a bias; one that is not zero is refused."""
     name = "model.layers.0.mlp.up_proj.bias"
     zero = edited(gptq[0], tmp_path / "zero", lambda tensors: tensors.update({name: torch.zeros(96)}))
     assert greedy(load(zero), 8)[0] == greedy(load(gptq[0]), 8)[0]
@@ -391,17 +391,17 @@ def test_biases_of_zero_that_packers_add_are_dropped(gptq: tuple[Path, Path], tm
         load(other)
 
 
-# ---- what would be wrong without its protection
+# ---- what goes wrong without a check
 
 
 def test_the_other_convention_of_zeros_is_another_model(asymmetric: tuple[Path, Path], tmp_path: Path) -> None:
-    """Read as gptq_v2, the tokens differ: nothing but the config tells the two apart."""
+    """Read as gptq_v2, the tokens differ: only the config tells the two apart."""
     wrong = edited(asymmetric[0], tmp_path / "wrong", checkpoint_format="gptq_v2")
     assert greedy(load(wrong))[0] != transformers_greedy(asymmetric[1])[0]
 
 
 def test_a_symmetric_checkpoint_with_the_other_convention_is_refused(gptq: tuple[Path, Path], tmp_path: Path) -> None:
-    """There the zeros themselves tell."""
+    """There the zero points show the convention."""
     with pytest.raises(CheckpointRefused, match="not in the middle"):
         load(edited(gptq[0], tmp_path / "wrong", checkpoint_format="gptq_v2"))
 
@@ -418,7 +418,7 @@ def test_another_order_of_a_word_is_another_model(
 def test_codes_without_the_order_of_their_columns_are_not_used(
     act_order: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would be another weight: the dense one serves, and the tokens stay."""
+    """They would be another weight: the dense one serves, and the tokens stay the same."""
     monkeypatch.setattr(gptq_awq_fp8, "replace", lambda codes, **_order: codes)
     model = load(act_order[0])
     assert not of_codes(model)
@@ -432,7 +432,7 @@ def test_groups_that_contradict_desc_act_are_refused(act_order: tuple[Path, Path
 
 
 def test_zeros_that_readers_take_differently_are_refused(asymmetric: tuple[Path, Path], tmp_path: Path) -> None:
-    """A zero of 0, less one: AutoGPTQ's reader wraps around, GPTQModel's carries into the next, others read 16."""
+    """Zero point 0, less one: AutoGPTQ's reader wraps around, GPTQModel's carries into the next, others read 16."""
 
     def change(tensors: Tensors) -> None:
         tensors["model.layers.2.mlp.up_proj.qzeros"][0, 0] |= 15
@@ -458,7 +458,7 @@ def test_zeros_that_readers_take_differently_are_refused(asymmetric: tuple[Path,
 def test_a_missing_tensor_is_refused(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, part: str, why: str
 ) -> None:
-    """Each of those that a product needs."""
+    """Each tensor that a product needs."""
     name = f"model.layers.1.mlp.up_proj.{part}"
     with pytest.raises(CheckpointRefused, match=why):
         load(edited(request.getfixturevalue(kind)[0], tmp_path / "lost", lambda tensors: tensors.pop(name)))
@@ -470,7 +470,7 @@ def test_a_missing_tensor_is_refused(
 def test_what_no_layer_takes_is_refused(
     gptq: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A whole product, and scales alone, such as AWQ's for an activation: unchecked, they would be left out."""
+    """A whole product, and scales alone, such as AWQ's for an activation: unchecked, they would be ignored."""
 
     def change(tensors: Tensors) -> None:
         parts = ("scales",) if name.endswith("act") else ("qweight", "qzeros", "scales", "g_idx")
@@ -514,7 +514,7 @@ def test_a_model_that_keeps_its_weights_turned_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_weight_that_is_not_the_one_read_is_refused(gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever transformers may do with it on the way."""
+    """Whatever transformers may do to it while loading."""
     real = gptq_awq_fp8.Product.__getitem__
     monkeypatch.setattr(gptq_awq_fp8.Product, "__getitem__", lambda self, whole: real(self, whole) * 1.0001)
     with pytest.raises(CheckpointRefused, match="not what the model computes with"):
@@ -522,7 +522,7 @@ def test_a_weight_that_is_not_the_one_read_is_refused(gptq: tuple[Path, Path], m
 
 
 def test_it_is_not_quantised_twice(awq: tuple[Path, Path]) -> None:
-    """weights = int8 over codes of somebody else is refused."""
+    """weights = int8 over another tool's codes is refused."""
     with pytest.raises(SettingsError, match="quantised already, by awq"):
         load(awq[0], weights="int8")
 
@@ -580,7 +580,7 @@ def test_what_is_not_understood_is_refused(
 def test_what_torchao_says_of_a_weight_is_minded(
     torchao: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Any]], None], why: str
 ) -> None:
-    """A class whose layout is another, rounded activations, and blocks that are not those of the scales."""
+    """A class with another layout, quantised activations, and blocks that do not match the scales are refused."""
     folder = edited(torchao[0], tmp_path / "edited")
     told, name = metadata(folder), "model.layers.1.mlp.up_proj.weight"
     said = json.loads(told[name])
@@ -591,7 +591,7 @@ def test_what_torchao_says_of_a_weight_is_minded(
 
 
 def test_a_file_without_torchaos_descriptions_is_refused(torchao: tuple[Path, Path], tmp_path: Path) -> None:
-    """Nothing else says what a class's tensors are."""
+    """Nothing else describes a class's tensors."""
     folder = edited(torchao[0], tmp_path / "edited")
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointRefused, match="does not describe its tensors"):
@@ -629,7 +629,7 @@ def test_what_torchao_itself_saves(tmp_path: Path, recipe: str, format: str) -> 
 
 
 def test_keys_of_the_making_change_nothing(gptq: tuple[Path, Path], tmp_path: Path) -> None:
-    """What AutoGPTQ, GPTQModel and optimum write beside it."""
+    """Keys that AutoGPTQ, GPTQModel and optimum also write."""
     folder = edited(
         gptq[0],
         tmp_path / "edited",

@@ -52,13 +52,13 @@ built = pytest.mark.skipif(
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names levels of x86-64")
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3"])
 def test_what_differs_by_instruction_set_compiles_for_the_others(level: str) -> None:
-    """The machine that builds takes one branch of each; a worker elsewhere must not be left without operators."""
+    """The build machine compiles one branch of each; a worker elsewhere must have operators, too."""
     options = [option for option in build.OPTIONS if not option.startswith("-O")]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), *options, f"-march={level}", *includes, "-fsyntax-only"]
     both = "".join(
         f'#include "{build.HERE / source}"\n' for source in ("lowbit.cpp", "rows.cpp", "sampling.cpp")
-    )  # torch's once
+    )  # torch's headers once
     done = subprocess.run([*compiler, "-xc++", "-"], input=both, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[:2000]
 
@@ -68,7 +68,7 @@ def ops() -> torch._ops._OpNamespace:
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor, scale: float = 1.0, weights: float = 0.0) -> None:
-    """`scale` is the size of what was summed, whose float32 rounding stays where the sum itself is small.
+    """`scale` is the size of the summands, whose float32 rounding remains where the sum is small.
 
     `weights` is the size of values whose weights, which add up to 1, were rounded to the type before the sum.
     """
@@ -90,7 +90,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (5, 17), (64, 31), (66, 32), (7, 33), (50, 576), (130, 1000)])
 def test_linear(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Every number of rows, sizes off every tile, with bias and without, from strided rows and weights too."""
+    """Every number of rows, sizes that fill no tile, with bias and without, from strided rows and weights too."""
     columns, inner = shape
     weight, bias = torch.randn(columns, inner).to(dtype), torch.randn(columns).to(dtype)
     for rows in [*range(1, 14), 64, 100]:
@@ -129,7 +129,7 @@ def test_linear_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
 
 @built
 def test_linear_refuses_what_it_does_not_serve() -> None:
-    """Other types, a row of another length, panels of another shape: an error, never memory of somebody else's."""
+    """Other types, a row of another length, panels of another shape: an error, never a read of other memory."""
     weight = torch.randn(20, 30)
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         ops().pack(weight.double())
@@ -227,8 +227,8 @@ QUERIES = [1, 2, 1, 3, 15, 1, 5, 33, 1, 41]
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("reach", [FULL, SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None, sink: bool, reach: Reach) -> None:
-    """Any heads, dims, block size, start and length; what lies outside of a context is NaN here and never seen."""
-    torch.manual_seed(0)  # the bound is that of usual numbers: one run in some hundred drew others
+    """Any heads, dims, block size, start and length; slots outside of a context are NaN here and never read."""
+    torch.manual_seed(0)  # the bound is for typical numbers: unseeded, one run in about a hundred exceeded it
     case = Case(dtype, **shape, lengths=LENGTHS, queries=QUERIES)  # type: ignore[arg-type]
     sinks = torch.randn(case.query[0].shape[1]) * 3 if sink else None
     got = case.run(list(range(10)), reach, softcap=softcap, sinks=sinks)
@@ -240,7 +240,7 @@ def test_attend(dtype: torch.dtype, shape: dict[str, int], softcap: float | None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reach", [FULL, SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype, reach: Reach) -> None:
-    """A token has the same bits alone and in any company, over other block ids, and as the last of any chunk."""
+    """A token has the same bits alone and in any batch, over other block ids, and as the last of any chunk."""
     lengths = [9, 30, 1, 157, 16]
     case = Case(dtype, size=4, kv_heads=2, groups=3, k_dim=40, v_dim=40, lengths=lengths, queries=[9, 4, 1, 157, 1])
     together = case.run([0, 1, 2, 3, 4], reach)
@@ -260,7 +260,7 @@ def test_attend_does_not_depend_on_the_batch(dtype: torch.dtype, reach: Reach) -
 @built
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_logits(dtype: torch.dtype) -> None:
-    """Logits of thousands neither overflow nor vanish: the highest takes all."""
+    """Logits of thousands neither overflow nor vanish: the highest takes all the weight."""
     case = Case(dtype, size=4, kv_heads=1, groups=2, k_dim=16, v_dim=16, lengths=[37])
     close(case.run([0], scaling=1000.0)[0], case.exact(0, 1000.0, None, None), scale=100.0)
 
@@ -268,7 +268,7 @@ def test_extreme_logits(dtype: torch.dtype) -> None:
 @built
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, (2 << 20) + 1])
 def test_fresh_memory_begins_at_a_page(nbytes: int) -> None:
-    """And at the beginning of its storage: views of KV count from there. From a large page on it begins at one."""
+    """And at offset 0 of its storage, from which views of KV count. From a huge page's size on, at a huge page."""
     memory = kernels.fresh_memory(nbytes)
     assert memory.shape == (nbytes,)
     assert memory.storage_offset() == 0
@@ -308,7 +308,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_elementwise_functions_in_a_step(dtype: torch.dtype, name: str) -> None:
-    """Right, also if strided; an element has the same bits wherever it lies. Outside of a step torch's own serve."""
+    """Right, also if strided; an element has the same bits at any place. Outside of a step torch's own serve."""
     f, x = FUNCTIONS[name], torch.cat([torch.randn(333) * 3, torch.tensor([300.0, -300.0, 0.0])]).to(dtype)
     if name in ("exp", "softplus"):
         x = x.clamp(-20, 20)
@@ -325,7 +325,7 @@ def test_elementwise_functions_in_a_step(dtype: torch.dtype, name: str) -> None:
 
 @built
 def test_torchs_own_elementwise_functions_do_depend() -> None:
-    """The comparison above catches torch's own in some of them."""
+    """The comparison above catches torch's own in some cases."""
     x = torch.randn(4111) * 50
     assert any(not torch.equal(torch.cat([f(each) for each in x.split(7)]), f(x)) for f in FUNCTIONS.values())
 
@@ -418,7 +418,7 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
 
 @built
 def test_switching_keeps_the_modules() -> None:
-    """The compiled forward comes and goes; a module's type still passes for its own."""
+    """The compiled forward is switched on and off; a module is still an instance of its own type."""
     model = nn.Sequential(nn.Linear(8, 8), Scaled(torch.float32, 0.0, False), nn.LayerNorm(8))
     types = [type(module) for module in model]
     modules.prepare(model)
@@ -432,7 +432,7 @@ def test_switching_keeps_the_modules() -> None:
 
 @built
 def test_packing_leaves_the_weights_alone() -> None:
-    """Whoever reads a weight finds it as it was; tied weights are packed once; other layers are not packed."""
+    """A weight reads as before; tied weights are packed once; other layers are not packed."""
     model = nn.ModuleList([nn.Linear(5, 7), nn.Linear(5, 7), nn.Embedding(7, 5), nn.Linear(5, 7, dtype=torch.float64)])
     model[1].weight = model[0].weight
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -451,7 +451,7 @@ def test_packing_leaves_the_weights_alone() -> None:
 def test_a_wrong_product_is_refused(
     dtype: torch.dtype, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product that is wrong in one column does not serve, in 16 bits either."""
+    """A product that is wrong in one column does not serve, nor in 16 bits."""
     folder, real = str(checkpoint("tiny-qwen2")), torch.ops.tandem.linear.default
 
     class Broken:
@@ -469,7 +469,7 @@ def test_a_wrong_product_is_refused(
 
 @built
 def test_the_oracle_is_free_of_our_operators(checkpoint: Callable[[str], Path]) -> None:
-    """What the self-check compares with is transformers' forward, bit for bit."""
+    """The self-check's reference is transformers' forward, bit for bit."""
     folder = checkpoint("tiny-llama")
     model = load_model(str(folder), dtype=torch.float32, device=CPU)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -516,7 +516,7 @@ def test_tokens_are_chosen_as_plain_pytorch_chooses_them(vocab: int, spread: flo
     chance = random.Random(f"{vocab} {spread}")
     logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     logits[::3] = logits[::3].round()  # ties
-    logits[1::3, 1 : vocab // 2] = -torch.inf  # a grammar
+    logits[1::3, 1 : vocab // 2] = -torch.inf  # masked by a grammar
     how = [Sampling(seed=row, **{name: chance.choice(values) for name, values in VALUES.items()}) for row in range(24)]
     found = []
     for threads in (1, 2, 3):
@@ -540,7 +540,7 @@ def threads_of(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 100_000, 1 << 20])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_streaming_read_reads_every_element_once(count: int, threads: int) -> None:
-    """Its sum is that of small whole numbers, whatever the length and the number of threads."""
+    """Its sum of small integers is exact, for any length and number of threads."""
     t = torch.arange(count, dtype=torch.float32) % 7
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -552,7 +552,7 @@ def test_a_streaming_read_reads_every_element_once(count: int, threads: int) -> 
 
 @built
 def test_a_streaming_read_refuses_what_is_not_one_piece() -> None:
-    """Or not float32."""
+    """A strided tensor, or one that is not float32."""
     for t in (torch.ones(4, 4).T, torch.ones(4, dtype=torch.bfloat16)):
         with pytest.raises(RuntimeError, match="contiguous float32"):
             torch.ops.tandem.stream_read.default(t)

@@ -51,8 +51,8 @@ def test_shapes_and_alignment() -> None:
 
 
 def test_large_blocks_do_not_start_in_the_same_sets_of_a_cache() -> None:
-    """28 calls of 8 heads of 128 are 1,792 KiB, a multiple of what the sets of a second-level cache cover: such a block
-    gets a page more, in no region. Smaller blocks, and those of another length, are as long as their regions."""
+    """28 calls of 8 heads of 128 are 1,792 KiB, a multiple of what the sets of an L2 cache cover: such a block is
+    padded by a page outside of all regions. Smaller blocks and those of other lengths are as long as their regions."""
     large, end = plan_calls([(8, 128, 128)] * 28, 16, 2)
     assert end == 28 * 64 * 1024 + 4096
     assert large[-1].v_offset + 8 * 16 * 128 * 2 == end - 4096
@@ -61,8 +61,8 @@ def test_large_blocks_do_not_start_in_the_same_sets_of_a_cache() -> None:
 
 
 def test_the_version_says_where_each_element_lies() -> None:
-    """K and V of a call are `[heads, block_size, dim]` in layout 3. Who moves an element gives the layout another
-    version: two workers that only agree on the sizes would read each other's KV wrong."""
+    """K and V of a call are `[heads, block_size, dim]` in layout 3. Moving an element requires another
+    version: two workers that only agree on the sizes would misread each other's KV."""
     assert LAYOUT.version == 3
     pages = KvCache(LAYOUT, 2, CPU)
     for call, fact in enumerate(FACTS):
@@ -78,7 +78,7 @@ def test_the_version_says_where_each_element_lies() -> None:
 
 
 def test_block_view_is_the_memory_itself() -> None:
-    """A transfer that writes through the view is seen by attention, without a copy."""
+    """Attention reads what a transfer writes through the view, without a copy."""
     pages = KvCache(LAYOUT, 2, CPU)
     pages.block_view(1)[:] = bytes([1]) * pages.block_bytes
     assert pages.k[0][1].view(torch.uint8).eq(1).all()
@@ -104,7 +104,7 @@ def test_each_field_of_a_call_counts(field: str) -> None:
 
 
 def test_number_of_calls_counts() -> None:
-    """Layouts with different numbers of calls differ, and the sentence says how many each has."""
+    """Layouts with different numbers of calls differ, and the message says how many each has."""
     other = replace(LAYOUT, calls=LAYOUT.calls[:2])
     assert other.hash() != LAYOUT.hash()
     assert LAYOUT.differences(other) == ["the number of attention calls differs: 3 here, 2 there"]
@@ -128,7 +128,7 @@ def test_facts_are_readable() -> None:
 
 
 def test_unknown_dtype() -> None:
-    """A layout from elsewhere with an unknown dtype is not guessed."""
+    """A received layout with an unknown dtype is refused."""
     with pytest.raises(ValueError, match="not a torch dtype"):
         dtype_named("float7")
 
@@ -159,7 +159,7 @@ def test_step_tensors() -> None:
     ],
 )
 def test_broken_batches_are_our_own_bugs(broken: dict[str, list[int]]) -> None:
-    """A batch that contradicts itself stops at once instead of writing KV into a wrong slot."""
+    """A batch that contradicts itself fails at once instead of writing KV into a wrong slot."""
     right = Batch([7, 8, 9, 6], [2, 3, 4, 6], [3, 1], [5, 7], [[4, 2], [1, 0]], [2, 3])
     Step(right, KvCache(LAYOUT, 5, CPU), FACTS, CPU)
     with pytest.raises(AssertionError):

@@ -1,5 +1,5 @@
-"""KV in int8 and fp8: every family computes what a decoder with the same rounding computes, to the same bits in any
-company, and a load refuses what rounds otherwise."""
+"""KV in int8 and fp8: every family computes what a decoder with the same rounding computes, with the same bits in
+any batch, and a load refuses other rounding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load(folder: Path, kv: str, dtype: torch.dtype = torch.float32, **options: A
 
 
 def rows() -> torch.Tensor:
-    """Rows of all sizes, ties among them, and of one, two and no value."""
+    """Rows of all magnitudes, including ties, and of one, two and no nonzero values."""
     torch.manual_seed(0)
     found = torch.randn(400, 24) * torch.logspace(-20, 20, 400).unsqueeze(1)
     found[:100] *= torch.randn(100, 24).exp() ** 2
@@ -72,7 +72,7 @@ def rows() -> torch.Tensor:
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding(kv: str, dtype: torch.dtype) -> None:
-    """The nearest element of a list, ties to even, under the least bfloat16 scale that lets the largest value fit."""
+    """The nearest element of the type, ties to even, under the least bfloat16 scale that lets the largest value fit."""
     x = rows().to(dtype)
     elements, scales = kv_quantization.quantise(x, DTYPES[kv])
     assert torch.equal(scales, rounding.scales(x, kv))
@@ -91,7 +91,7 @@ def odd_rows() -> torch.Tensor:
 
 @pytest.mark.parametrize("kv", KINDS)
 def test_what_is_not_finite_stays_visible(kv: str) -> None:
-    """A NaN or an infinity makes its whole head NaN; next to nothing becomes nothing; the largest number survives."""
+    """A NaN or an infinity makes its whole head NaN; tiny values become zero; the largest number survives."""
     back = kv_quantization.dequantise(*kv_quantization.quantise(odd_rows(), DTYPES[kv]), torch.float32)
     assert back[[0, 1, 2, 6]].isnan().all()
     assert not back[3:5].any()
@@ -215,8 +215,8 @@ ERROR = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # of the values, whose la
 @pytest.mark.parametrize("reach", [FullAttentionSpec(), SlidingWindowSpec(19), ChunkedLocalAttentionSpec(12)], ids=str)
 @pytest.mark.parametrize("more", [(None, False), (2.0, True)], ids=["plain", "softcap and sinks"])
 def test_attend(kv: str, dtype: torch.dtype, shape: dict[str, int], reach: Reach, more: tuple[Any, bool]) -> None:
-    """Any heads, dims, block size, start and length, against float64 over the elements times their scales; what lies
-    outside of a context is NaN here and never seen. Alone and in other company: the same bits."""
+    """Any heads, dims, block size, start and length, against float64 over the elements times their scales; slots
+    outside of a context are NaN here and never read. The same bits alone and in other batches."""
     torch.manual_seed(0)
     case = Case(kv, dtype, shape, LENGTHS, QUERIES)
     sinks = torch.randn(case.query[0].shape[1]) * 3 if more[1] else None
@@ -231,7 +231,7 @@ def test_attend(kv: str, dtype: torch.dtype, shape: dict[str, int], reach: Reach
 
 @built
 def test_attend_refuses_pages_without_their_scales() -> None:
-    """Elements without scales, scales of another shape or order, elements of another type: an error, never numbers."""
+    """Elements without scales, scales of another shape or order, elements of another type: an error, never a result."""
     case = Case("int8", torch.float32, SHAPES[1], [5], [1])
     k, v, query = case.pages.k[1], case.pages.v[1], case.query[0]
     scales = case.pages.k_scales[1]
@@ -277,8 +277,8 @@ def test_greedy_tokens_are_those_of_a_decoder_that_rounds(
 ) -> None:
     """Windows, sinks, softcaps, chunks, experts and latents; compiled, where that is built, and in plain PyTorch.
 
-    The logits are those of the decoder that rounds, but where the last bit of a sum made another element the nearest;
-    they are not those of the one that does not.
+    The logits are those of the decoder that rounds, except where the last bit of a sum changes the nearest element;
+    they are not those of a decoder that does not round.
     """
     folder = checkpoint(f"tiny-{family}")
     model = load(folder, kv, kernels=serving)
@@ -313,7 +313,7 @@ def test_logits_do_not_depend_on_the_step(name: str, kv: str, checkpoint: Callab
 def test_the_same_comparison_catches_scales_of_a_whole_step(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One scale for all that a step writes, as some systems have it, would make a token depend on its company."""
+    """One scale for all that a step writes, as in some systems, would make a token depend on its batch."""
     model = load(checkpoint("tiny-llama"), "int8")
     model.recorded = None
     real = paged.write
@@ -330,7 +330,7 @@ def test_the_same_comparison_catches_scales_of_a_whole_step(
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
 def test_the_step_is_recorded(family: str, kv: str, checkpoint: Callable[[str], Path]) -> None:
-    """Quantised pages change nothing about it; only latent ones have a loop in Python."""
+    """Quantised pages do not prevent it; only latent ones have a loop in Python."""
     assert load(checkpoint(f"tiny-{family}"), kv, torch.bfloat16).recorded is not None
 
 
@@ -353,7 +353,7 @@ def test_handed_over_blocks_continue_exactly(checkpoint: Callable[[str], Path]) 
 
 @pytest.mark.parametrize("kv", KINDS)
 def test_slots_of_wrong_drafts_are_written_again(kv: str, checkpoint: Callable[[str], Path]) -> None:
-    """Elements and scales of tokens that were not taken leave nothing behind."""
+    """Elements and scales of rejected tokens are overwritten."""
     model = load(checkpoint("tiny-qwen3-sliding"), kv)
     prompt, table = random_prompts(model.vocab_size)[1], list(range(9))[::-1]
     found = []
@@ -364,7 +364,7 @@ def test_slots_of_wrong_drafts_are_written_again(kv: str, checkpoint: Callable[[
     assert all(map(torch.equal, *found))
 
 
-# ---- the self-check keeps its power
+# ---- the self-check still detects errors
 
 
 def truncated(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -403,7 +403,7 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_wrong_rounding_is_refused_at_load(
     wrong: str, family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same threshold as any other wrong path: rounding itself takes nothing from it."""
+    """By the same threshold as any other wrong path: rounding itself does not use it up."""
     model = load(checkpoint(f"tiny-{family}"), "int8", kernels="reference")
     report = self_check.check(model)
     assert report.gap < 1e-4 > report.kept_gap
@@ -437,14 +437,14 @@ def test_16_bit_models_pass_without_a_float32_copy(
 
 
 def test_what_cannot_be_checked_is_refused(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model file without an eager attention function of its own gives no oracle: said so, and not served."""
+    """A model file without its own eager attention function gives no oracle and is refused for that reason."""
     monkeypatch.setattr(stored_kv, "EAGER", "attention_by_another_name")
     with pytest.raises(CheckpointRefused, match="kv_dtype auto"):
         load(checkpoint("tiny-qwen2"), "int8")
 
 
 def test_nothing_is_left_of_the_check(checkpoint: Callable[[str], Path]) -> None:
-    """The latents' expansion is the module's own again afterwards."""
+    """Afterwards the module's own expansion of latents is restored."""
     model = load(checkpoint("tiny-deepseek-v3"), "fp8")
     assert not stored_kv._running
     for module in model.module.modules():
@@ -464,7 +464,7 @@ def test_half_the_bytes_with_scales_counted() -> None:
 
 
 def test_layouts_of_other_kv_dtypes_differ() -> None:
-    """int8, fp8 and unquantised blocks, and int8 of another model dtype, have hashes of their own and say why."""
+    """int8, fp8 and unquantised blocks, and int8 of another model dtype, have different hashes and say why."""
     facts = [CallFacts(2, 4, 16, 16, FullAttentionSpec(), None, False, 1.0)]
     layouts = [
         layout_of(facts, 4, torch.bfloat16, "m"),

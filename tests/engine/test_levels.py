@@ -1,4 +1,4 @@
-"""One build serves any host: a library for each level of instruction sets, and an order of sums to agree on."""
+"""One build serves any host: a library for each level of instruction sets, and a common order of sums."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUNS = {
 
 
 class Operators:
-    """What `torch.ops.tandem` says of a library that was loaded, in its place."""
+    """Stand-in for `torch.ops.tandem` of a loaded library."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -94,7 +94,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Opera
 def test_a_processor_has_the_levels_whose_every_instruction_it_has(
     host: Callable[..., Operators], processor: str
 ) -> None:
-    """The best first; one that has none of them gets operators that are compiled for it alone."""
+    """The best first; a processor with none of them gets operators that are compiled for it alone."""
     host(processor)
     assert build.runnable() == RUNS[processor]
 
@@ -102,8 +102,8 @@ def test_a_processor_has_the_levels_whose_every_instruction_it_has(
 def test_the_name_of_a_library_says_nothing_of_the_machine_that_built_it(
     host: Callable[..., Operators], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each level has its own, which any machine finds again; the control is the one that is compiled for its machine.
-    Another torch or another option is another library."""
+    """Each level has its own name, the same on any machine; the control is the library compiled for its machine.
+    Another torch or another option gives another name."""
     names: dict[str, set[str]] = {level: set() for level in build.LEVELS}
     for processor in ("Zen 4", "Haswell"):
         host(processor)
@@ -119,7 +119,7 @@ def test_the_name_of_a_library_says_nothing_of_the_machine_that_built_it(
 
 
 def test_no_level_depends_on_the_processor_that_builds_it() -> None:
-    """-march=native stands for what the builder has, -mtune=native for what it likes: two builders, two programs."""
+    """-march=native and -mtune=native depend on the builder: two builders would compile two programs."""
     for level in NAMED:
         assert not any("native" in option for option in (*build.OPTIONS, *build.LEVELS[level].options))
     assert any("native" in option for option in build.LEVELS[build.NATIVE].options)
@@ -127,7 +127,7 @@ def test_no_level_depends_on_the_processor_that_builds_it() -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that knows no -mavx512bf16 and writes nothing that could be loaded; what it was asked for."""
+    """A compiler without -mavx512bf16 whose output cannot be loaded; returns the log of its arguments."""
     asked = tmp_path / "asked"
     script = tmp_path / "c++"
     script.write_text(
@@ -162,7 +162,7 @@ def test_the_best_level_is_built_or_every_one_that_the_compiler_knows(
     wanted: list[str],
     made: list[str],
 ) -> None:
-    """By a compiler that lacks the newest one."""
+    """By a compiler that lacks the newest level."""
     host(processor)
     monkeypatch.setattr(build, "_try", lambda path, level: None)
     assert build.main(wanted) == 0
@@ -171,8 +171,7 @@ def test_the_best_level_is_built_or_every_one_that_the_compiler_knows(
 
 
 def test_a_level_is_tried_where_it_runs_and_nowhere_else(host: Callable[..., Operators], compiler: Path) -> None:
-    """A library that cannot be loaded is not kept where that can be tried; where its first instruction may be SIGILL,
-    it is not tried."""
+    """A library that fails to load is not kept; where its first instruction may raise SIGILL, it is not loaded."""
     host("Haswell")
     assert build.build("avx512").read_text() == "no library\n"
     assert build.main(["--level", "avx2"]) == 1
@@ -187,7 +186,7 @@ def test_a_level_is_tried_where_it_runs_and_nowhere_else(host: Callable[..., Ope
 def test_no_library_is_loaded_for_a_level_that_the_processor_lacks(
     host: Callable[..., Operators], caplog: pytest.LogCaptureFixture, processor: str, levels: list[str]
 ) -> None:
-    """The best of those that are built and that run; a lower one than could be is said, and that nothing is built."""
+    """The best level that is built and runs is loaded; the log says if it is lower than possible or none is built."""
     operators = host(processor, *levels)
     best = next((level for level in RUNS[processor] if level in levels), kernels.REFERENCE)
     assert kernels.serving(CPU) == kernels.serving(CPU) == best
@@ -200,8 +199,8 @@ def test_no_library_is_loaded_for_a_level_that_the_processor_lacks(
 def test_the_environment_names_the_one_level_that_may_be_loaded(
     host: Callable[..., Operators], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is loaded although there is a better one, and nobody is warned; one that cannot be is an error, never
-    another one in its place."""
+    """It is loaded without a warning although there is a better one; a level that cannot be loaded is an error, never
+    replaced by another."""
     operators = host("Zen 4", "avx512_bf16", "avx2")
     monkeypatch.setenv(kernels.ONLY, "avx2")
     assert kernels.serving(CPU) == "avx2"
@@ -235,7 +234,7 @@ def test_the_environment_names_the_one_level_that_may_be_loaded(
 def test_an_order_is_served_by_the_best_level_that_has_it(
     host: Callable[..., Operators], processor: str, wanted: str, dtype: torch.dtype, level: str, order: str
 ) -> None:
-    """Processors that have little in common agree on what the lesser one can."""
+    """Different processors agree on an order that the lesser one supports."""
     operators = host(processor, *NAMED)
     kernels.use(wanted, CPU, dtype)
     assert (operators.loaded, kernels.sum_order(CPU, dtype)) == ([level], order)
@@ -252,7 +251,7 @@ def test_an_order_is_served_by_the_best_level_that_has_it(
 def test_a_worker_that_cannot_serve_the_order_does_not_start(
     host: Callable[..., Operators], tmp_path: Path, processor: str, levels: list[str], wanted: Any, why: str
 ) -> None:
-    """It says what it can, and what would have to be built. Nothing is loaded, the model neither."""
+    """It reports what it can serve, and what would have to be built. No library and no model is loaded."""
     operators = host(processor, *levels)
     with pytest.raises(SettingsError, match=why) as refused:
         build_engine(Settings(model=str(tmp_path), device="cpu", sum_order=wanted, dtype="bfloat16"), print)
@@ -261,7 +260,7 @@ def test_a_worker_that_cannot_serve_the_order_does_not_start(
 
 
 def test_a_process_that_has_other_operators_already_says_so(host: Callable[..., Operators]) -> None:
-    """torch cannot unload a library: bits of another order must not be taken for those that were asked for."""
+    """torch cannot unload a library: bits of another order must not pass for those of the requested one."""
     operators = host("Zen 4", *NAMED)
     kernels.use("tile32", CPU, torch.bfloat16)
     with pytest.raises(SettingsError, match="level avx512_bf16 already"):
@@ -291,7 +290,7 @@ def test_packed_weights_of_another_level_or_order_are_not_found(host: Callable[.
     assert len(set(names)) == 4
 
 
-# ---- the real ones
+# ---- the real libraries
 
 built = pytest.mark.skipif(
     kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build"
@@ -300,7 +299,7 @@ built = pytest.mark.skipif(
 
 @built
 def test_the_log_says_what_serves(checkpoint: Callable[[str], Path]) -> None:
-    """The level, the order, and by what tiles are computed."""
+    """The level, the order, and what computes tiles."""
     for which, start in (("auto", f"operators: {torch.ops.tandem.isa()}, order "), ("reference", "operators: plain")):
         lines: list[str] = []
         folder = str(checkpoint("tiny-llama"))
@@ -334,7 +333,7 @@ print(json.dumps(found))
 
 @built
 def test_equal_orders_are_equal_bits_and_unlike_ones_are_not(checkpoint: Callable[[str], Path]) -> None:
-    """Across the levels that are built and run here, each in a process of its own: of prompts, a step and a chunk."""
+    """Across the levels that are built and run here, each in its own process: for prompts, a step and a chunk."""
     levels = [level for level in build.runnable() if level in kernels.ORDERS and build.library(level).exists()]
     if len(levels) < 2:
         pytest.skip("one level alone: python -m engine.kernels.build --all")

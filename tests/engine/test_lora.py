@@ -1,4 +1,4 @@
-"""LoRA adapters in one model: exactly what merged weights give, each row its own; folders that would not are refused.
+"""LoRA adapters in one model: exactly what merged weights give, row by row; folders that would not are refused.
 
 Whole requests with adapters are in tests/journey/test_adapters.py, their bits in test_exactness.py.
 """
@@ -49,7 +49,7 @@ def placed(model: ModelRunner, names: dict[str, int]) -> dict[str, LoraSlot | No
 
 
 def run(model: ModelRunner, asked: list[tuple[LoraSlot | None, list[int]]]) -> list[list[int]]:
-    """Greedy tokens of all of them in one engine, 24 tokens a step."""
+    """Greedy tokens of all requests in one engine, 24 tokens a step."""
     engine = Engine(model, EngineConfig(num_blocks=200, block_size=4, token_budget=24, max_running=24))
     sequences = [
         Sequence(
@@ -102,7 +102,7 @@ def test_a_model_without_adapters_pays_nothing(checkpoint: Callable[[str], Path]
 
 
 def test_only_layers_that_some_adapter_touches_change(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """The others are what they would be without adapters."""
+    """The other layers are as without adapters."""
     base = checkpoint("tiny-llama")
     model = load(base, {"a": make_adapter(tmp_path / "a", base, layers=("q_proj", "down_proj"))})
     changed = {name.rpartition(".")[2] for name, one in model.module.named_modules() if isinstance(one, lora.Adapted)}
@@ -124,7 +124,7 @@ def shifted(rows: Any) -> Any:
 def test_a_step_that_mixes_adapters_up_is_refused_at_load(
     kernels: Any, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The self-check packs random adapters and the base together: rows that get a neighbour's are noticed."""
+    """The self-check packs random adapters and the base together: rows that get a neighbour's adapter are noticed."""
     base = checkpoint("tiny-llama")
     made = {name: make_adapter(tmp_path / name, base) for name in "ab"}
     monkeypatch.setattr(lora.Lora, "rows", shifted(lora.Lora.rows))
@@ -133,7 +133,7 @@ def test_a_step_that_mixes_adapters_up_is_refused_at_load(
 
 
 def test_a_slot_with_another_adapter_is_never_used(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """The engine compares what a sequence was given with what lies there, in every step."""
+    """In every step the engine compares the adapter of a sequence with the one in its slot."""
     base = checkpoint("tiny-llama")
     model = load(
         base, {name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate("ab")}, slots=1
@@ -145,7 +145,7 @@ def test_a_slot_with_another_adapter_is_never_used(checkpoint: Callable[[str], P
 
 
 def test_hashes_differ_by_adapter() -> None:
-    """Also from every salt that a client may send, and not at all without an adapter."""
+    """Also from the hash of any salt that a client may send; without an adapter they are unchanged."""
     tokens, one = list(range(8)), b"f" * 16
     assert block_hash.chain(tokens, 4, b"salt", adapter=one) != block_hash.chain(tokens, 4, b"salt")
     assert block_hash.chain(tokens, 4, b"salt", adapter=one) != block_hash.chain(tokens, 4, b"salt", adapter=b"g" * 16)
@@ -159,7 +159,7 @@ def test_hashes_differ_by_adapter() -> None:
 
 
 def test_a_fingerprint_is_of_what_an_adapter_does(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Other words about it change nothing; other weights or another scale do."""
+    """Other metadata change nothing; other weights or another scale do."""
     base = checkpoint("tiny-llama")
 
     def fingerprint(**changes: Any) -> bytes:
@@ -209,7 +209,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 def test_what_is_not_plain_lora_is_refused(
     what: str, changes: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Each field that would change the answer is named, with its file; so is one that nobody knows."""
+    """Each field that would change the answer is named, with its file; so is an unknown field."""
     folder = make_adapter(tmp_path / "x", checkpoint("tiny-llama"), **{"r": 4, **changes})
     with pytest.raises(CheckpointRefused, match=what) as caught:
         lora_loader.read("x", folder)
@@ -247,7 +247,7 @@ TENSORS: list[tuple[str, Callable[[dict[str, torch.Tensor]], object]]] = [
 def test_tensors_that_do_not_fit_are_refused(
     what: str, change: Callable[[Any], object], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """One that is missing, unused, of another shape or on another layer: nothing is left out silently."""
+    """A tensor that is missing, unused, of another shape or on another layer: nothing is left out silently."""
     base = checkpoint("tiny-llama")
     folder = make_adapter(tmp_path / "x", base)
     file = folder / lora_loader.WEIGHTS
@@ -260,7 +260,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A folder without its files, a file that is cut off, a config that is none."""
+    """A folder without its files, a truncated file, an invalid config."""
     base = checkpoint("tiny-llama")
     with pytest.raises(CheckpointRefused, match=r"has no adapter_config\.json"):
         lora_loader.read("x", tmp_path / "nowhere")
@@ -279,7 +279,7 @@ def test_broken_folders_are_refused(checkpoint: Callable[[str], Path], tmp_path:
 
 
 def test_layers_that_see_no_packed_rows_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """Latent attention expands the past of one sequence after the other: no row of a step belongs to it."""
+    """Latent attention expands the past sequence by sequence: its rows are not rows of the step."""
     base = checkpoint("tiny-deepseek-v3")
     with pytest.raises(CheckpointRefused, match="kv_b_proj does not see the tokens row by row"):
         load(base, {"x": make_adapter(tmp_path / "x", base, layers=("kv_b_proj",))})

@@ -1,6 +1,6 @@
 """Every family is served from pages exactly as transformers generates it, and broken pages are noticed.
 
-The driver below is the engine in small: four prompts over scrambled block ids, 13 tokens a step, so that prompts are
+The driver below is a small engine: four prompts over scrambled block ids, 13 tokens a step, so that prompts are
 cut into chunks and mixed with decoding. The reference is `generate` of a second copy of the model, with the library's
 own cache and eager attention.
 """
@@ -144,7 +144,7 @@ def test_references_vary(family: Family) -> None:
 
 
 def read_through(step: Step, change: Callable[[list[int]], list[int]]) -> None:
-    """Lets attention read through changed block tables; the writes go where they belong."""
+    """Makes attention read through changed block tables; writes go to the right slots."""
     size = step.pages.block_size
     tables = [
         change(table[: -(-context // size)])
@@ -199,8 +199,8 @@ def test_windows_are_learnt(family: Family) -> None:
 
 
 def test_logits_may_be_empty(family: Family) -> None:
-    """A chunk in the middle of a prompt asks for no logits: it gets an empty tensor of the right width, and the head,
-    whose weight is read for the first row, has none. The KV is what it is with logits."""
+    """A chunk in the middle of a prompt needs no logits: it gets an empty tensor of the right width, and the head,
+    which reads its whole weight even for one row, runs on none. The KV is the same as with logits."""
     model, batch = family.model, pack([([1, 2, 3], 0, [2])])
     with_logits, without = model.allocate(4, BLOCK_SIZE), model.allocate(4, BLOCK_SIZE)
     model.forward(with_logits, batch)
@@ -218,7 +218,7 @@ def test_logits_may_be_empty(family: Family) -> None:
 
 
 def test_latent_pages_know_our_names() -> None:
-    """The pass-through of the latent is on under exactly the names that Tandem registers."""
+    """The pass-through of the latent is enabled under exactly the names that Tandem registers."""
     assert {paged.NAME, attention_probe.PROBE, attention_probe.ISOLATION} == mla.OURS
 
 
@@ -249,7 +249,7 @@ def test_garbage_in_free_slots_is_harmless(checkpoint: Callable[[str], Path]) ->
 def test_16_bit_models_pass_without_a_float32_copy(
     shape: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model too large for a float32 copy is held against its own rounding noise: right passes, wrong does not."""
+    """A model too large for a float32 copy is compared with its own rounding noise: right passes, wrong does not."""
     monkeypatch.setattr("engine.loading.self_check.COPY_LIMIT", 0)
     model = load_model(str(checkpoint(shape)), dtype=torch.bfloat16, device=CPU)
     assert self_check.check(model).dtype == "bfloat16"
@@ -259,7 +259,7 @@ def test_16_bit_models_pass_without_a_float32_copy(
 
 
 def test_float32_copy_leaves_weights_untouched(checkpoint: Callable[[str], Path]) -> None:
-    """The self-check on a float32 copy gives a bfloat16 model its own weights and buffers back, bit for bit."""
+    """The self-check on a float32 copy restores a bfloat16 model's weights and buffers, bit for bit."""
     model = load_model(str(checkpoint("tiny-llama")), dtype=torch.bfloat16, device=CPU)
     before = {
         name: tensor.clone() for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]

@@ -1,4 +1,4 @@
-"""A sequence whose KV or logits are no numbers any more ends, is not handed on, and takes nobody with it."""
+"""A sequence whose KV or logits become non-finite ends, is not handed off, and affects no other sequence."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_one_that_falls_ill(model: ModelRunner, how: Sampling, steps: int) -> N
 def test_kv_that_is_no_number_ends_its_sequence_and_is_not_reused(
     model: ModelRunner, how: Sampling, steps: int
 ) -> None:
-    """With its status; who shares its steps has the tokens of one that is alone, and so has that prompt after it."""
+    """With its status; sequences in the same steps get the tokens they get alone, as does its prompt if sent again."""
     check_one_that_falls_ill(model, how, steps)
 
 

@@ -1,5 +1,5 @@
-"""Promises of prompt_logprobs in the engine: each prompt token but the first once, however the prompt was computed, and
-no more rows of logits in a step than were provided for."""
+"""Promises of prompt_logprobs in the engine: each prompt token but the first is scored once, however the prompt was
+computed, with no more rows of logits in a step than reserved."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def check(model: ModelRunner, one: Sequence) -> None:
 
 
 def test_long_prompts_are_scored_in_bounded_steps(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several at once, in chunks, with streams that go on meanwhile: a step never wants more rows of logits than one
-    for each sequence and those that are set aside."""
+    """Several at once, in chunks, with streams that go on meanwhile: a step never needs more rows of logits than one
+    for each sequence and the reserved ones."""
     rows: list[int] = []
     forward = model.forward
 
@@ -85,8 +85,8 @@ def test_long_prompts_are_scored_in_bounded_steps(model: ModelRunner, monkeypatc
 
 
 def test_a_cached_prompt_is_computed_again(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block from the prefix cache has no logits, so none is used; a request that asks for nothing still uses it. With
-    this protection off, tokens go unscored."""
+    """A block from the prefix cache has no logits, so none is used; a request without scores still uses it. With
+    this check off, tokens go unscored."""
     engine = build(model)
     tokens = prompt(41)
 

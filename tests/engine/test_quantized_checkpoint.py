@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has quantised: served as transformers serves them, or refused with what to do."""
+"""Checkpoints quantised by other tools: served as transformers serves them, or refused with what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ built = pytest.mark.skipif(
 
 
 def make(folder: Path, kind: str) -> Path:
-    """A tiny checkpoint whose layers, but for the head, compressed-tensors has quantised."""
+    """A tiny checkpoint quantised by compressed-tensors, except for the head."""
     bits, type_, group = KINDS[kind]
     source = make_checkpoint(folder / "plain", "tiny-qwen2", dtype="float32")
     auto: Any = AutoModelForCausalLM
@@ -176,7 +176,7 @@ def test_missing_and_unused_scales_are_refused(int8: Path, tmp_path: Path) -> No
 
 
 def test_a_dense_checkpoint_with_scales_is_refused(int8: Path, tmp_path: Path) -> None:
-    """Weights that load but whose scales nobody takes would be served unscaled."""
+    """Weights that load but whose scales are not used would be served unscaled."""
     folder = shutil.copytree(int8.parent / "plain", tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
     load(folder)
@@ -187,13 +187,13 @@ def test_a_dense_checkpoint_with_scales_is_refused(int8: Path, tmp_path: Path) -
 
 
 def test_without_the_library_it_says_what_to_install(int8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command is in the sentence."""
+    """The message names the command."""
     monkeypatch.setattr(quantized_checkpoint, "LIBRARY", "not_installed_here")
     with pytest.raises(CheckpointRefused, match="pip install compressed-tensors"):
         load(int8)
 
 
 def test_it_is_not_quantised_twice(int8: Path) -> None:
-    """weights = int8 over codes of somebody else is refused."""
+    """weights = int8 over another tool's codes is refused."""
     with pytest.raises(SettingsError, match="quantised already"):
         load(int8, weights="int8")

@@ -1,4 +1,4 @@
-"""What cannot be served rightly is refused at load, in one sentence that names the reason."""
+"""What cannot be served correctly is refused at load, in one sentence that names the reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_config(llama: Path) -> None:
-    """A folder without config.json is no checkpoint."""
+    """A folder without config.json is not a checkpoint."""
     (llama / "config.json").unlink()
     with pytest.raises(CheckpointRefused, match=r"has no config\.json"):
         load(llama)
@@ -68,7 +68,7 @@ def test_missing_config(llama: Path) -> None:
     [("{", "cannot be read as JSON"), ("[]", "is not a JSON object"), ("{}", "names no model_type")],
 )
 def test_broken_config(llama: Path, text: str, message: str) -> None:
-    """A config that is no JSON object with a model type is refused by what is wrong with it."""
+    """A config that is not a JSON object with a model type is refused with the reason."""
     (llama / "config.json").write_text(text)
     with pytest.raises(CheckpointRefused, match=message):
         load(llama)
@@ -194,7 +194,7 @@ def test_state_that_weighs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_control_without_the_check_of_the_structure_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrongly: neither the probe nor the self-check sees it."""
+    """Wrongly: neither the probe nor the self-check detects it."""
     monkeypatch.setattr("engine.loading.attention_probe._check_state", lambda *_: None)
     load_it = unseen(monkeypatch, save(tmp_path, "falcon_h1", **{**SMALL, **FALCON_H1}))
     assert isinstance(load_it(), ModelRunner)
@@ -321,7 +321,7 @@ def test_large_files_are_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reach_is_found_by_asking() -> None:
-    """A mask function is named by what it answers; one that is none of the three has no name."""
+    """A mask function is identified by its results; one that is none of the three kinds has no name."""
     assert name_reach(lambda b, h, q, kv: kv <= q, None, CPU) == FullAttentionSpec()
     assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv > q - 5), 5, CPU) == SlidingWindowSpec(5)
     assert name_reach(lambda b, h, q, kv: (kv <= q) & (kv // 5 == q // 5), 5, CPU) == ChunkedLocalAttentionSpec(5)

@@ -39,7 +39,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_the_same_seed_and_position_give_the_same_token_whatever_else_is_in_the_batch() -> None:
-    """Neither the row nor the neighbours matter."""
+    """Neither the row's index nor the other rows matter."""
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     how = Sampling(temperature=0.9, top_p=0.95, seed=7)
     alone = sample(logits[2:3], [how], [33])
@@ -71,7 +71,7 @@ def test_drawn_tokens_follow_the_distribution() -> None:
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_order() -> None:
-    """Mean and variance of a million-free sample, and the same value whenever it is asked."""
+    """Mean and variance of 20,000 values, and the same value in any order of calls."""
     values = [uniform(11, position) for position in range(20_000)]
     assert math.isclose(sum(values) / len(values), 0.5, abs_tol=0.01)
     assert math.isclose(sum((v - 0.5) ** 2 for v in values) / len(values), 1 / 12, abs_tol=0.005)
@@ -158,7 +158,7 @@ def test_no_token_is_chosen_where_a_logit_is_no_number(bad: float, how: Sampling
 
 
 def test_nothing_is_left_of_a_row_that_is_masked_whole() -> None:
-    """Then there is no token."""
+    """No token is chosen."""
     assert sample(torch.full((1, 9), -torch.inf), [Sampling(temperature=1.0)], [3]) == [-1]
 
 
@@ -173,7 +173,7 @@ def test_a_tiny_temperature_is_greedy() -> None:
 
 
 def sequence(prompt: list[int], generated: list[int], how: Sampling, stop_ids: Any = ()) -> Sequence:
-    """One that arrives with its generated tokens, as after a resume."""
+    """A sequence that arrives with its generated tokens, as after a resume."""
     return Sequence("s", prompt + generated, len(prompt), 10_000, frozenset(stop_ids), how)
 
 
@@ -210,7 +210,7 @@ def test_adjusted_logits_agree_with_the_definitions() -> None:
     raw = torch.randn(len(MIXED), 60, generator=torch.Generator().manual_seed(2)) * 3
     prompts = [[generator.randrange(60) for _ in range(30)] for _ in MIXED]
     outputs = [[generator.randrange(20) for _ in range(5)] for _ in MIXED]
-    stop = {7, 11, 10**6}  # an end-of-sequence id that the vocabulary does not have is nobody's problem
+    stop = {7, 11, 10**6}  # an end-of-sequence id outside of the vocabulary is ignored
     rows = [sequence(p, o, how, stop) for p, o, how in zip(prompts, outputs, MIXED, strict=True)]
     batch = raw.clone()
     adjust(batch, rows)
@@ -240,7 +240,7 @@ def test_the_repetition_penalty_is_the_one_of_transformers() -> None:
 
 @pytest.mark.parametrize("how", MIXED)
 def test_a_resumed_sequence_chooses_what_the_undisturbed_one_chose(how: Sampling) -> None:
-    """A sequence that is built from the tokens at any point goes on as the one that grew token by token."""
+    """A sequence rebuilt from its tokens at any point goes on like the one that grew token by token."""
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(6)) * 2
     how = replace(how, temperature=how.temperature or 0.9, seed=3, logit_bias=how.logit_bias[:1])
     prompt, stop = [4, 5, 6, 4], {2, 3}
@@ -267,7 +267,7 @@ def test_min_tokens_keeps_stop_tokens_away_and_then_lets_them_come() -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """log_softmax of the raw logits, whatever bias, penalty or temperature chose the token, and for who asks only."""
+    """log_softmax of the raw logits, whatever bias, penalty or temperature chose the token, and only on request."""
     raw = torch.randn(4, 50, generator=torch.Generator().manual_seed(8)) * 3
     how = [
         Sampling(),
@@ -292,7 +292,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_a_draw_waits_for_the_device_once_and_once_more_for_top_p(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain PyTorch, as on a GPU: until the tokens are read, no number comes from the device; top-p asks whether the
+    """In plain PyTorch, as on a GPU: no value is read from the device before the tokens; top-p reads whether the
     likely tokens suffice."""
 
     if path == "compiled":

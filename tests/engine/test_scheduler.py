@@ -19,7 +19,7 @@ def sequence(name: str, prompt: int, new: int = 8, first: int = 0, **kw: object)
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
-    """Do what the engine does with a plan, without a model: every new token is 7. Whoever is planned has its blocks."""
+    """Executes a plan as the engine does, without a model: every new token is 7. Planned sequences have blocks."""
     plan = scheduler.plan()
     pool = scheduler.pool
     assert all(len(pool.table(one.id)) >= pool.blocks_for(one.num_computed + count) for one, count in plan)
@@ -69,7 +69,7 @@ def test_prompts_are_packed_into_one_step() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """It comes next, whatever the long one still has to do, which goes on with what is left of the budget."""
+    """It comes next, however much of the long one is left, which gets the rest of the budget."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
     scheduler.add(sequence("long", 40, new=1))
     assert run_step(scheduler) == [("long", 8)]
@@ -78,7 +78,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_a_long_prompt_is_overtaken_by_no_more_than_its_own_length() -> None:
-    """Short prompts that never end come in between, and the long one has its turn all the same."""
+    """An endless series of short prompts comes in between, and the long one still gets its turn."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=8, max_running=4)
     scheduler.add(long := sequence("long", 40, new=1, first=1000))
     before = 0
@@ -92,7 +92,7 @@ def test_a_long_prompt_is_overtaken_by_no_more_than_its_own_length() -> None:
 
 
 def test_only_those_that_came_later_overtake() -> None:
-    """What an earlier prompt computes is no reason for a later one to come before a shorter one."""
+    """Work on an earlier prompt does not let a later one come before a shorter one."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=10, max_running=4)
     for index, prompt in enumerate((20, 24)):
         scheduler.add(sequence(f"p{index}", prompt, new=1, first=100 * index))
@@ -102,7 +102,7 @@ def test_only_those_that_came_later_overtake() -> None:
 
 
 def test_the_backlog_is_every_prompt_token_that_is_left() -> None:
-    """Of waiting and of running prompts, the shortest included; a stream's next token is none."""
+    """Of waiting and of running prompts, the shortest included; a stream's next token does not count."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=6, max_running=4)
     scheduler.add(sequence("a", 1))
     assert scheduler.backlog == 0
@@ -133,7 +133,7 @@ def test_a_preempted_one_comes_before_shorter_ones_that_wait() -> None:
 
 
 def test_prompts_alone_have_a_budget_of_their_own() -> None:
-    """So that a step of prompts is short; it does not hold beside streams."""
+    """So that a step of prompts is short; it does not apply alongside streams."""
     scheduler = Scheduler(BlockPool(64, SIZE), token_budget=32, max_running=4)
     scheduler.add(sequence("a", 20))
     assert [chunk.tokens for chunk in scheduler.plan(beside=lambda _: 4, alone=10)] == [10]
@@ -203,7 +203,7 @@ def test_who_comes_behind_a_preempted_stream_goes_on_in_the_same_step() -> None:
 
 
 def test_drafts_take_only_what_is_left_over() -> None:
-    """Budget, rows of logits, the limit of a sequence, and blocks that nobody holds; never somebody's block."""
+    """Budget, rows of logits, the limit of a sequence, and free blocks; never a block in use."""
     pool = BlockPool(6, SIZE)
     scheduler = Scheduler(pool, token_budget=10, max_running=4)
     for index, prompt in enumerate((6, 5)):
@@ -237,7 +237,7 @@ def test_drafts_and_tokens_together_keep_to_the_budget() -> None:
 
 
 def test_a_sequence_that_owns_blocks_goes_on_at_once() -> None:
-    """Its KV came from elsewhere; nobody has to admit it."""
+    """Its KV came from another worker; it needs no admission."""
     pool = BlockPool(8, SIZE)
     scheduler = Scheduler(pool, token_budget=8, max_running=4)
     one = sequence("here", 6)
@@ -273,7 +273,7 @@ def test_a_prompt_is_scored_as_far_as_rows_of_logits_go() -> None:
 
 
 def test_what_was_preempted_is_to_be_computed_again() -> None:
-    """All its tokens are work that waits, those that were generated, too."""
+    """All its tokens are pending work, including the generated ones."""
     scheduler = Scheduler(BlockPool(8, SIZE), token_budget=8, max_running=4)
     scheduler.add(one := sequence("a", 6))
     run_step(scheduler)

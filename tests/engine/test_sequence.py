@@ -1,4 +1,4 @@
-"""What a sequence says of itself: what is left to compute, what may be reused, and when it is over. No tensors."""
+"""What a sequence reports: what is left to compute, what may be reused, and when it is over. No tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_sequence_without_a_prompt_or_without_room_is_refused(tokens: int, pro
 
 
 def test_the_shortest_sequence_and_one_that_was_resumed_are_fine() -> None:
-    """One token of prompt and one to generate; generated tokens behind the prompt count as such."""
+    """One token of prompt and one to generate; generated tokens after the prompt count as such."""
     assert sequence(1, 1, 2).generated == 0
     resumed = sequence(6, 4, 7)
     assert (resumed.generated, resumed.num_uncomputed) == (2, 6)
@@ -45,7 +45,7 @@ def test_a_new_sequence_has_no_past() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_grammar_is_compiled_exactly_where_one_is_asked_for(compiled: bool) -> None:
-    """Neither may be forgotten: one would be unchecked text, the other a mask that nobody wanted."""
+    """A missing one would leave text unchecked, an extra one would mask a request without a grammar."""
     given: Any = {"grammar": object()} if compiled else {"sampling": Sampling(grammar=GrammarSpec("json", ""))}
     with pytest.raises(ValueError, match="was not compiled"):
         sequence(**given)
@@ -63,7 +63,7 @@ def test_it_ends_with_a_stop_token_or_at_its_limit() -> None:
 
 
 def test_hashes_are_those_of_full_blocks_and_grow_with_it() -> None:
-    """Chained from the salt and the adapter, so that neither meets another's."""
+    """Chained from the salt and the adapter, so that no other salt or adapter shares them."""
     one = sequence(7, salt=b"s", adapter=LoraSlot(1, b"red"))
     root = block_hash.root(b"s", b"red")
     first = block_hash.extend(root, [0, 1, 2, 3])
@@ -81,7 +81,7 @@ def test_one_token_is_always_left_to_compute(tokens: int, blocks: int) -> None:
 
 
 def test_what_is_to_be_scored_is_not_reused() -> None:
-    """As far as the prompt is not scored yet; afterwards all but the last token may be."""
+    """While the prompt is not fully scored; afterwards all but the last token may be."""
     one = sequence(12, 10, sampling=Sampling(prompt_logprobs=0))
     assert one.reusable(SIZE) == []
     one.prompt_logprobs += [None] * 4  # type: ignore[list-item]
@@ -91,7 +91,7 @@ def test_what_is_to_be_scored_is_not_reused() -> None:
 
 
 def test_positions_to_score_are_those_of_the_prompt_that_are_missing() -> None:
-    """The last token of the prompt is scored by nobody, since what follows it is generated."""
+    """The last position of the prompt is not scored, since the token after it is generated."""
     assert sequence().to_score(6) == range(0)
     one = sequence(12, 10, sampling=Sampling(prompt_logprobs=0))
     assert one.to_score(4) == range(4)
@@ -104,7 +104,7 @@ def test_positions_to_score_are_those_of_the_prompt_that_are_missing() -> None:
 
 
 def test_a_tally_counts_what_was_generated_and_knows_what_the_prompt_holds() -> None:
-    """In the order of first appearance, and after more tokens only those are added."""
+    """In the order of first appearance; later calls add only the new tokens."""
     one = Sequence("a", [5, 6, 5, 7], 3, 9)
     tally = one.tally()
     assert (list(tally.ids), list(tally.counts)) == ([5, 6, 7], [0, 0, 1])
@@ -134,7 +134,7 @@ def test_only_what_changes_logits_is_said_to(given: Any, penalises: bool, adjust
 
 
 def test_who_asks_for_nothing_gets_the_models_own_choice() -> None:
-    """Greedy, of all tokens, and nothing is told but the token."""
+    """Greedy, over all tokens, and only the token is returned."""
     assert Sampling() == Sampling(
         temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0, frequency_penalty=0.0,
         presence_penalty=0.0, logit_bias=(), min_tokens=0, logprobs=None, prompt_logprobs=None, grammar=None,

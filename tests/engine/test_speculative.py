@@ -1,5 +1,5 @@
-"""Promises of speculative decoding: the tokens are those of decoding without it, whatever was guessed; guesses cost
-nobody a block or a turn; and they end where they do not pay.
+"""Promises of speculative decoding: the tokens are those of decoding without it, whatever the drafts; drafts cost no
+other sequence a block or a turn; and drafting stops where it does not pay.
 
 Verifying several positions at once rounds differently from computing them one by one, so on the plain PyTorch path two
 logits that are equal up to the last bits could swap. In float32 with these models and seeds none do, and every
@@ -51,7 +51,7 @@ EVERYTHING = Sampling(
 
 
 class Oracle:
-    """Drafts what will come, as far as somebody has told, and gets some of it wrong on purpose."""
+    """Drafts the known continuation of a sequence, with deliberate errors."""
 
     def __init__(self, streams: list[list[int]], wrong: float) -> None:
         self._streams = streams
@@ -73,7 +73,7 @@ class Oracle:
 
 
 def speculation(drafter: Any, tokens: int = DRAFTS) -> Speculation:
-    """On a clock that stands still drafts are free, so that everybody drafts as much as they can, always."""
+    """With a stopped clock drafts are free, so that every sequence always drafts as much as it can."""
     return Speculation(drafter, tokens, clock=lambda: 0.0)
 
 
@@ -95,7 +95,7 @@ def sequences(prompts: list[list[int]], how: Sampling = GREEDY, new: int = NEW, 
 
 
 def run(engine: Engine, work: list[Sequence]) -> dict[str, list[Any]]:
-    """Until all have ended; what was said about each, by id. The books balance after every step."""
+    """Runs until all have ended; returns the outputs of each, by id. The ledger balances after every step."""
     for one in work:
         engine.add(one)
     said: dict[str, list[Any]] = {one.id: [] for one in work}
@@ -149,8 +149,8 @@ def similar(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 def test_greedy_tokens_are_those_without_drafts(
     family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every family, with drafts that are all right, partly wrong or all wrong; and with the check switched off they
-    are not."""
+    """In every family, with drafts that are all right, partly wrong or all wrong; with verification switched off, the
+    tokens differ."""
     model = load_model(str(checkpoint(f"tiny-{family}")), dtype=torch.float32, device=CPU)
     prompts = random_prompts(model.vocab_size)
     expected = completions(build(model), sequences(prompts))
@@ -208,8 +208,8 @@ def test_drafts_without_verification_are_noticed(
 
 
 def test_each_forward_of_a_draft_model_can_be_told_from_the_one_before(llama: ModelRunner) -> None:
-    """A watchdog gives each its own time: several in a step, of which the first may catch up with a prompt, and then
-    the target's."""
+    """A watchdog times each forward: several of the drafter in a step, of which the first may catch up with a prompt,
+    and then the target's."""
     drafter = ModelDrafter(llama, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
     seen: list[tuple[int, int, int]] = []
 
@@ -276,8 +276,8 @@ def exact_pairs(model: ModelRunner, prompt: list[int]) -> torch.Tensor:
 
 
 def chi_squared(dice: tuple[ModelRunner, ModelRunner]) -> tuple[float, float, float]:
-    """Of sampled second and third tokens against their exact distribution, with its 0.1 % bound, and the share of
-    drafts that were accepted. Drafts begin with the second token."""
+    """Chi-squared of sampled second and third tokens against their exact distribution, its 0.1 % bound, and the share
+    of accepted drafts. Drafts begin with the second token."""
     target, draft = dice
     prompt, together = [1, 2, 3, 4, 5], 40
     drafter = ModelDrafter(draft, num_blocks=200, block_size=SIZE, token_budget=BUDGET)
@@ -321,7 +321,7 @@ def test_sampled_tokens_follow_the_targets_distribution(
 
 
 def test_small_pools_preempt_and_change_nothing(llama: ModelRunner) -> None:
-    """With too few blocks for everybody and drafts in the way, each request still gives what it gives alone."""
+    """With too few blocks for all sequences, and with drafts, each request still gives what it gives alone."""
     prompts = random_prompts(llama.vocab_size, [20] * 6)
     expected = [completions(build(llama), [one])[0] for one in sequences(prompts)]
     streams = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
@@ -337,7 +337,7 @@ def test_small_pools_preempt_and_change_nothing(llama: ModelRunner) -> None:
 
 @pytest.mark.parametrize("least", [0, 9])
 def test_a_stop_token_inside_a_run_ends_it_there(llama: ModelRunner, least: int) -> None:
-    """What was drafted and accepted behind it is not part of the answer; min_tokens holds inside a run, too."""
+    """Drafts accepted after it are not part of the answer; min_tokens holds inside a run, too."""
     prompt = random_prompts(llama.vocab_size)[1]
     how = Sampling(min_tokens=least)
     free = completions(build(llama), sequences([prompt], how))[0]
@@ -428,7 +428,7 @@ def test_prompt_lookup_goes_on_as_the_text_did(tokens: list[int], draft: list[in
 
 
 class Machine:
-    """An engine's steps by the clock: `each` is what a draft adds, `fixed` what a stream that drafts adds besides, as
+    """The times of an engine's steps: `each` is what a draft adds, `fixed` what a drafting stream adds besides, as
     shares of a token's time without drafts."""
 
     def __init__(self, streams: int, each: float, right: float, fixed: float = 0.0) -> None:
@@ -438,7 +438,7 @@ class Machine:
         self._each, self._fixed, self._right, self._random = each, fixed, right, random.Random(1)
 
     def drafts(self, steps: int) -> int:
-        """How many were made in so many steps."""
+        """The number of drafts made in `steps` steps."""
         total = 0
         for _ in range(steps):
             plan = [Chunk(one, 1) for one in self.work]
@@ -469,7 +469,7 @@ def test_a_batch_in_which_drafts_cost_a_token_each_makes_none() -> None:
 
 
 def test_a_request_whose_drafts_are_wrong_stops_and_the_others_go_on() -> None:
-    """The chance is each request's own."""
+    """Each request has its own chance of acceptance."""
     machine = Machine(2, 0.2, 0.0)
     machine.drafts(200)
     assert machine.drafts(320) <= 2 * 320 / EVERY
@@ -478,7 +478,7 @@ def test_a_request_whose_drafts_are_wrong_stops_and_the_others_go_on() -> None:
 
 
 def test_a_stall_of_the_machine_changes_nothing() -> None:
-    """One step that took a thousand times as long is not believed."""
+    """A single step that took a thousand times as long is ignored."""
     machine = Machine(1, 0.05, 0.95)
     machine.drafts(100)
     before = machine.drafts(10 * EVERY)
@@ -512,12 +512,12 @@ def test_nobody_drafts_beside_a_prompt_or_before_the_price_is_known() -> None:
     ],
 )
 def test_drafts_pay_while_they_bring_more_than_they_cost(chance: float, fixed: float, each: float, count: int) -> None:
-    """The j-th brings chance ** j of a token and costs `each`; drafting at all costs `fixed`."""
+    """The j-th draft brings chance ** j of a token and costs `each`; drafting at all costs `fixed`."""
     assert worth(chance, fixed, each, 16) == count
 
 
 def test_prices_are_found_from_steps_of_different_kinds() -> None:
-    """What a stream adds and what a draft adds; without a difference in drafts a stream, all is the stream's."""
+    """What a stream adds and what a draft adds; if drafts per stream do not vary, all is the stream's."""
     assert fit([(1, 8, 0.9), (2, 4, 0.8), (1, 1, 0.2)]) == pytest.approx((0.1, 0.1), abs=0.12)
     assert fit([(m, d, 0.25 * m + 0.1 * d) for m, d in ((1, 8), (2, 4), (3, 3))]) == pytest.approx((0.25, 0.1))
     assert fit([(1, 8, 0.4), (2, 16, 0.8)]) == pytest.approx((0.4, 0.0))

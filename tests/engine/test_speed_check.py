@@ -1,4 +1,4 @@
-"""Products that are slower than torch's are found at load, said, and measured once; fast ones are not mentioned."""
+"""Products that are slower than torch's are found at load, reported, and measured once; fast ones are not mentioned."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_products_that_lose_by_more_than_a_fifth_are_named(
 
 
 def test_the_worst_case_is_the_one_that_is_named() -> None:
-    """Of several kinds and numbers of rows; how many are slow is said too."""
+    """Of several kinds and numbers of rows; the number of slow ones is reported, too."""
     other = Kind(128, 96, "bfloat16", "int8", 96)
     ratios = {(KIND, 1): 0.5, (KIND, 8): 1.5, (other, 1): 1.1, (other, 256): 9.0}
     report = Report("x", tuple(Case(kind, rows, ratio, 1.0) for (kind, rows), ratio in ratios.items()))
@@ -70,7 +70,7 @@ def test_the_worst_case_is_the_one_that_is_named() -> None:
 
 
 def test_what_is_slow_only_once_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something else on the processor slowed a measurement down: it is taken again. Slow both times stays slow."""
+    """A measurement slowed down by another process is repeated. Slow both times counts as slow."""
 
     def report(second: float) -> Report:
         found = iter([Case(KIND, 1, 2.0, 1.0), Case(KIND, 1, second, 1.0)])
@@ -121,7 +121,7 @@ def models(checkpoint: Path) -> tuple[ModelRunner, ModelRunner]:
 def test_each_kind_of_weight_is_timed_once(
     models: tuple[ModelRunner, ModelRunner], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Of all layers of both models; weights in codes by their format. Small ones are left out, and that is said."""
+    """Of all layers of both models; quantised weights by their format. Small ones are left out, and the log says so."""
     monkeypatch.setattr(speed_check, "LEAST_ELEMENTS", 0)
     plain, quantised = models
     shapes = {(384, 64), (64, 64), (32, 64), (96, 64), (64, 96)}
@@ -159,7 +159,7 @@ class Loads:
         monkeypatch.setattr(speed_check, "measure", counted)
 
     def __call__(self, **settings: Any) -> tuple[Engine, list[str]]:
-        """An engine, and the lines that it said."""
+        """An engine, and its log lines."""
         lines: list[str] = []
         return build_engine(Settings(**{**self._settings, **settings}), lines.append), lines
 
@@ -187,7 +187,7 @@ def test_a_load_warns_of_slow_products_and_the_next_one_reads_what_it_measured(
 def test_on_another_machine_it_is_measured_again(
     models: tuple[ModelRunner, ModelRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Or with other operators, another order, number of threads or model: nobody reads what another one measured."""
+    """Or with other operators, another order, number of threads or model: other configurations' times are unused."""
     plain, quantised = models
     Clock(monkeypatch, 0.5)
     monkeypatch.setattr(speed_check, "LEAST_ELEMENTS", 0)
@@ -230,11 +230,11 @@ def test_without_a_cache_it_is_measured_at_each_start(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- notes beside the weights
+# ---- notes stored with the weights
 
 
 def nothing(path: Path) -> None:
-    """The control: what is right is used."""
+    """The control: an intact note is used."""
 
 
 def cut(path: Path) -> None:
@@ -256,7 +256,7 @@ def of_another_key(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [nothing, cut, change, open_to_all, of_another_key], ids=lambda one: one.__name__)
 def test_a_damaged_note_is_made_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """And is right afterwards; one that is whole is read."""
+    """It is right afterwards; an intact one is read."""
     cache = WeightCache(tmp_path, limit=0)
     assert cache.note("key", lambda: "first") == "first"
     damage(tmp_path / f"key{NOTE}")
@@ -266,7 +266,7 @@ def test_a_damaged_note_is_made_again(tmp_path: Path, damage: Callable[[Path], N
 
 
 def test_a_note_that_cannot_be_kept_is_made_each_time(tmp_path: Path, caplog: Any) -> None:
-    """Once for each that asks, and the log says why."""
+    """Once per caller, and the log says why."""
     (tmp_path / "file").write_text("no folder")
     made: list[str] = []
 

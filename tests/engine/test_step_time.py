@@ -38,7 +38,7 @@ def test_with_one_number_of_streams_what_is_said_of_it_is_right() -> None:
 
 
 def test_strange_steps_leave_numbers_that_mean_something() -> None:
-    """A clock that says nothing, a step that hung: seconds stay positive, and recover."""
+    """Steps of zero seconds, a step that hung: seconds stay positive, and recover."""
     pace = StepTime(0.020, 0.001, 1000)
     for seconds in (0.0, 0.0, 30.0, 0.0):
         pace.learn(0, 16, seconds)
@@ -64,7 +64,7 @@ def test_a_step_in_which_the_process_stood_still_says_little() -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    """A step may take any time then, and no prompt is taken for cheap or dear."""
+    """A step may take any time then, and no prompt counts as cheap or expensive."""
     pace = StepTime()
     assert (pace.step_s, pace.stream_s, pace.prompt_rate) == (0.0, 0.0, 0.0)
     assert pace.seconds(512, 3) == 0.0
@@ -109,7 +109,7 @@ def test_a_step_with_a_prompt_may_be_as_long_as_the_objective_allows() -> None:
 
 
 def test_a_step_without_streams_ends_soon_for_whoever_may_come() -> None:
-    """A quarter of a second of prompts, or less where that is wanted; never so few that all is reading the weights."""
+    """A quarter of a second of prompts, or less if configured; never so few that reading the weights dominates."""
     pace = StepTime(0.020, 0.001, 1000)
     assert [pace.prompt_tokens_alone(*given) for given in ((), (0.1,), (0.01,))] == [250, 100, 64]
     assert StepTime().prompt_tokens_alone(0.1) is None

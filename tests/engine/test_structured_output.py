@@ -1,5 +1,5 @@
-"""Promises of grammars: the text fits, a token is a function of the request and its tokens, and nobody's grammar costs
-anybody else a stream."""
+"""Promises of grammars: the text fits, a token is a function of the request and its tokens, and a grammar costs no
+other request its stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.sampling import GrammarSpec, Sampling
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 DEMO = Path(__file__).parents[2] / "demo/model"
-EOS, VOCAB = 256, 290  # every byte, the end, and places that no token has
+EOS, VOCAB = 256, 290  # every byte, the end, and ids without a token
 BYTES = Vocabulary.of([bytes([byte]) for byte in range(256)], VOCAB, EOS)
 
 
@@ -40,7 +40,7 @@ def schema_of(schema: Any) -> GrammarSpec:
 
 
 def sequence(spec: GrammarSpec | None, text: str = "", *, stop_ids: tuple[int, ...] = (EOS,), **how: Any) -> Sequence:
-    """One that has a prompt of two tokens and has generated this text."""
+    """A sequence with a prompt of two tokens that has generated `text`."""
     tokens = [7, 8, *text.encode()]
     return Sequence(
         id=f"s{id(tokens)}",
@@ -59,7 +59,7 @@ def fits(spec: GrammarSpec, text: str) -> bool:
 
 
 def step(sequences: list[Sequence], logits: torch.Tensor | None = None) -> list[Any]:
-    """One choice for each."""
+    """One choice for each sequence."""
     masks = Masks()
     if logits is None:
         logits = torch.zeros(len(sequences), VOCAB)
@@ -77,7 +77,7 @@ def possible(one: Sequence) -> set[int]:
 
 
 def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b"", by: float = 5.0) -> tuple[str, bool]:
-    """What a model that knows nothing writes under the grammar, and whether it came to an end. It prefers to close."""
+    """What a model with constant logits writes under the grammar, and whether it ended. It prefers to close."""
     one = sequence(spec, temperature=1.0, seed=seed)
     one.max_len = 10_000
     logits = torch.zeros(VOCAB)
@@ -224,7 +224,7 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(schema=st.recursive(LEAVES, branches, max_leaves=5), seed=st.integers(0, 2**32))
 def test_whatever_is_written_under_a_schema_is_valid(schema: Any, seed: int) -> None:
-    """A model that knows nothing, under masks alone, writes what jsonschema finds valid."""
+    """A model with constant logits, under masks alone, writes what jsonschema finds valid."""
     grammar_schema.check(common_pb2.Grammar(json_schema=json.dumps(schema).encode()))
     text, ended = write(schema_of(schema), seed)
     if ended:
@@ -262,8 +262,8 @@ def calls_of(format: Format, **choice: Any) -> GrammarSpec:
 
 @pytest.mark.parametrize("format", ["hermes", "llama3"])
 def test_what_is_written_where_calls_are_forced_is_calls(format: Format) -> None:
-    """A model that knows nothing writes calls of the functions, with arguments of their schemas, and nothing else: one,
-    or several where they may be, of any function or of the one that is named."""
+    """A model with constant logits writes only calls of the functions, with arguments of their schemas: one, or several
+    where allowed, of any function or of the named one."""
     found: dict[Any, list[list[str]]] = {}
     for choice, seed in itertools.product([{}, {"several": True}, {"name": "no"}], range(8)):
         text, ended = write(calls_of(format, **choice), seed, likes=b"\n;")
@@ -283,7 +283,7 @@ def test_what_is_written_where_calls_are_forced_is_calls(format: Format) -> None
 
 
 def test_calls_are_matched_again_from_their_tokens() -> None:
-    """Whoever goes on in the middle of a call has the bits of whoever began it."""
+    """A worker that resumes in the middle of a call has the mask bits of the one that began it."""
     spec = calls_of("hermes", several=True)
     text, _ = write(spec, 3)
     grown = sequence(spec)
@@ -294,7 +294,7 @@ def test_calls_are_matched_again_from_their_tokens() -> None:
 
 
 def test_a_grammar_of_a_kind_that_a_worker_does_not_know_is_refused() -> None:
-    """Passed over, it would be an answer that fits nothing."""
+    """Ignored, it would give an unconstrained answer."""
     assert sampling_from(sampling_pb2.Sampling(), VOCAB).grammar is None
     with pytest.raises(InvalidRequest):
         sampling_from(sampling_pb2.Sampling(grammar=common_pb2.Grammar()), VOCAB)
@@ -352,7 +352,7 @@ def test_a_model_that_likes_spaces_best_comes_to_an_end(monkeypatch: pytest.Monk
 
 
 def test_the_grammar_has_the_last_word() -> None:
-    """No bias, no penalty and no temperature makes a token possible that it forbids."""
+    """No bias, penalty or temperature makes a token possible that it forbids."""
     spec = GrammarSpec("regex", "[ab]{4}")
     for how in (
         {"logit_bias": ((99, 100.0), (97, -100.0), (98, -100.0))},
@@ -410,7 +410,7 @@ def test_min_tokens_keeps_the_end_away_while_the_grammar_goes_on() -> None:
 
 
 def test_a_dead_end_is_a_status_and_costs_the_neighbours_nothing() -> None:
-    """A grammar that nothing fits gives no token; who shares the step is not disturbed, sampling or greedy."""
+    """A grammar that no text fits gives no token; other rows of the step are not affected, sampling or greedy."""
     for how in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}):
         dead = sequence(GrammarSpec("ebnf", "root ::= root"), logprobs=2, **how)
         other = sequence(GrammarSpec("regex", "[ab]"), **how)
@@ -527,7 +527,7 @@ def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bug_on_the_masks_thread_is_not_an_unmasked_token() -> None:
-    """Its row fails, and nobody else's; the next step is whole."""
+    """Its row fails, and no other; the next step is not affected."""
 
     class Broken(Matcher):
         def fill(self, *arguments: Any) -> None:
@@ -566,7 +566,7 @@ def test_compiling_is_bounded_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked hears of it, and the next grammar is compiled."""
+    """The request gets the error, and the next grammar is compiled."""
     grammars = Grammars(DEMO, 2048, [0])
     monkeypatch.setattr(engine.decoding.structured_output, "_compiled", lambda *_: [][1])
     with pytest.raises(IndexError):
@@ -576,7 +576,7 @@ def test_a_bug_while_compiling_is_an_answer_and_not_a_silence(monkeypatch: pytes
 
 
 def test_bad_grammars_name_their_field() -> None:
-    """What the library does not take is the client's to change."""
+    """What the library rejects is the client's error."""
     grammars = Grammars(DEMO, 2048, [0])
     for kind, text in [
         ("regex", "(a"),
@@ -592,7 +592,7 @@ def test_bad_grammars_name_their_field() -> None:
 
 
 def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded too; and with threads left behind the router is told to go elsewhere."""
+    """Memory is bounded too; and with too many stuck threads the router is sent to another worker."""
     grammars = Grammars(DEMO, 2048, [0])
     monkeypatch.setattr(engine.decoding.structured_output, "MAX_GRAMMAR_BYTES", 100)
     with pytest.raises(InvalidRequest, match="bytes"):
@@ -603,7 +603,7 @@ def test_a_large_grammar_and_a_worker_full_of_stuck_ones_are_refused(monkeypatch
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar that was not used for longest goes first."""
+    """The least recently used grammar is evicted first."""
     grammars = Grammars(DEMO, 2048, [0])
     specs = [GrammarSpec("regex", f"{letter}+") for letter in "abc"]
     a = grammars.compile(specs[0]).result(60)
@@ -642,7 +642,7 @@ def test_tokens_are_to_the_grammar_what_they_are_to_the_reader(tmp_path: Path) -
 
 
 def test_a_sequence_cannot_be_made_without_its_compiled_grammar() -> None:
-    """Nobody can forget to compile: an unmasked stream would be a wrong answer."""
+    """Compiling cannot be forgotten: an unmasked stream would be a wrong answer."""
     with pytest.raises(ValueError, match="compiled"):
         Sequence(id="s", tokens=[1], prompt_len=1, max_len=5, sampling=Sampling(grammar=GrammarSpec("regex", "a")))
 

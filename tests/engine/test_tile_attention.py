@@ -122,7 +122,7 @@ class Case:
         return list(out.split([end - start for _, start, end in parts]))
 
     def cut(self, index: int, sizes: list[int], reach: Reach, softcap: float | None = None) -> torch.Tensor:
-        """All queries of a sequence, so many at a time in turn."""
+        """All queries of a sequence, in chunks of `sizes` in turn."""
         rows, at = [], 0
         while at < self.lengths[index]:
             end = min(self.lengths[index], at + sizes[len(rows) % len(sizes)])
@@ -155,7 +155,7 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Which tell -0 from 0, and compare NaN."""
+    """The bits, which distinguish -0 from 0 and make NaN comparable."""
     return x.view(torch.int16)
 
 
@@ -199,7 +199,7 @@ def test_the_largest_logit_may_come_late(scaling: float, rising: int) -> None:
     case.k[0] = case.put(0, "k", direction * slope)
     exact = case.exact(0, FullAttentionSpec(), None, scaling)
     got = case.run([(0, 0, 700)], scaling=scaling)[0]
-    # the product of a logit and the scaling is a float: of logits so high, that is the error of their weights
+    # logit times scaling is rounded to float: for logits this large, that is the error of their weights
     assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() + (2**-8 + scaling * 64 * 2**-23) * 5).all()
 
 
@@ -217,7 +217,7 @@ def test_rows_alone_and_together(groups: int) -> None:
 @pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize("reach", REACHES, ids=str)
 def test_cuts_do_not_change_bits(kv: str, more: tuple[float | None, bool], reach: Reach) -> None:
-    """Chunks of any size, single queries, and other sequences beside: the same bits as in one chunk."""
+    """Chunks of any size, single queries, and other sequences in the step: the same bits as in one chunk."""
     softcap, sinks = more
     case = Case([570, 40, 301], kv=kv, sinks=sinks, dims=(64, 80))
     whole = case.run([(0, 0, 570)], reach, softcap)[0]
@@ -231,7 +231,7 @@ def test_cuts_do_not_change_bits(kv: str, more: tuple[float | None, bool], reach
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cuts_of_other_shapes(shape: dict[str, int]) -> None:
-    """Heads that are no multiple of 32, and blocks that no 16 tokens fit into."""
+    """Heads that are not a multiple of 32, and blocks that are not a multiple of 16 tokens."""
     case = Case([331], **shape)  # type: ignore[arg-type]
     whole = case.run([(0, 0, 331)])[0]
     for sizes in ([1], [6, 45, 100]):
@@ -239,7 +239,7 @@ def test_cuts_of_other_shapes(shape: dict[str, int]) -> None:
 
 
 def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
-    """A sum that is flushed to -0 becomes +0 when zeros are added, as they are for a row beside longer ones."""
+    """A sum that is flushed to -0 becomes +0 when zeros are added, as for a row in a tile with longer ones."""
     case = Case([300], kv_heads=2, groups=1)
     case.v[0] = case.put(0, "v", torch.randn(300, 2, 64) * 2.0**-124)
     alone = case.cut(0, [1], FullAttentionSpec())
@@ -249,7 +249,7 @@ def test_sums_of_denormals_do_not_depend_on_the_cut() -> None:
 
 
 def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
-    """Tokens before it have the bits that they had."""
+    """Earlier tokens keep their bits."""
     case = Case([100], kv_heads=1)
     before = case.run([(0, 0, 100)])[0]
     poisoned = case.k[0].clone()
@@ -263,7 +263,7 @@ def test_a_nan_in_k_stays_with_those_who_see_it() -> None:
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.skipif(SERVED and torch.ops.tandem.orders()[0] != "tile32", reason="AMX does not serve here")
 def test_amx_and_fma_have_the_same_bits(kv: str) -> None:
-    """For every reach, with heads whose elements fill no whole step."""
+    """For every reach, with heads whose elements do not fill whole steps."""
     case = Case([570, 40], kv=kv, dims=(80, 96))
     parts = [(0, 100, 570), (1, 39, 40)]
     for reach in REACHES:
@@ -284,7 +284,7 @@ EDGES = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 300, 511, 512, 513]
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_single_queries_of_many_lengths_in_one_step(heads: tuple[int, int], kv: str) -> None:
-    """Each has the bits of the last of its chunk, by one thread and by two, whether blocks fit 16 tokens or not."""
+    """Each has the bits of the last of its chunk, by one thread and by two, for blocks of any size."""
     for size in (16, 48, 5):
         case = Case(EDGES, kv=kv, size=size, kv_heads=heads[0], groups=heads[1], sinks=heads[0] == 3)
         for reach in (REACHES[0], REACHES[1], REACHES[4]):
@@ -298,7 +298,7 @@ def test_single_queries_of_many_lengths_in_one_step(heads: tuple[int, int], kv: 
 
 
 def test_few_rows_and_chunks_in_turn() -> None:
-    """In one step, each after the other kind: what was prepared for a next unit is used for that one only."""
+    """In one step, alternating: what was prepared for the next unit is used for that unit only."""
     case = Case([530, 270, 40, 300], kv_heads=3, groups=3)
     wholes = [case.run([(index, 0, length)])[0] for index, length in enumerate(case.lengths)]
     parts = [(0, 529, 530), (1, 0, 270), (2, 37, 40), (2, 38, 40), (3, 100, 300), (0, 300, 301), (0, 255, 256)]
@@ -325,7 +325,7 @@ def test_amx_and_fma_have_the_same_bits_for_single_queries(kv: str) -> None:
 
 
 def test_threads_do_not_change_bits() -> None:
-    """One thread has the tasks of a chunk in other pieces than two."""
+    """One thread and two threads split a chunk's tasks differently."""
     case = Case([570, 40, 301])
     parts = [(0, 100, 570), (1, 39, 40), (2, 300, 301)]
     with threads_of(1):
@@ -335,7 +335,7 @@ def test_threads_do_not_change_bits() -> None:
 
 
 def test_the_comparison_catches_another_order() -> None:
-    """The same sums by pairs are as good and have other bits."""
+    """The same sums in the order `pairs` are as accurate and have other bits."""
     case = Case([300])
     ours = case.run([(0, 0, 300)])[0]
     torch.ops.tandem.use_order("pairs")

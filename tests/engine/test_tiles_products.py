@@ -1,4 +1,4 @@
-"""Products by tiles whose weights are codes or columns side by side: the bits of the same weight in bfloat16 panels."""
+"""Products by tiles whose weights are codes or contiguous columns: the bits of the same weight in bfloat16 panels."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def wide(rows: int, k: int) -> torch.Tensor:
-    """Numbers of many sizes: small ones of one size have exact sums with integers, in any order."""
+    """Numbers of many magnitudes: small ones of one magnitude have exact sums with integers, in any order."""
     return (torch.randn(rows, k) * torch.randn(rows, k).mul(3).exp()).bfloat16()
 
 
 def random_codes(n: int, k: int, format: str) -> torch.Tensor:
-    """Any codes, int8's -128 among them; of bfloat16 the numbers below one."""
+    """Any codes, including int8's -128; of bfloat16 the numbers below one."""
     above = {"int8": 256, "fp8": 127, "int4": 16, "bf16": 0x3F80}[format]
     return torch.randint(0, above, (n, k)).to(torch.int16)
 
@@ -89,7 +89,7 @@ def coded(codes: torch.Tensor, format: str, group: int | None = None) -> Callabl
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_scale_has_the_bits_of_a_bfloat16_weight(format: str, shape: tuple[int, int]) -> None:
-    """Codes are worth the same as the bfloat16 weight with their values, bit by bit, with any number of rows."""
+    """Codes give the same bits as the bfloat16 weight with their values, for any number of rows."""
     codes = random_codes(*shape, format)
     weight, multiply = weight_quantization.values_of(codes, format).bfloat16(), coded(codes, format)
     for rows in ROWS:
@@ -99,7 +99,7 @@ def test_one_scale_has_the_bits_of_a_bfloat16_weight(format: str, shape: tuple[i
 
 @tiled
 def test_another_order_has_other_bits() -> None:
-    """The bits above are those of the order: in pairs the same product has others."""
+    """The bits above are those of tile32: in the order `pairs` the same product has others."""
     codes, x = random_codes(130, 577, "int8"), wide(100, 577)
     multiply = coded(codes, "int8")
     in_tiles = multiply(x)
@@ -147,7 +147,7 @@ def test_a_group_is_summed_and_scaled_once(groups: int) -> None:
 @tiled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_columns_have_the_bits_of_a_packed_weight(shape: tuple[int, int]) -> None:
-    """With any number of rows, alone and by FMA; what lies behind a column, here NaN, is not read."""
+    """With any number of rows, alone and by FMA; memory past a column, here NaN, is not read."""
     n, k = shape
     weight = torch.full((n, k + 5), float("nan")).bfloat16()
     weight[:, :k] = torch.randn(n, k)
@@ -261,7 +261,7 @@ def process(refused: bool, rounds: int, core: int) -> subprocess.Popen[str]:
 
 
 def bits(processes: list[subprocess.Popen[str]]) -> tuple[list[list[str]], list[list[str]]]:
-    """What each says when it is ready, and the digests of its results; all compute at the same time."""
+    """Each one's output when it is ready, and the digests of its results; all compute at the same time."""
     ready = []
     for each in processes:
         assert each.stdout is not None
@@ -287,7 +287,7 @@ def test_without_permission_fma_has_the_same_bits() -> None:
 
 @tiled
 def test_two_processes_on_one_core_keep_their_tiles() -> None:
-    """While the system takes turns between them, saving and restoring registers, every result has the same bits."""
+    """While the system switches between them, saving and restoring registers, every result has the same bits."""
     core = min(os.sched_getaffinity(0))
     _, digests = bits([process(False, 300, core), process(False, 300, core)])
     _, alone = bits([process(False, 1, -1)])

@@ -59,7 +59,7 @@ def by_list(x: torch.Tensor) -> torch.Tensor:
 @built
 @pytest.mark.parametrize("depends", [by_value, by_size, by_number, by_list])
 def test_what_depends_on_the_batch_in_python_is_refused(depends: Any, checkpoint: Callable[[str], Path]) -> None:
-    """A branch or a number taken from the batch would be held fast: such a model runs by its modules, and says why."""
+    """A branch or a number taken from the batch would be a constant: such a model runs by its modules, and says why."""
     model = load(checkpoint("tiny-llama"))
     assert model.recorded is not None
     model.recorded = None
@@ -92,7 +92,7 @@ def test_a_recording_that_differs_does_not_serve(
 
 @built
 def test_a_recording_ends_with_its_model(checkpoint: Callable[[str], Path]) -> None:
-    """It holds weights, which nobody else does once the model is gone."""
+    """It holds weights, which must be freed with the model."""
     model = load(checkpoint("tiny-llama"))
     assert model.recorded is not None
     held = [weakref.ref(parameter) for parameter in model.module.parameters()]
@@ -101,7 +101,7 @@ def test_a_recording_ends_with_its_model(checkpoint: Callable[[str], Path]) -> N
     assert not any(one() is not None for one in held)
 
 
-# ---- operators that are done together
+# ---- fused operators
 
 
 def nodes_of(model: ModelRunner) -> list[str]:
@@ -117,7 +117,7 @@ def kinds(model: ModelRunner) -> Counter[str]:
 @built
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """Projections of the same rows, turned heads, sums and gates are one operator each, wherever a model has them."""
+    """Projections of the same rows, rotated heads, sums and gates are one operator each, wherever a model has them."""
     model = load(checkpoint(f"tiny-{family}"))
     found, layers = kinds(model), len(model.facts)
     assert found["tandem::rotate"] == 2 * layers
@@ -133,7 +133,7 @@ def test_neighbours_are_done_together(family: str, checkpoint: Callable[[str], P
 
 @built
 def test_quantised_neighbours_are_done_together(checkpoint: Callable[[str], Path]) -> None:
-    """As those of plain weights, and behind the last attention for the wanted rows only."""
+    """As those of plain weights, and after the last attention only for rows with logits."""
     model = load_model(str(checkpoint("tiny-llama")), dtype=torch.float32, device=torch.device("cpu"), weights="int8")
     found, layers = kinds(model), len(model.facts)
     assert found["tandem::linear_codes_add"] == 2 * layers
@@ -147,10 +147,10 @@ def test_quantised_neighbours_are_done_together(checkpoint: Callable[[str], Path
 @built
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_rows_without_logits_end_at_the_last_attention(family: str, checkpoint: Callable[[str], Path]) -> None:
-    """A token whose logits nobody wants is of no use behind it: what the last layer adds has the others' rows only."""
+    """A token without logits is not needed after it: the rest of the last layer has only the other rows."""
     nodes = nodes_of(load(checkpoint(f"tiny-{family}")))
     behind = nodes[len(nodes) - nodes[::-1].index("tandem::attend") :]
-    assert behind.count("aten::index") == 2  # of what attention found, and of what goes by it
+    assert behind.count("aten::index") == 2  # of attention's output, and of the residual
     assert behind.index("aten::index") < behind.index("tandem::rms_norm")
     assert behind.index("aten::index") < behind.index("tandem::linears_gated")
 
@@ -159,7 +159,7 @@ def test_rows_without_logits_end_at_the_last_attention(family: str, checkpoint: 
 def test_a_wrong_rule_costs_speed_and_no_token(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the rules make is proven like the recording: here they take every function for another one."""
+    """What the rules make is verified like the recording: here they mistake each function for another."""
     expected = kinds(load(checkpoint("tiny-gemma2")))
     assert expected["tandem::linears_gated"]
     monkeypatch.setattr(graph_fusion, "GELUS", {"tanh": "gelu"})

@@ -53,13 +53,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 def test_what_a_kernel_does_not_know_goes_to_the_reference(change: dict[str, Any], reason: str | None) -> None:
-    """Each fact that the kernel has no argument for is a reason; heads that are shared and windows are none."""
+    """Each fact that the kernel has no argument for is a reason; shared heads and windows are not."""
     found = refusal(FA3, replace(PLAIN, **change), torch.bfloat16, 16)
     assert found is None if reason is None else reason in (found or "")
 
 
 def test_types_and_block_sizes_decide() -> None:
-    """16 bits only; what torch brings along takes blocks of multiples of 256 tokens, FA3 takes any."""
+    """16 bits only; torch's own kernel takes blocks of multiples of 256 tokens, FA3 takes any."""
     assert refusal(FA3, PLAIN, torch.float16, 3) is None
     assert "float32" in (refusal(FA3, PLAIN, torch.float32, 16) or "")
     assert "multiples of 256" in (refusal(FA2, PLAIN, torch.bfloat16, 16) or "")
@@ -107,7 +107,7 @@ def twisted(**twist: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
 )
 @pytest.mark.parametrize("window", [8, 4096])
 def test_a_kernel_that_is_wrong_serves_nothing(wrong: Any, window: int, on_cpu: Callable[..., None]) -> None:
-    """One key too many or too few, another scale, another's blocks, a NaN: found at load, and said."""
+    """One key too many or too few, another scale, another sequence's blocks, a NaN: found at load, and reported."""
     on_cpu(FA3, wrong)
     kernel, line = varlen.choose(
         (replace(PLAIN, reach=SlidingWindowSpec(window)),), torch.bfloat16, 16, CPU, paged.attend
@@ -129,7 +129,7 @@ def test_a_kernel_that_fails_serves_nothing(on_cpu: Callable[..., None]) -> None
 
 
 def test_the_line_says_who_serves_which_calls(on_cpu: Callable[..., None]) -> None:
-    """A mixed model is told in numbers; one that cannot be served at all, with the reason."""
+    """A mixed model is reported in numbers; one that cannot be served at all, with the reason."""
     on_cpu(FA3)
     mixed = (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, softcap=5.0))
     line = "cuda-varlen (FA3), reference for 2 of 3 calls because of sinks; softcap"
@@ -149,7 +149,7 @@ def test_without_cuda_the_reference_serves() -> None:
 def test_a_model_attends_by_it_where_it_can(
     family: str, checkpoint: Callable[[str], Path], on_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a whole model every call that can be served is, no other, and the logits stay what the reference gives."""
+    """In a whole model it serves exactly the calls that it can, and the logits are the reference's."""
     calls = 0
 
     def counted(*given: Any, **named: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Watching a sequence: everything that happens to it, once and in order, asked for or followed."""
+"""Watching a sequence: every event, once and in order, requested or followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def step(number: int) -> StepOutput:
 
 
 class Follower:
-    """Keeps what it is given; over at `stop`."""
+    """Collects its events; ends at `stop`."""
 
     def __init__(self, stop: int = 3) -> None:
         self.taken: list[Any] = []
@@ -35,7 +35,7 @@ async def following(watch: SequenceStream, follower: Any) -> asyncio.Task[None]:
 
 
 async def test_what_happened_before_comes_first_and_nothing_after_the_end() -> None:
-    """At once: whoever pushes has it taken, without waking the follower's task."""
+    """At once: the push itself calls the follower, without waking its task."""
     watch, follower = SequenceStream(), Follower()
     watch._push([step(0)])
     watch._push([step(1)])
@@ -50,7 +50,7 @@ async def test_what_happened_before_comes_first_and_nothing_after_the_end() -> N
 
 
 async def test_an_end_that_had_come_before_is_seen() -> None:
-    """Nobody would push again."""
+    """No further push would come."""
     watch, follower = SequenceStream(), Follower()
     watch._push([step(3)])
     await watch.follow(follower)
@@ -58,7 +58,7 @@ async def test_an_end_that_had_come_before_is_seen() -> None:
 
 
 async def test_an_engine_that_broke_is_told_after_what_it_had_done() -> None:
-    """Before somebody follows, and while."""
+    """Before a follower comes, and while it follows."""
     watch, follower = SequenceStream(), Follower()
     watch._push([step(0)])
     watch._fail(InternalError("the engine broke"))
@@ -73,7 +73,7 @@ async def test_an_engine_that_broke_is_told_after_what_it_had_done() -> None:
 
 
 async def test_what_the_follower_raises_ends_its_own_watch_alone() -> None:
-    """The step that is being told goes on to the others."""
+    """The step still reaches the other watches."""
 
     def nobody_listens(news: list[StepOutput]) -> bool:
         raise Unavailable("the feed is closed")

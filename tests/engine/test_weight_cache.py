@@ -67,7 +67,7 @@ def files(cache: WeightCache) -> list[Path]:
 
 
 def test_what_was_kept_is_found_and_mapped(cache: WeightCache) -> None:
-    """The second one to ask gets the same bytes from the same file, and makes nothing."""
+    """The second caller gets the same bytes from the same file, and makes nothing."""
     make = Maker()
     first, second = cache.get("key", SIZES, make), cache.get("key", SIZES, make)
     assert same(first)
@@ -95,7 +95,7 @@ def empty(path: Path) -> None:
 
 
 def rename(path: Path) -> None:
-    """Takes the place of other weights of the same size."""
+    """Replaces other weights of the same size."""
     other = WeightCache(path.parent.parent / "other", 1 << 30)
     other.get("other", SIZES, lambda: [part + 1 for part in PARTS])
     os.replace(only_file(other), path)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_never_used(cache: WeightCache, damage: Callable[[Path
 def test_without_the_header_a_damaged_file_would_be_used(
     cache: WeightCache, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
-    """The control: with a header that says nothing, the wrong bytes are taken."""
+    """The control: with a header without information, the wrong bytes are used."""
     monkeypatch.setattr(weight_cache, "_header", lambda key, nbytes, digest: b"unchecked\n")
     cache.get("key", SIZES, Maker())
     damage(only_file(cache))
@@ -149,7 +149,7 @@ def test_the_length_alone_keeps_a_cut_file_out(
 def test_a_file_that_is_somebody_elses_is_not_used(
     cache: WeightCache, monkeypatch: pytest.MonkeyPatch, checked: bool
 ) -> None:
-    """Whoever may write to it may do so after its digest was right. The control, without the check: it is used."""
+    """Another user could write to it after its digest was checked. The control, without the check: it is used."""
     make = Maker()
     cache.get("key", SIZES, make)
     open_to_all(only_file(cache))
@@ -159,11 +159,11 @@ def test_a_file_that_is_somebody_elses_is_not_used(
     assert make.times == (2 if checked else 1)
     owner = os.geteuid()
     monkeypatch.setattr(weight_cache.os, "geteuid", lambda: owner + 1)
-    assert (cache.get("key", SIZES, make) is None) is checked  # the new one is not his either, then
+    assert (cache.get("key", SIZES, make) is None) is checked  # the user does not own the new file either
 
 
 def test_nobody_else_can_read_or_write_it(cache: WeightCache) -> None:
-    """From its first byte: the umask says otherwise here."""
+    """From its first byte, although the umask here would allow it."""
     modes = []
 
     def watched() -> Iterable[torch.Tensor]:
@@ -216,7 +216,7 @@ def test_of_two_that_start_at_once_one_writes(
 
 
 def test_the_folder_stays_below_its_limit(cache: WeightCache) -> None:
-    """What was used longest ago goes; what somebody has mapped stays readable; what can never fit is not kept."""
+    """The least recently used file goes; mapped files stay readable; a file that can never fit is not kept."""
     size = BODY + weight_cache.placed(SIZES)[1]
     small = WeightCache(cache.folder, limit=2 * size)
     first = small.get("a", SIZES, Maker())
@@ -236,7 +236,7 @@ def test_the_folder_stays_below_its_limit(cache: WeightCache) -> None:
 
 
 def test_files_of_others_in_the_folder_stay(cache: WeightCache) -> None:
-    """Somebody may name a folder in which he keeps his own weights, or half of a download."""
+    """The configured folder may hold a user's own weights, or half of a download."""
     cache.folder.mkdir()
     own = [cache.folder / name for name in ("yolo.weights", "model.partial", "model.safetensors")]
     for path in own:
@@ -249,7 +249,7 @@ def test_files_of_others_in_the_folder_stay(cache: WeightCache) -> None:
 
 
 def test_what_cannot_be_kept_is_no_error(cache: WeightCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A full disk, or a folder that is none: the caller is told, and nothing is left behind."""
+    """A full disk, or a path that is not a folder: the caller gets None, and nothing is left behind."""
     monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 0}))
     assert cache.get("key", SIZES, Maker()) is None
     assert [path.name for path in cache.folder.iterdir()] == ["tandem.lock"]
@@ -258,7 +258,7 @@ def test_what_cannot_be_kept_is_no_error(cache: WeightCache, monkeypatch: pytest
 
 
 def test_a_disk_that_is_full_half_way_leaves_nothing(cache: WeightCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may take what was free when the writing began."""
+    """Other processes may take the free space during the write."""
     write, written = os.write, []
 
     def full(descriptor: int, data: memoryview) -> int:
@@ -276,7 +276,7 @@ def test_a_disk_that_is_full_half_way_leaves_nothing(cache: WeightCache, monkeyp
 
 
 def test_a_folder_that_cannot_be_written_is_read(cache: WeightCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is used; what is not there is not kept, and no error."""
+    """Existing files are used; missing ones are not kept, without an error."""
 
     def refused(*_: Any, **__: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_read(cache: WeightCache, monkeypatch
 def test_a_lock_that_nobody_gives_back_holds_up_for_a_while(
     cache: WeightCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the worker keeps its weights for itself."""
+    """Then the worker keeps its weights in its own memory."""
     monkeypatch.setattr(weight_cache, "LOCK_TIMEOUT_S", 0.2)
     cache.folder.mkdir()
     with FileLock(cache.folder / "tandem.lock"):
@@ -302,7 +302,7 @@ def test_a_lock_that_nobody_gives_back_holds_up_for_a_while(
 
 
 def test_a_writer_that_is_killed_harms_nobody(cache: WeightCache) -> None:
-    """Its half is no file of the cache, its lock is gone with it, and the next one writes."""
+    """Its partial file is not used, its lock is released, and the next worker writes."""
     code = f"""
 import os, signal, torch
 from pathlib import Path
@@ -322,7 +322,7 @@ WeightCache(Path({str(cache.folder)!r}), 1 << 30).get("key", [{40 << 20}, 1], pa
 
 
 def test_parts_lie_one_behind_another() -> None:
-    """At whole pages; none at all where every product is quantised."""
+    """At page boundaries; no parts if every product is quantised."""
     assert weight_cache.placed([1, 4096, 4097]) == ([0, 4096, 8192], 16384)
     assert weight_cache.placed([]) == ([], 0)
 
@@ -408,7 +408,7 @@ def test_the_name_is_of_all_that_packing_depends_on(monkeypatch: pytest.MonkeyPa
 
 @built
 def test_panels_have_the_size_that_was_foretold() -> None:
-    """For every rest of rows and columns."""
+    """For every remainder of rows and columns."""
     for dtype in (torch.float32, torch.bfloat16):
         for n in (1, 15, 16, 64, 65, 130):
             for k in (1, 2, 31, 64, 577):
@@ -416,7 +416,7 @@ def test_panels_have_the_size_that_was_foretold() -> None:
                 assert modules._packed_bytes(weight) == torch.ops.tandem.pack(weight).nbytes
 
 
-# ---- the memory that is left
+# ---- the memory left
 
 
 def test_freed_memory_goes_back() -> None:
@@ -440,7 +440,7 @@ print(before - resident())
 
 
 def test_mapped_weights_are_not_free_memory(tmp_path: Path) -> None:
-    """The kernel counts a file's pages as free to be had; a container's limit as taken. Both are put right."""
+    """The kernel counts a file's pages as available, a container's limit as used. Both are corrected."""
     assert builder._free_bytes(CPU, kept=0) - builder._free_bytes(CPU, kept=8 << 30) == pytest.approx(
         8 << 30, abs=2 << 30
     )

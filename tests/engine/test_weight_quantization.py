@@ -49,7 +49,7 @@ def all_codes(format: str) -> torch.Tensor:
 @built
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_code_has_its_value(format: str) -> None:
-    """Compiled and by torch the same number for each code, at every place of a panel, in every group."""
+    """Compiled and in torch, each code has the same value, at every position of a panel, in every group."""
     codes = all_codes(format)
     codes = codes[torch.randperm(len(codes))]
     codes = codes[: len(codes) // 16 * 16].view(16, -1).repeat(9, 1)  # 144 columns
@@ -72,7 +72,7 @@ SHAPES = [(1, 1), (3, 2), (5, 17), (64, 31), (66, 32), (7, 33), (130, 577)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(format: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Right at sizes off every tile, with bias and without; each row has the same bits alone and beside any others."""
+    """Right at sizes that fill no tile, with bias and without; each row has the same bits alone and with any others."""
     weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
     packed = weight_quantization.quantise(weight, format)
     for rows in (1, 2, 6, 7, 18, 19, 40):
@@ -92,7 +92,7 @@ def test_products(format: str, dtype: torch.dtype, shape: tuple[int, int]) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators_that_do_several_things(dtype: torch.dtype, formats: tuple[str, str]) -> None:
     """A sum, several weights and a gate of two in one operator: the bits of one operator after the other. The control:
-    the weights of a gate are not the same the other way around."""
+    swapping the weights of a gate changes the result."""
     ops, (n, k) = torch.ops.tandem, (150, 97)
     weights = [weight_quantization.quantise(torch.randn(n, k), format) for format in formats]
     biases = [None, torch.randn(n).to(dtype)]
@@ -143,14 +143,14 @@ def test_products_do_not_depend_on_the_threads(format: str) -> None:
 @built
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_is_to_the_nearest(format: str) -> None:
-    """No weight is further from its own than half a step of its format, and one of zeros is zero."""
+    """No weight is rounded by more than half a step of its format, and a weight of zeros stays zero."""
     weight = torch.randn(70, 96) * torch.logspace(-6, 3, 70).unsqueeze(1)
     weight[3] = 0
     gap = (weight_quantization.quantise(weight, format).weight() - weight).abs()
     largest = weight.view(70, -1, group_of(format, 96)).abs().amax(2, keepdim=True)
     allowed = {
         "int8": largest / 254,
-        "int4": largest / 5,  # the ends of a group may be cut
+        "int4": largest / 5,  # the ends of a group may be clipped
         "fp8": (weight.abs() / 16).view(70, 1, -1) + largest / 448 / 512,
         "bf16": (weight.abs() / 256).view(70, 1, -1),
     }[format]
@@ -160,7 +160,7 @@ def test_rounding_is_to_the_nearest(format: str) -> None:
 
 @built
 def test_operators_refuse_what_does_not_fit() -> None:
-    """Codes or scales of another size, other types, odd groups: an error, never somebody else's memory."""
+    """Codes or scales of another size, other types, odd groups: an error, never a read of other memory."""
     packed, ops, x = weight_quantization.quantise(torch.randn(20, 30), "int8"), torch.ops.tandem, torch.randn(4, 30)
     for n, k, group, format in ((90, 30, 30, "int8"), (20, 64, 64, "int8"), (20, 30, 30, "bf16"), (20, 30, 2, "int8")):
         with pytest.raises(RuntimeError, match="not packed for this size"):
@@ -198,7 +198,7 @@ def test_every_family(family: str, format: str, checkpoint: Callable[[str], Path
 
 @built
 def test_torchs_products_do_depend(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's product over the same weights the comparison fails: it sees what it is to see."""
+    """With torch's product over the same weights the comparison fails, as it should."""
     model = load(checkpoint("tiny-llama"), "int8")
     monkeypatch.setattr("engine.runner.model_runner.exact", torchs_own)
     monkeypatch.setattr(weight_quantization.Quantised, "forward", weight_quantization.Dequantised.forward)
@@ -228,7 +228,7 @@ def test_a_model_is_transformers_with_the_rounded_weights(checkpoint: Callable[[
 @built
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_over_rounded_weights(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """The tokens of transformers with the adapter merged into the rounded weights, beside the base's own in a batch."""
+    """The tokens of transformers with the adapter merged into the rounded weights, in a batch with the base's own."""
     base = checkpoint(f"tiny-{family}")
     auto: Any = AutoModelForCausalLM
     rounded = auto.from_pretrained(base, dtype=torch.float32)
@@ -288,7 +288,7 @@ def test_a_wrong_product_is_refused(
 
 @built
 def test_the_self_check_sees_other_weights(checkpoint: Callable[[str], Path]) -> None:
-    """It compares with the very weights that are packed: with a layer's exchanged for another's it fails."""
+    """It compares with the packed weights: with one layer's weight replaced by another's it fails."""
     model = load(checkpoint("tiny-llama"), "int8")
     assert self_check.check(model).passed
     layers: Any = model.module.model.layers
@@ -319,7 +319,7 @@ def test_kv_of_other_weights_is_other_kv(checkpoint: Callable[[str], Path]) -> N
 
 @built
 def test_bf16_under_bf16_changes_nothing(checkpoint: Callable[[str], Path]) -> None:
-    """In a model that computes in bfloat16 it is what is there already; in float32 it loses nothing of such weights."""
+    """In a bfloat16 model it changes no weight; in float32 it represents bfloat16 weights exactly."""
     folder = ROOT / "demo/model"  # stored in bfloat16
     plain = {dtype: load(folder, "checkpoint", dtype) for dtype in DTYPES}
     packed = {dtype: load(folder, "bf16", dtype) for dtype in DTYPES}
@@ -332,7 +332,7 @@ def test_bf16_under_bf16_changes_nothing(checkpoint: Callable[[str], Path]) -> N
 
 @built
 def test_modules_that_are_no_products_keep_their_weights(tmp_path: Path) -> None:
-    """A mixture's experts and router are not rounded: they are no plain products."""
+    """A mixture's experts and router are not rounded: they are not plain products."""
     folder = make_checkpoint(tmp_path, "tiny-mixtral", dtype="float32")
     model, plain = load(folder, "int8"), load(folder, "checkpoint")
     theirs = dict(plain.module.named_parameters())
@@ -349,7 +349,7 @@ def test_without_the_compiled_operators_it_is_refused(checkpoint: Callable[[str]
 
 @built
 def test_switching_gives_each_layer_its_own_class_back() -> None:
-    """Compiled or torch's, a layer's type still passes for its own."""
+    """Compiled or torch's, a layer is still an instance of its own type."""
     model = nn.Sequential(nn.Linear(8, 8))
     weight_quantization.put(model[0], weight_quantization.quantise(model[0].weight.detach(), "int8"))
     for on in (True, False, True, True):
