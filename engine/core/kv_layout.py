@@ -13,8 +13,8 @@ from typing import Any
 VERSION = 3
 ALIGNMENT = 64  # bytes; every K and V region, every region of scales and every block starts at a multiple of it
 # Blocks that start a multiple of a power of two apart share a few sets of a CPU's caches and evict each other:
-# a large block whose length is a multiple of COLLIDING gets a page more.
-COLLIDING, PAGE, LARGE = 32 * 1024, 4096, 512 * 1024  # bytes
+# a block of at least MIN_PADDED bytes whose length is a multiple of COLLIDING is padded by one page.
+COLLIDING, PAGE, MIN_PADDED = 32 * 1024, 4096, 512 * 1024  # bytes
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
 SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
 
@@ -110,7 +110,7 @@ def plan_calls(
             k_scales, v_scales = end, end + block_size * heads * SCALE_BYTES
             end = _aligned(v_scales + block_size * heads * SCALE_BYTES)
         calls.append(CallLayout(heads, k_dim, heads, v_dim, k_offset, v_offset, k_scales, v_scales))
-    return tuple(calls), end + PAGE if end >= LARGE and end % COLLIDING == 0 else end
+    return tuple(calls), end + PAGE if end >= MIN_PADDED and end % COLLIDING == 0 else end
 
 
 def _aligned(offset: int) -> int:

@@ -45,22 +45,22 @@ struct Sixteens {
 // Prefetches K or V during other work, a few lines at a time: a core stalls when too many cache misses are outstanding.
 // The lines of four groups of 16 tokens alternate: pages read in parallel arrive faster than one after another.
 template <typename T>
-class PagesAhead {
+class KvPrefetcher {
  public:
-  // The next `calls` calls of some() prefetch the tokens [16 from, 16 to) of `side`.
+  // The next `calls` calls of advance() prefetch the tokens [16 from, 16 to) of `side`.
   void begin(const Sixteens<T>& side, int64_t from, int64_t to, int64_t dim, int64_t calls) {
     rows_ = side.rows + from, left_ = to - from, bytes_ = TILE_ROWS * dim * sizeof(T), at_ = 0;
     if (side.apart != dim) left_ = 0;  // never in the engine's KV layout
     const int64_t turns = (left_ + ABREAST - 1) / ABREAST * ((bytes_ + LINE - 1) / LINE);
-    each_ = (turns + calls - 1) / calls;
+    turns_per_call_ = (turns + calls - 1) / calls;
     if (left_ > 0) open();
   }
 
   void stop() { left_ = 0; }
 
-  [[gnu::always_inline]] void some() {
-    for (int64_t n = each_; n > 0 && left_ > 0; --n) {
-      for (const char* line : lines_) asm volatile("prefetcht1 %0" : : "m"(line[at_]));
+  [[gnu::always_inline]] void advance() {
+    for (int64_t n = turns_per_call_; n > 0 && left_ > 0; --n) {
+      for (const char* group : groups_) prefetch(group + at_, 1);
       at_ += LINE;
       if (at_ < bytes_) continue;
       rows_ += ABREAST, left_ -= ABREAST, at_ = 0;
@@ -69,15 +69,15 @@ class PagesAhead {
   }
 
  private:
-  static constexpr int64_t ABREAST = 4;
+  static constexpr int64_t ABREAST = 4;  // groups whose lines alternate
 
   void open() {
-    for (int64_t i = 0; i < ABREAST; ++i) lines_[i] = reinterpret_cast<const char*>(rows_[std::min(i, left_ - 1)]);
+    for (int64_t i = 0; i < ABREAST; ++i) groups_[i] = reinterpret_cast<const char*>(rows_[std::min(i, left_ - 1)]);
   }
 
-  const T* const* rows_ = nullptr;
-  int64_t left_ = 0, bytes_ = 0, at_ = 0, each_ = 0;
-  const char* lines_[ABREAST];
+  const T* const* rows_ = nullptr;  // the groups that are left
+  int64_t left_ = 0, bytes_ = 0, at_ = 0, turns_per_call_ = 0;
+  const char* groups_[ABREAST];  // the ones being prefetched; at the end the last one, repeated
 };
 
 // Attention of units of few rows, one after another, by one thread.
@@ -182,9 +182,9 @@ class FewRows {
     column_ = (n - put_from_) * unit.rows;
   }
 
-  // The next `calls` calls of some() prefetch the tokens of the stretch that some query sees.
-  void fetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t calls) {
-    ahead_.begin(side, stretch.low / TILE_ROWS, high_of(stretch.high), dim, calls);
+  // The next `calls` calls of advance() prefetch the groups of 16 tokens of a stretch that some query sees.
+  void begin_prefetch(const Stretch& stretch, const Sixteens<T>& side, int64_t dim, int64_t calls) {
+    prefetcher_.begin(side, stretch.low / TILE_ROWS, high_of(stretch.high), dim, calls);
   }
 
   template <typename M>
@@ -204,9 +204,9 @@ class FewRows {
     const __mmask16 changed = weigh<QUANTISED<T>>(rows, seen, past, here_->from, here_->to, call_.softmax, by_key,
                                                   by_value, logits_, kept_, factors);
     if (!first) scale(sums_, shape_.v_tiles, changed, factors);
-    ahead_.stop();
+    prefetcher_.stop();
     if (soon_->unit >= 0)
-      fetch(*soon_, soon_->keys, shape_.k_dim,
+      begin_prefetch(*soon_, soon_->keys, shape_.k_dim,
             rounded_up(shape_.v_tiles, V_TILES) / V_TILES * (here_->to - here_->from) * TILE_ROWS);
     for (int64_t d = 0; d < shape_.v_tiles; d += V_TILES)
       if (d + V_TILES <= shape_.v_tiles)
@@ -224,7 +224,7 @@ class FewRows {
         for (int64_t r = 0; r < rows; r += 4) turn_four(sums[i % 4], column_ + r, logits_ + i * SUMS + r * LANES);
     };
     if (!as_they_lie()) widen(here_->from);
-    fetch(*here_, here_->values, shape_.v_dim, 2 * PER_TILE * shape_.k_steps * (here_->to - here_->from));
+    begin_prefetch(*here_, here_->values, shape_.v_dim, 2 * PER_TILE * shape_.k_steps * (here_->to - here_->from));
     for (int64_t step = here_->from; step < here_->to; ++step) {
       if (!as_they_lie() && step + 1 < here_->to) widen(step + 1);
       dot_keys(tiles, step, sums[2 * step % 4][0]);
@@ -263,10 +263,10 @@ class FewRows {
     for (int64_t k = 0; k < shape_.k_steps; ++k, left += next, right += next) {
       tiles.template load<6>(q_ + k * TILE, WIDTH_BYTES);
       tiles.template load<4>(left, row);
-      for (int64_t i = 0; i < PER_TILE; ++i) ahead_.some();
+      for (int64_t i = 0; i < PER_TILE; ++i) prefetcher_.advance();
       tiles.template dot<0, 4, 6>();
       tiles.template load<5>(right, row);
-      for (int64_t i = 0; i < PER_TILE; ++i) ahead_.some();
+      for (int64_t i = 0; i < PER_TILE; ++i) prefetcher_.advance();
       tiles.template dot<1, 5, 6>();
     }
     tiles.template store<0>(sums, WIDTH_BYTES);
@@ -331,7 +331,7 @@ class FewRows {
     for (int64_t i = 2 * step; i < 2 * step + 2; ++i) {
       const T* row = here_->values.rows[i];
       for (int64_t r = 0; r < TILE_ROWS; r += 2, row += 2 * apart, into += TILE_K) {
-        ahead_.some();
+        prefetcher_.advance();
         for (int64_t t = 0; t < COUNT; t += 2) {
           const int64_t at = (d + t) * LANES, token = i * TILE_ROWS + r;
           const auto words = [&](int64_t token, const T* row) {
@@ -351,7 +351,7 @@ class FewRows {
   BFloat16* panels_;      // of two steps
   float *logits_, *sums_;
   Kept kept_;
-  PagesAhead<T> ahead_;
+  KvPrefetcher<T> prefetcher_;
   Stretch stretches_[2], *here_ = stretches_, *soon_ = stretches_ + 1;
   int64_t put_from_ = 0, put_to_ = 0, column_ = 0;  // units whose queries are in q_; this unit's first column
 };

@@ -10,6 +10,7 @@ side:
     block   | K of call 0 | V of call 0 | scales of K, scales of V of call 0 | K of call 1 | ...
     scales  [kv_heads, block_size] bfloat16
 
+A large block may end with a page of padding (`engine.core.kv_layout.plan_calls`).
 A block is contiguous across all attention calls, so that one block is one transfer descriptor. The attention function
 sees strided views of the same memory; nothing is ever copied to be sent.
 """

@@ -125,7 +125,7 @@ async def test_a_loop_without_work_has_nothing_under_way() -> None:
         (StepTime(), 100, 100, UNKNOWN_S),  # nothing is known yet
         (StepTime(0.005, 0.001, 2000.0), 0, 500, LEAST_STEP_S),  # a stream's step of milliseconds
         (StepTime(0.1, 0.0, 2000.0), 500, 0, 3.5),  # ten times 0.1 s and 0.25 s
-        (StepTime(0.1, 0.0, 2000.0), 500, 8192, 10.5),  # attention to so many tokens takes longer than was measured
+        (StepTime(0.1, 0.0, 2000.0), 500, 8192, 10.5),  # attention over 8,192 tokens takes longer than measured
     ],
 )
 async def test_how_long_a_step_may_take_follows_from_the_engines_own_pace(
