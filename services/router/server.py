@@ -26,7 +26,7 @@ from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
-from services.router.frontend.openai_sampling import Defaults
+from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload

@@ -37,14 +37,26 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "tools", "tool_choice")
+    __slots__ = ("messages", "tools", "tool_choice", "template_variables", "continue_last_message", "without_generation_prompt", "template", "raw", "parallel_calls")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_LAST_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_CALLS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools: bytes
     tool_choice: ToolChoice
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[bytes] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ...) -> None: ...
+    template_variables: bytes
+    continue_last_message: bool
+    without_generation_prompt: bool
+    template: bytes
+    raw: bool
+    parallel_calls: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[bytes] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., template_variables: _Optional[bytes] = ..., continue_last_message: _Optional[bool] = ..., without_generation_prompt: _Optional[bool] = ..., template: _Optional[bytes] = ..., raw: _Optional[bool] = ..., parallel_calls: _Optional[bool] = ...) -> None: ...
 
 class ToolChoice(_message.Message):
     __slots__ = ("name", "several")
@@ -55,18 +67,20 @@ class ToolChoice(_message.Message):
     def __init__(self, name: _Optional[str] = ..., several: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "tool_calls", "tool_call_id", "name")
+    __slots__ = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: bytes
     tool_calls: bytes
     tool_call_id: str
     name: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[bytes] = ..., tool_calls: _Optional[bytes] = ..., tool_call_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    reasoning: bytes
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[bytes] = ..., tool_calls: _Optional[bytes] = ..., tool_call_id: _Optional[str] = ..., name: _Optional[str] = ..., reasoning: _Optional[bytes] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -91,7 +105,7 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., choices: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "choice", "last", "adapter_fingerprint")
+    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "choice", "last", "adapter_fingerprint", "parts")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +114,7 @@ class Delta(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -108,7 +123,28 @@ class Delta(_message.Message):
     choice: int
     last: bool
     adapter_fingerprint: bytes
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ..., last: _Optional[bool] = ..., adapter_fingerprint: _Optional[bytes] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice: _Optional[int] = ..., last: _Optional[bool] = ..., adapter_fingerprint: _Optional[bytes] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("text", "reasoning", "call", "arguments")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    reasoning: str
+    call: ToolCall
+    arguments: str
+    def __init__(self, text: _Optional[str] = ..., reasoning: _Optional[str] = ..., call: _Optional[_Union[ToolCall, _Mapping]] = ..., arguments: _Optional[str] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -119,21 +155,23 @@ class PromptLogprobs(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "receipt", "choice", "stop")
+    __slots__ = ("reason", "text", "receipt", "choice", "stop", "parts")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     text: str
     receipt: Receipt
     choice: int
     stop: str
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ..., stop: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., text: _Optional[str] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., choice: _Optional[int] = ..., stop: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter", "estimate", "ended_at", "trace_id")
+    __slots__ = ("request_id", "model", "path", "prefill_worker", "decode_worker", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "ttft_seconds", "phases", "tpot_seconds", "total_seconds", "transfer", "attempts", "notes", "preemptions", "drafted", "accepted", "choice", "choices", "adapter", "estimate", "ended_at", "trace_id", "reasoning_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +197,7 @@ class Receipt(_message.Message):
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     ENDED_AT_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     path: _common_pb2.Path
@@ -184,7 +223,8 @@ class Receipt(_message.Message):
     estimate: Estimate
     ended_at: float
     trace_id: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., ended_at: _Optional[float] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    reasoning_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[_Union[_common_pb2.Path, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., tpot_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., transfer: _Optional[_Union[_common_pb2.TransferReport, _Mapping]] = ..., attempts: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., preemptions: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ..., adapter: _Optional[str] = ..., estimate: _Optional[_Union[Estimate, _Mapping]] = ..., ended_at: _Optional[float] = ..., trace_id: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Estimate(_message.Message):
     __slots__ = ("wait_seconds", "compute_seconds", "here_seconds", "there_seconds")

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from loadtest.scenarios.fuzz import CONTEXT, GOOD, SCHEMA, TOOL, Fuzz
-from services.router.frontend import openai_protocol
+from services.router.frontend.openai import openai_protocol
 from services.router.preprocess import preprocessor
 from tests.support import oracle
 from tests.support.templates import HERMES

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from services.router.frontend import http_api, http_body, http_server
-from services.router.frontend.openai_sampling import Defaults
+from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.chat_template import ChatTemplate
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.faults import Harm, hold_until

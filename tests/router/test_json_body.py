@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.frontend import json_body, openai_protocol
-from services.router.frontend.openai_sampling import Defaults
+from services.router.frontend import json_body
+from services.router.frontend.openai import openai_protocol
+from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess import json_limits
 from tandem.errors import InvalidRequest
 

@@ -122,6 +122,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("execution",),
         ("routing",),
         ("preprocess", "tenancy"),
+        ("answer",),
         ("tenant_slots",),
     ),
     "engine": (
@@ -171,8 +172,10 @@ ONLY_IN = {
     "xgrammar": ["engine/decoding/structured_output.py"],
     "starlette": [
         "services/router/frontend/dashboard.py",
+        "services/router/frontend/http_answers.py",
         "services/router/frontend/http_api.py",
         "services/router/frontend/http_body.py",
+        "services/router/frontend/http_endpoint.py",
         "services/router/frontend/http_server.py",
     ],
     "uvicorn": ["services/router/frontend/http_server.py"],

@@ -19,8 +19,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from loadtest.scenarios.fuzz import GOOD, TEMPLATE
-from services.router.frontend import openai_errors, openai_protocol
-from services.router.frontend.openai_sampling import Defaults
+from services.router.frontend.openai import openai_errors, openai_protocol
+from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess import tool_calls
 from services.router.preprocess.request import build_request as admitted
 from services.router.preprocess.served_model import ModelFacts

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from services.proto_convert import sampling_from
-from services.router.frontend.openai_sampling import Sampled
+from services.router.frontend.openai.openai_sampling import Sampled
 from services.router.preprocess import validation
 from tandem.errors import InvalidRequest
 from tandem.rpc.request_builder import build_request

@@ -2,7 +2,7 @@
 services/router/preprocess.
 
     body ─parse─▶ Completions or Chat ─requests─▶ one GenerateRequest for each prompt
-    JSON or SSE ◀─ Answer (openai_responses.py) ◀─ events
+    JSON or SSE ◀─ Answer (openai_answers.py) ◀─ events
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.router.frontend import json_body
 from services.router.frontend.json_body import encode
-from services.router.frontend.openai_sampling import GRAMMAR_FIELD, Defaults, Int64, List, Sampled, to_bytes
+from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Defaults, Int64, List, Sampled, to_bytes
 from services.router.preprocess import json_limits
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong

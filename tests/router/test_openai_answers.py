@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.router.frontend import openai_protocol, openai_responses
-from services.router.frontend.openai_sampling import Defaults
+from services.router.frontend.openai import openai_answers, openai_protocol
+from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, generation_pb2
 
@@ -65,7 +65,7 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
 
     async def made() -> tuple[Any, float]:
         """The answer, and the least of three: a collection of garbage may lie in any of them."""
-        answer = openai_responses.answer(body, "id", "m", TEXT, requests)
+        answer = openai_answers.answer(body, "id", "m", TEXT, requests)
         runs = [await longest(answer.collect(events())) for _ in range(3)]  # type: ignore[arg-type]
         return runs[0][0], min(worst for _, worst in runs)
 
@@ -76,7 +76,7 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
         scores = choice["logprobs"]
         assert len(scores["content"] if kind == "chat" else scores["top_logprobs"]) == TOKENS
         assert choice["finish_reason"] == "length"
-    monkeypatch.setattr(openai_responses, "TOKENS_PER_SLICE", 10**6)
+    monkeypatch.setattr(openai_answers, "TOKENS_PER_SLICE", 10**6)
     same, control = await made()
     assert json.loads(same)["choices"] == found
     assert worst < WORST_S

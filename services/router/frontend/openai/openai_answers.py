@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
-from services.router.frontend.openai_protocol import Chat, Completions
-from services.router.frontend.openai_sampling import Sampled, StreamOptions
+from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai.openai_protocol import Chat, Completions
+from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.tool_calls import CallReader
 from tandem import results
@@ -22,7 +24,6 @@ MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
 DONE = "data: [DONE]\n\n"
 TOKENS_PER_SLICE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
 
-Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
 Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
 
 
@@ -88,6 +89,14 @@ class Answer(ABC):
     def named(self, error: TandemError) -> TandemError:
         """The error with the field names of the request."""
         return self._body.named(error)
+
+    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
+        """Status, body and headers of an answer that has not begun."""
+        return error.http, openai_errors.error_body(error), openai_errors.error_headers(error)
+
+    def error_event(self, error: TandemError) -> bytes:
+        """The end of a stream that has begun. No [DONE] follows: the answer is incomplete."""
+        return openai_errors.error_event(error)
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The event as server-sent events; none before the first token."""

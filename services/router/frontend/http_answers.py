@@ -1,0 +1,143 @@
+"""Sends a generated answer over HTTP, as one body or as a stream. An AnswerEncoder writes the format of one endpoint.
+
+A client that disconnects cancels its generation, which frees its blocks everywhere. A stream's status is fixed with its
+first message: an earlier error has a status code, a later one is an event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.errors import TandemError, Unavailable
+from tandem.grpc_errors import known_errors
+from tandem.tasks import end, merged
+from tandem.v1 import generation_pb2
+
+log = structlog.get_logger(__name__)
+
+Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
+
+
+class AnswerEncoder(Protocol):
+    """Encodes the events of one HTTP request in the format of one endpoint."""
+
+    def named(self, error: TandemError) -> TandemError:
+        """The error with the field names of the request."""
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """What the event adds to a stream; b"" where it adds nothing yet."""
+
+    async def collect(self, events: Events) -> bytes:
+        """The body of an answer without streaming."""
+
+    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
+        """Status, body and headers of an answer that has not begun."""
+
+    def error_event(self, error: TandemError) -> bytes:
+        """The end of a stream that has begun."""
+
+
+class Generating(Response, ABC):
+    """A generated answer; the generation ends when the client disconnects."""
+
+    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str) -> None:
+        self._answer = answer
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._run(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server's grace is over
+            await end(work)
+            await self._fail(Unavailable("the router is stopping", reason="DRAINING", retry_after=1.0), send)
+        finally:
+            await end(gone)
+            await end(work)
+        if not work.cancelled():
+            work.result()
+
+    async def _run(self, send: Send) -> None:
+        try:
+            with known_errors("http"):
+                async with aclosing(self._events) as events:
+                    await self._send(events, send)
+        except TandemError as error:
+            await self._fail(self._answer.named(error), send)
+
+    @abstractmethod
+    async def _send(self, events: Events, send: Send) -> None:
+        """Sends the whole answer."""
+
+    async def _fail(self, error: TandemError, send: Send) -> None:
+        status, body, headers = self._answer.refusal(error)
+        await write(send, status, body, {"x-request-id": self._request_id, **headers})
+
+
+class Collected(Generating):
+    async def _send(self, events: Events, send: Send) -> None:
+        body = await self._answer.collect(events)
+        await write(send, 200, body, {"x-request-id": self._request_id})
+
+
+class Streaming(Generating):
+    """One write for each message of the decode worker."""
+
+    _started = False
+
+    async def _send(self, events: Events, send: Send) -> None:
+        async for index, event in events:
+            if not (message := await self._answer.stream(index, event)):
+                continue
+            if not self._started:
+                self._started = True
+                headers = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": self._request_id}
+                await send(_head(200, {**headers, "cache-control": "no-cache"}))
+            await send({"type": "http.response.body", "body": message, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, error: TandemError, send: Send) -> None:
+        if not self._started:
+            await super()._fail(error, send)
+            return
+        log.warning("stream.failed", request=self._request_id, error=error.message)
+        await send({"type": "http.response.body", "body": self._answer.error_event(error), "more_body": False})
+
+
+def _head(status: int, headers: dict[str, str]) -> dict[str, Any]:
+    fields = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": fields}
+
+
+async def write(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    await send(_head(status, about))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client disconnects. Its body has been read, so no other message can arrive."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def merged_events(sources: list[AsyncGenerator[generation_pb2.GenerateResponse, None]]) -> Events:
+    """The events of all, each with the number of its source, as they come."""
+    numbered = [_numbered(number, source) for number, source in enumerate(sources)]
+    return numbered[0] if len(numbered) == 1 else merged(numbered)
+
+
+async def _numbered(number: int, source: AsyncGenerator[generation_pb2.GenerateResponse, None]) -> Events:
+    async with aclosing(source) as events:
+        async for event in events:
+            yield number, event

@@ -1,0 +1,62 @@
+"""What every endpoint that generates has in common: it reads the body, generates, and answers in its own format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.router.frontend.http_answers import AnswerEncoder, Collected, Streaming, merged_events
+from services.router.frontend.http_body import BodyReader
+from services.router.generation import Generation
+from tandem.errors import NotFound
+from tandem.settings import Settings
+from tandem.v1 import generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A parsed body: what to generate, and the encoder of the answer."""
+
+    requests: list[generation_pb2.GenerateRequest]  # one for each prompt
+    encoder: AnswerEncoder
+    request_id: str
+    stream: bool
+    default_max_tokens: int
+
+
+Parse = Callable[[bytes, str | None], Prepared]  # of the body and of x-request-id; runs on a thread
+
+
+class GeneratingEndpoint:
+    def __init__(self, settings: Settings, generation: Generation, bodies: BodyReader) -> None:
+        self._settings = settings
+        self._generation = generation
+        self._bodies = bodies
+
+    async def answer(self, request: Request, parse: Parse) -> Response:
+        """Raises what `parse` raises, and the errors of a body that is out of bounds."""
+        prepared = await self._bodies.read(request, parse, request.headers.get("x-request-id"))
+        key, headers = request.headers.get("authorization"), request.headers.items
+        events = merged_events(
+            [
+                self._generation.generate(message, None, prepared.default_max_tokens, key, headers=headers)
+                for message in prepared.requests
+            ]
+        )
+        kind = Streaming if prepared.stream else Collected
+        return kind(prepared.encoder, events, prepared.request_id)
+
+    def resolve_model(self, name: str | None) -> tuple[str, str]:
+        """The model that a body names, and the adapter if that is one; absent: the base model. Raises NotFound."""
+        names = (self._settings.model, *self._settings.adapters)
+        model = name or self._settings.model
+        if model not in names:
+            raise NotFound(
+                f"there is no model {model!r:.140}; there are: {', '.join(names)}",
+                field="model",
+                bound=", ".join(names),
+            )
+        return model, model if model in self._settings.adapters else ""
