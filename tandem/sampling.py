@@ -98,6 +98,13 @@ class GrammarSpec(NamedTuple):
         return f"sampling.grammar.{self.kind}"
 
 
+class ReasoningTokens(NamedTuple):
+    """How to tell that a model reasons before its answer, and where that ends."""
+
+    open: int | None  # it reasons if this is the first generated token; None: it does, since the prompt ends so
+    close: tuple[int, ...]  # the tokens that end the reasoning, one after another
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen, as a worker needs it; `temperature` 0 is greedy. Checked at the router."""
@@ -115,6 +122,7 @@ class Sampling:
     logprobs: int | None = None  # the number of alternatives for each token; None: no log probabilities
     prompt_logprobs: int | None = None  # likewise, for each token of the prompt but the first
     grammar: GrammarSpec | None = None
+    before_grammar: ReasoningTokens | None = None  # None: the grammar begins with the first generated token
 
     @property
     def penalises(self) -> bool:

@@ -101,6 +101,8 @@ class Generation:
         fixed.sampling.seed, fixed.sampling.max_tokens = request.sampling.seed, request.max_tokens
         if request.sampling.HasField("grammar"):  # a forced call's grammar is built from the chat, which is tokens now
             fixed.sampling.grammar.CopyFrom(request.sampling.grammar)
+        if request.reading is not None:
+            fixed.reading.CopyFrom(request.reading.message())
         return fixed
 
     async def _build(

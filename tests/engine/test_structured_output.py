@@ -27,7 +27,7 @@ from services.proto_convert import sampling_from
 from services.router.preprocess import grammar_schema, tool_calls
 from services.router.preprocess.tool_calls import Format
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
-from tandem.sampling import GrammarSpec, Sampling
+from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -653,3 +653,62 @@ def test_no_token_of_a_masked_row_is_infinitely_likely() -> None:
     logits[0, 97] = 0.0
     assert step([sequence(GrammarSpec("regex", "a+"))], logits.clone())[0].token == 97
     assert step([sequence(GrammarSpec("regex", "b+"))], logits.clone())[0].token is None
+
+
+DIGITS = GrammarSpec("regex", "[0-9]+")
+OPEN, CLOSE = ord("<"), (ord(">"), ord("!"))
+
+
+def allowed(*, generated: str, opening: int | None, special: int = 280) -> tuple[set[int], bool]:
+    """The bytes that may follow, and whether a token without text may."""
+    row = torch.zeros((1, -(-VOCAB // 32)), dtype=torch.int32)
+    asked = sequence(DIGITS, generated, before_grammar=ReasoningTokens(opening, CLOSE))
+    matcher_of(asked).fill(asked, row, 0)
+    bits = [bool(row[0, token // 32] >> token % 32 & 1) for token in range(VOCAB)]
+    return {token for token in range(EOS + 1) if bits[token]}, bits[special]
+
+
+NUMBER = set(b"0123456789")
+
+
+def test_a_grammar_begins_where_the_reasoning_ends() -> None:
+    """Until then every token may come, special ones too, but none that would end the completion. The tokens that end
+    the reasoning need not be one."""
+    everything = set(range(256))
+    for text in ("", "1 <think", "a>", "a> !"):
+        assert allowed(generated=text, opening=None) == (everything, True)
+    assert allowed(generated="a>!", opening=None) == (NUMBER, False)
+    assert allowed(generated="a>!1", opening=None) == (NUMBER | {EOS}, False)
+    assert allowed(generated=">!1", opening=None) == (NUMBER | {EOS}, False)
+
+
+def test_a_model_that_may_reason_either_does_or_writes_what_fits() -> None:
+    """Its first token decides."""
+    assert allowed(generated="", opening=OPEN) == (NUMBER | {OPEN}, False)
+    assert allowed(generated="1", opening=OPEN) == (NUMBER | {EOS}, False)
+    assert allowed(generated="<a", opening=OPEN) == (set(range(256)), True)
+    assert allowed(generated="<a>!", opening=OPEN) == (NUMBER, False)
+
+
+def test_a_worker_that_takes_over_within_reasoning_goes_on_with_the_same_masks() -> None:
+    """All state is derived from the tokens, wherever the sequence was when it moved."""
+    text = "<a>b>!12"
+    asked = sequence(DIGITS, "", before_grammar=ReasoningTokens(OPEN, CLOSE))
+    stepwise = []
+    for byte in text.encode():
+        row = torch.zeros((1, -(-VOCAB // 32)), dtype=torch.int32)
+        matcher_of(asked).fill(asked, row, 0)
+        stepwise.append({token for token in range(EOS + 1) if row[0, token // 32] >> token % 32 & 1})
+        asked.tokens.append(byte)
+    assert stepwise == [allowed(generated=text[:count], opening=OPEN)[0] for count in range(len(text))]
+
+
+def test_reasoning_without_an_end_is_refused_by_the_worker() -> None:
+    """Else the grammar would never begin."""
+    message = sampling_pb2.Sampling(grammar=common_pb2.Grammar(json=True))
+    message.before_grammar.open = 5
+    with pytest.raises(InvalidRequest, match="without an end"):
+        sampling_from(message, VOCAB)
+    message.before_grammar.close.append(VOCAB)
+    with pytest.raises(InvalidRequest):
+        sampling_from(message, VOCAB)

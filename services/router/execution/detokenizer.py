@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from services.router.preprocess.tokenizer import Tokenizer
@@ -26,8 +26,10 @@ class Detokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: Collection[int] = ()) -> None:
+        """`markers`: special tokens that are shown although they are special."""
         self._tokenizer = tokenizer
+        self._markers = markers
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = ""  # the part of the window's text that was returned
@@ -36,7 +38,7 @@ class Detokenizer:
         if self._tokenizer.backend is None:
             return ""
         can_be, of_bytes = self._tokenizer.shown, self._tokenizer.bytes
-        shown = [token for token in ids if token < len(can_be) and can_be[token]]
+        shown = [token for token in ids if token < len(can_be) and (can_be[token] or token in self._markers)]
         if not of_bytes:
             return self._of_words(shown) if shown else ""
         text = ""
@@ -70,5 +72,6 @@ class Detokenizer:
         if not self._window:
             return ""
         assert self._tokenizer.backend is not None
-        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=True)
+        # Special tokens that are not shown never come into the window.
+        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=False)
         return text

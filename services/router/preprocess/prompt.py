@@ -61,8 +61,8 @@ def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
     return messages
 
 
-def tools_of(tools: bytes) -> list[Any] | None:
-    return _functions(tools, "chat.tools") if tools else None
+def tools_of(tools: bytes, name: str = "chat.tools") -> list[Any] | None:
+    return _functions(tools, name) if tools else None
 
 
 def _functions(encoded: bytes, name: str) -> list[Any]:

@@ -23,9 +23,17 @@ MAX_COMPOSED = 4  # characters that a normalizer may compose into one
 class Tokenizer:
     """The tokenizer of one checkpoint. A checkpoint without one still serves token ids."""
 
-    def __init__(self, backend: tokenizers.Tokenizer | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | None,
+        template: ChatTemplate | None,
+        answer_format: AnswerFormat = PLAIN,
+    ) -> None:
+        """`answer_format`: how the model writes reasoning and calls."""
         self.backend = backend
         self.template = template
+        self.answer_format = answer_format
+        self.marker_ids: frozenset[int] = frozenset()  # special tokens by which the answer's parts are told apart
         self._texts: dict[int, str] = {}  # of single tokens
         if backend is not None:
             backend.no_truncation()
@@ -39,6 +47,11 @@ class Tokenizer:
             for token, added in backend.get_added_tokens_decoder().items():
                 self.shown[token] = not added.special
             self.bytes = _bytes(backend)
+            self.marker_ids = frozenset(
+                token
+                for token, added in backend.get_added_tokens_decoder().items()
+                if added.special and added.content in answer_format.markers
+            )
             # A token's name has at least as many characters as its text.
             self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
 
@@ -58,6 +71,14 @@ class Tokenizer:
     def calls(self) -> Format | None:
         """How the model writes calls of tools."""
         return self.template.calls if self.template else None
+
+    def reasoning_ids(self) -> tuple[int | None, list[int]]:
+        """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens of
+        their own."""
+        opening, close = self.answer_format.reasoning_markers
+        backend = self._need()
+        tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
+        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if close in tokens else []
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
