@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cli.output import DEFAULT_TARGET, JSON, TEXT, Format, Output, Target, connected, display, print_json, tell, write, write_dim
+from cli.output import (
+    DEFAULT_TARGET,
+    JSON,
+    TEXT,
+    Format,
+    Output,
+    Target,
+    connected,
+    display,
+    print_json,
+    tell,
+    write,
+    write_dim,
+)
 from cli.sampling_options import with_sampling_options
 from tandem.sampling import SamplingOptions
 

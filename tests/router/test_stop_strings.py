@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.execution.detokenizer import Detokenizer
 from services.router.answer.parts import Part, Text
+from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_reader import OutputReader
 from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request

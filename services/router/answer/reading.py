@@ -18,6 +18,11 @@ class Reading:
     begins_inside: bool  # the prompt ends within reasoning
     one_call: bool  # only the first call is passed on
 
+    @property
+    def finds_parts(self) -> bool:
+        """Whether the answer can have other parts than text."""
+        return self.format.reasons or bool(self.tools and self.format.calls)
+
     def reader(self) -> AnswerReader:
         return AnswerReader(self.format, tools=self.tools, begins_inside=self.begins_inside, one_call=self.one_call)
 

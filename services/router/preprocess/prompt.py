@@ -16,7 +16,14 @@ MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 
 
-def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> list[int]:
+RENDERED_END = 256  # characters
+
+
+def prompt_tokens(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts
+) -> tuple[list[int], str]:
+    """The tokens, and the last characters of a rendered chat."""
+    end = ""
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
@@ -32,6 +39,7 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer,
             if chat
             else utf8(message.text, "text", "at least one character")
         )
+        end = text[-RENDERED_END:] if chat else ""
         if least := tokenizer.at_least(text, model.context):
             raise over_context(model.context, least, kind, counted=False)
         tokens = tokenizer.encode(text, special=not chat)  # a template writes the special tokens itself
@@ -39,7 +47,7 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer,
         raise InvalidRequest(f"{kind} is empty", field=kind, bound="at least one token")
     if len(tokens) >= model.context:
         raise over_context(model.context, len(tokens), kind)
-    return tokens
+    return tokens, end
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from services.router.answer.answer_format import PLAIN, AnswerFormat
 from services.router.preprocess.chat_template import ChatTemplate, load_template
 from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
@@ -73,8 +74,8 @@ class Tokenizer:
         return self.template.calls if self.template else None
 
     def reasoning_ids(self) -> tuple[int | None, list[int]]:
-        """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens of
-        their own."""
+        """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens
+        of their own."""
         opening, close = self.answer_format.reasoning_markers
         backend = self._need()
         tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
