@@ -95,6 +95,21 @@ def _parse_adapters(options: list[str] | None) -> dict[str, str] | None:
 
 
 @app.command()
+def run(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="The question. [default: a conversation]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer. [default: 1024]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
+) -> None:
+    """Start a cluster here for one question or one conversation, and stop it."""
+    with reported():
+        from cli.local_run import run
+
+        run(model, " ".join(prompt or ()), {"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+
+
+@app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="A checkpoint folder. [default: the demo's own]")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with prompt or messages.")] = None,
