@@ -48,6 +48,12 @@ class Settings(BaseSettings):
     """Processes that have imported all libraries and wait to become a worker of either pool, so that a replacement, or
     a worker that the autoscaler wants, is ready seconds sooner. Each takes the memory of its libraries; it has no model
     and no device."""
+    reasoning_format: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """How the model writes its reasoning: a name of services/router/answer/answer_format.py, such as think, mistral or
+    harmony; `none`; or the two markers around it with a space between them. Absent: as the chat template shows."""
+    tool_call_format: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """How the model writes calls of tools: a name of services/router/answer/call_formats/registry.py, such as hermes or
+    mistral, or `none`. Absent: as the chat template shows."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
