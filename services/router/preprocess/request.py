@@ -112,7 +112,7 @@ def build_request(
     validation.check_adapter(message.adapter, model)
     validation.check_salt(message.cache_salt)
     sampling = validation.sampling(params, model.vocab_size)
-    tokens = prompt_tokens(message, tokenizer, model)
+    tokens, _ = prompt_tokens(message, tokenizer, model)
     max_tokens = validation.max_tokens(params, len(tokens), model.context, default_max_tokens)
     validation.check_min_tokens(params.min_tokens, max_tokens)
     validation.check_prompt_logprobs(params, len(tokens))
