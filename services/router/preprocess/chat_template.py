@@ -160,7 +160,8 @@ def _continued(
             field=field,
             bound="false, or a last message that the template shows as it is",
         )
-    trimmed = not rendered.startswith(" ", at + len(mark))  # the template would trim the text's own spaces too
+    # Where the template trims what follows the mark, it would trim the text's own spaces too.
+    trimmed = text.strip() and not rendered.startswith(" ", at + len(mark))
     return rendered[: at - (len(text) - len(text.rstrip()) if trimmed else 0)]
 
 

@@ -264,7 +264,7 @@ def _content(content: Any, where: str) -> bytes:
         return to_bytes(content or "")
     bound = "a string, or a list of parts of type text"
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} is not text", field=where, bound=bound)
+        return to_bytes(_part(content, where, bound))
     return to_bytes("".join(_part(part, f"{where}[{index}]", bound) for index, part in enumerate(content)))
 
 

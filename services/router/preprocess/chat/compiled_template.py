@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}`, which marks for training what the model wrote. Here it is its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
