@@ -173,6 +173,13 @@ def test_no_template_loses_the_developers_instructions(source: str, messages: li
     assert json.dumps(messages) == before
 
 
+def test_a_template_for_tools_gets_the_developers_instructions_too(tmp_path: Path) -> None:
+    """What it does with messages is found out with a tool, where it fails without one."""
+    template = write(tmp_path, default="", tool_use="{% for t in tools %}<tool_call>{% endfor %}" + STRICT)
+    assert template is not None
+    assert template.render([RULE, USER], TOOLS) == "<tool_call>[SYS]Be brief.[/SYS][INST]How high?[/INST]"
+
+
 def test_control_these_templates_drop_or_refuse_a_developer() -> None:
     """Rendered as the client sent it, the instructions are gone, or the request is."""
     assert "brief" not in expected(STRICT, [RULE, USER])
@@ -334,8 +341,8 @@ SHOWN = "{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
 def test_an_effort_turns_reasoning_on_and_is_one_that_the_template_takes(
     source: str, variables: Any, shown: str
 ) -> None:
-    """ "none" turns it off; a client that says so itself prevails; a level that the template refuses becomes the nearest
-    one."""
+    """The effort "none" turns it off; a client that says so itself prevails; one that the template refuses becomes the
+    nearest."""
     assert ChatTemplate(source, {}).render([USER], how=Rendering(variables)) == shown
 
 

@@ -24,6 +24,8 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _WORD = "qzvxsentinel"
 _OBJECT = {"key": _WORD}
 _USER = {"role": "user", "content": "x"}
+_PARAMETERS = {"type": "object", "properties": {"key": {"type": "string", "description": "x"}}, "required": ["key"]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": _PARAMETERS}}
 _CALL_ID = "abcdefghi"  # Mistral's templates require nine letters or digits
 
 Message = dict[str, Any]
@@ -42,8 +44,11 @@ class Abilities:
 
 
 def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
+    # A template that is meant for tools may fail without any.
+    tools = None if _rendered(template, [_USER], variables) is not None else [_TOOL]
+
     def shows(*messages: Message) -> bool:
-        text = _rendered(template, messages, variables)
+        text = _rendered(template, messages, variables, tools)
         return text is not None and _WORD in text and str(_OBJECT) not in text  # which is an object as Python writes it
 
     def shows_calls(content: str | None) -> tuple[bool, bool]:
@@ -62,14 +67,16 @@ def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
         object_arguments=as_object or not as_text,
         calls_without_content=not any(empty) and any(none),
         reasoning_beside_content=shows(*_with_call(called, "x", **reasoning)) or not shows(*_with_call(called, "x")),
-        efforts=_efforts(template, variables),
+        efforts=_efforts(template, variables, tools),
     )
 
 
-def _rendered(template: CompiledTemplate, messages: Messages, variables: Mapping[str, Any]) -> str | None:
+def _rendered(
+    template: CompiledTemplate, messages: Messages, variables: Mapping[str, Any], tools: list[Any] | None = None
+) -> str | None:
     """None: the template refuses the messages."""
     try:
-        return template.render(messages, variables)
+        return template.render(messages, variables, tools)
     except FAILURES:
         return None
 
@@ -83,7 +90,7 @@ def _with_call(arguments: object, content: str | None, **more: str) -> list[Mess
     ]
 
 
-def _efforts(template: CompiledTemplate, variables: Mapping[str, Any]) -> tuple[str, ...]:
+def _efforts(template: CompiledTemplate, variables: Mapping[str, Any], tools: list[Any] | None) -> tuple[str, ...]:
     if "reasoning_effort" not in template.reads:
         return ()
     if "<|channel|>analysis" in template.source:
@@ -91,7 +98,7 @@ def _efforts(template: CompiledTemplate, variables: Mapping[str, Any]) -> tuple[
     return tuple(
         effort
         for effort in EFFORTS
-        if _rendered(template, [_USER], {**variables, "reasoning_effort": effort}) is not None
+        if _rendered(template, [_USER], {**variables, "reasoning_effort": effort}, tools) is not None
     )
 
 
