@@ -596,7 +596,7 @@ BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
     ("documents for a model without", {"messages": CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
     ("an effort of no kind", {"messages": CHAT, "reasoning_effort": "much"}, 400, "reasoning_effort"),
     (
-        "a user's message to go on",
+        "a question to go on",
         {"messages": CHAT[-1:], "continue_final_message": True},
         400,
         "continue_final_message",

@@ -21,7 +21,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
-MODEL = ModelFacts("toy", context=4096, vocab_size=100_000, eos_token_ids=(2,))
+MODEL = ModelFacts("toy", context=2**16, vocab_size=100_000, eos_token_ids=(2,))
 BACKEND = Tokenizer.load(Path(__file__).parents[2] / "demo/model").backend
 # All that a template can see, as JSON.
 ALL = (
@@ -135,9 +135,8 @@ def test_an_answer_goes_on_where_the_last_message_ends() -> None:
     """With the SDK's field names; no generation prompt follows."""
     messages = [USER, {"role": "assistant", "content": "So it"}]
     for more in ({}, {"add_generation_prompt": False}):
-        assert (
-            text_of(chat_of(messages=messages, continue_final_message=True, **more), PLAIN) == "<user>x<assistant>So it"
-        )
+        chat = chat_of(messages=messages, continue_final_message=True, **more)
+        assert text_of(chat, PLAIN) == "<user>x<assistant>So it"
     assert text_of(chat_of(messages=messages), PLAIN).endswith("<assistant>So it<a>")
 
 
