@@ -21,7 +21,7 @@ from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 
-MODEL = ModelFacts("toy", context=2**16, vocab_size=100_000, eos_token_ids=(2,))
+MODEL = ModelFacts("toy", context=2**17, vocab_size=100_000, eos_token_ids=(2,))
 BACKEND = Tokenizer.load(Path(__file__).parents[2] / "demo/model").backend
 # All that a template can see, as JSON.
 ALL = (
@@ -150,7 +150,6 @@ def test_an_answer_goes_on_where_the_last_message_ends() -> None:
         ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"chat_template": "x" * (MAX_TEMPLATE_BYTES + 1)}, "chat_template"),
         ({"chat_template": "\ud800"}, "chat_template"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"documents": [{}] * 1025}, "documents"),
@@ -193,6 +192,17 @@ def test_a_grpc_clients_fields_are_refused_by_their_names(fields: dict[str, Any]
     with pytest.raises(InvalidRequest) as caught:
         text_of(generation_pb2.Chat(messages=[{"role": "user", "content": b"x"}], **fields))
     assert caught.value.field == field
+
+
+def test_a_template_of_a_request_is_bounded_where_one_is_permitted() -> None:
+    """Before it is compiled."""
+    said = [{"role": "user", "content": b"x"}]
+    chat = generation_pb2.Chat(messages=said, template=b"{{ messages[0].content }}".ljust(MAX_TEMPLATE_BYTES, b"#"))
+    assert text_of(chat, from_requests=True).startswith("x#")
+    chat.template += b"#"
+    with pytest.raises(InvalidRequest, match="bytes") as caught:
+        text_of(chat, from_requests=True)
+    assert caught.value.field == "chat.template"
 
 
 def test_text_and_ids_have_no_rendered_end() -> None:
