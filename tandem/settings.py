@@ -209,6 +209,9 @@ class Settings(BaseSettings):
     cost of a stream."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
     """Largest request message that the router reads, over gRPC and HTTP."""
+    allow_request_chat_template: bool = False
+    """Chat requests may bring their own Jinja template (`chat_template`). It runs in a sandbox, but it is a program: it
+    may take a thread of the router for ever, and all of its memory. For trusted clients only."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Interval of a worker's heartbeat to the registry."""
     heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 3.0

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from services.router.answer.answer_format import PLAIN, AnswerFormat
-from services.router.preprocess.chat_template import ChatTemplate, load_template
+from services.router.preprocess.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
 
@@ -57,8 +57,9 @@ class Tokenizer:
             self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Raises CheckpointRefused for files that are there but cannot be read."""
+    def load(cls, folder: Path, *, request_templates: bool = False) -> Tokenizer:
+        """`request_templates`: a request may bring its own chat template. Raises CheckpointRefused for files that are
+        there but cannot be read."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None, None)
@@ -66,7 +67,7 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
-        return cls(tokenizer, load_template(folder))
+        return cls(tokenizer, load_template(folder, from_requests=request_templates))
 
     @property
     def calls(self) -> Format | None:
@@ -117,7 +118,9 @@ class Tokenizer:
                 return count
         return None
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL
+    ) -> str:
         """The conversation as the model reads it. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
             raise InvalidRequest(
@@ -125,7 +128,7 @@ class Tokenizer:
                 field="chat",
                 bound="text or token_ids instead",
             )
-        return self.template.render(messages, tools)
+        return self.template.render(messages, tools, how)
 
     def _need(self) -> tokenizers.Tokenizer:
         if self.backend is None:
