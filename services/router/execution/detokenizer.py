@@ -26,8 +26,10 @@ class Detokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        """`special`: special tokens have text too."""
         self._tokenizer = tokenizer
+        self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = ""  # the part of the window's text that was returned
@@ -35,7 +37,8 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         if self._tokenizer.backend is None:
             return ""
-        can_be, of_bytes = self._tokenizer.shown, self._tokenizer.bytes
+        can_be = self._tokenizer.known if self._special else self._tokenizer.shown
+        of_bytes = self._tokenizer.bytes
         shown = [token for token in ids if token < len(can_be) and can_be[token]]
         if not of_bytes:
             return self._of_words(shown) if shown else ""
@@ -70,5 +73,5 @@ class Detokenizer:
         if not self._window:
             return ""
         assert self._tokenizer.backend is not None
-        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=True)
+        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=not self._special)
         return text

@@ -57,5 +57,5 @@ class RequestExecutor:
     def _completion(
         self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
     ) -> Completion:
-        reader = OutputReader(Detokenizer(self._tokenizer), request)
+        reader = OutputReader(Detokenizer(self._tokenizer, special=request.show_special), request)
         return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])

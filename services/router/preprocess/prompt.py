@@ -16,15 +16,22 @@ MAX_MESSAGES = 1024
 MAX_TOOLS = 128
 
 
-def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> list[int]:
+def prompt_tokens(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts, *, fixed: bool = False
+) -> list[int]:
+    """`fixed`: the router has replaced the prompt by its tokens, so a suffix is among them."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
+    if message.suffix and kind != "text" and not fixed:
+        raise InvalidRequest("a suffix needs a prompt that is text", field="suffix", bound="absent without text")
     if kind == "token_ids":
         if len(message.token_ids.ids) >= model.context:
             raise over_context(model.context, len(message.token_ids.ids), kind)
         known = model.vocab_size if tokenizer.backend is None else min(model.vocab_size, tokenizer.known_ids)
         tokens = token_ids(message.token_ids.ids, kind, known)
+    elif message.suffix:
+        tokens = _around_gap(message, tokenizer, model)
     else:
         chat = kind == "chat"
         text = (
@@ -40,6 +47,20 @@ def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer,
     if len(tokens) >= model.context:
         raise over_context(model.context, len(tokens), kind)
     return tokens
+
+
+def _around_gap(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> list[int]:
+    """The prompt for a completion between `text` and `suffix`."""
+    if tokenizer.infilling is None:
+        raise InvalidRequest(
+            "this model's tokenizer has no tokens for a prompt, a suffix and the gap between them",
+            field="suffix",
+            bound="absent with this model",
+        )
+    before, after = utf8(message.text, "text", None), utf8(message.suffix, "suffix", None)
+    if least := tokenizer.at_least(before + after, model.context):
+        raise over_context(model.context, least, "text", counted=False)
+    return tokenizer.infilling.encode(before, after)
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:
