@@ -10,6 +10,10 @@ import typer
 from cli.output import JSON, TEXT, Output, display, print_json, reported
 from tandem.errors import SettingsError
 
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME[,NAME]", help="Its names for clients. [default: the folder's name, or the hub id]"),
+]
 Weights = Annotated[
     str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")
 ]
@@ -26,6 +30,7 @@ app = typer.Typer()
 @app.command()
 def up(
     model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
+    served_model_name: ServedModelName = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers behind the one address. [default: 1]")] = None,

@@ -28,8 +28,15 @@ def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: in
 def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest, as above."""
     _in_vocabulary(message.logit_bias, "sampling.logit_bias", vocab_size)
+    _in_vocabulary(message.allowed_token_ids, "sampling.allowed_token_ids", vocab_size)
+    for word in message.bad_words:
+        if not word.token_ids:
+            raise InvalidRequest("a bad word has no token", field="sampling.bad_words", bound="at least one token each")
+        _in_vocabulary(word.token_ids, "sampling.bad_words", vocab_size)
     values = {field.name: value for field, value in message.ListFields()}  # without those that are 0 or absent
     values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    values["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     if message.HasField("grammar"):
         values["grammar"] = _grammar_from(message.grammar)
     if message.HasField("before_grammar"):

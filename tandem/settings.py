@@ -21,6 +21,8 @@ RESERVED_OUTPUT_TOKENS = 64
 PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
+MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}){0,15}$"
+ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
 
 class Settings(BaseSettings):
@@ -30,6 +32,9 @@ class Settings(BaseSettings):
 
     model: str
     """A checkpoint folder or a hub id."""
+    served_model_name: Annotated[str, Field(pattern=MODEL_NAMES)] | None = None
+    """The model's name for clients, or several with commas between them: requests may use any, and `model` as well;
+    answers have the first. Absent: the folder's own name, without the path, or the hub id."""
     prefill: Annotated[int, Field(ge=0, le=1024)] = 1
     """Wanted prefill workers. 0: decode workers compute the prompts themselves, and the receipt says so."""
     decode: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -83,6 +88,9 @@ class Settings(BaseSettings):
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
+    cors_origins: Annotated[str, Field(pattern=ORIGINS)] | None = None
+    """Origins of web pages that may call the HTTP API from a browser, with commas between them, such as
+    https://chat.example.com; * is any. The dashboard is not included. Absent: none."""
     worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """A worker's gRPC port; 0 picks a free one, which several workers on one address need."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -223,6 +231,15 @@ class Settings(BaseSettings):
     stage."""
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names for clients; answers have the first. Looks at the file system where there is no setting."""
+        if self.served_model_name is not None:
+            return tuple(self.served_model_name.split(","))
+        folder = Path(self.model).expanduser()
+        is_path = folder.is_absolute() or self.model.startswith(".") or folder.is_dir()
+        return (Path(os.path.abspath(folder)).name or self.model if is_path else self.model,)
+
+    @property
     def stretch(self) -> float:
         """`stream_stretch`, or its default."""
         alone = not self.disaggregated and self.slo_tpot_s is None
@@ -290,9 +307,9 @@ def load(**overrides: Any) -> Settings:
             field="draft_model",
             bound="set exactly when speculation is draft",
         )
-    if settings.model in settings.adapters:
+    if taken := {settings.model, *settings.model_names} & settings.adapters.keys():
         raise SettingsError(
-            f"an adapter has the name of the model, {settings.model}",
+            f"an adapter has the name of the model, {min(taken)}",
             field="adapters",
             bound="names that differ from the model's",
         )

@@ -139,6 +139,19 @@ def _add_stop_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -
     _add_ids(field, ids, sampling.stop_token_ids)
 
 
+def _add_allowed_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -> None:
+    _add_ids(field, ids, sampling.allowed_token_ids)
+
+
+def _add_bad_words(sampling: sampling_pb2.SamplingParams, field: str, words: Any) -> None:
+    if isinstance(words, str | bytes):  # whose characters are not the words
+        raise _unencodable(field, words, "a list of strings")
+    try:
+        sampling.bad_words.extend([_bytes(field, word) for word in words])
+    except TypeError as error:
+        raise _unencodable(field, words, "a list of strings") from error
+
+
 def _add_bias(sampling: sampling_pb2.SamplingParams, field: str, bias: Any) -> None:
     try:
         sampling.logit_bias.update(bias)
@@ -213,6 +226,8 @@ SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "logit_bias": _add_bias,
     "grammar": _add_grammar,
     "stop": _add_stops,
+    "allowed_token_ids": _add_allowed_ids,
+    "bad_words": _add_bad_words,
     "cache_salt": _set_bytes,
     "tools": _set_json,
     "template_variables": _set_json,

@@ -103,6 +103,9 @@ def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b""
 
 
 INT, STR = {"type": "integer"}, {"type": "string"}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INT}, "required": ["kind", "lives"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}, "name": STR}, "required": ["kind"]}
+FISH = {"type": "object", "properties": {"fins": INT}, "required": ["fins"], "additionalProperties": False}
 KEPT: list[tuple[Any, list[str], list[str]]] = [
     ({}, ['"a"', '{"a": [1, null]}'], ["a", ""]),
     ({"type": ["string", "null"]}, ['"a"', "null"], ["1"]),
@@ -123,6 +126,28 @@ KEPT: list[tuple[Any, list[str], list[str]]] = [
     ({"enum": ["a", 1, None]}, ['"a"', "1", "null"], ['"b"', "2"]),
     ({"const": "a", "type": "string"}, ['"a"'], ['"b"']),
     ({"anyOf": [STR, INT]}, ['"a"', "1"], ["null"]),
+    ({"oneOf": [STR, INT, {"type": "null"}]}, ['"a"', "1", "null"], ["true", "1.5"]),
+    ({"oneOf": [{"enum": ["a", 1]}, {"const": 2}]}, ['"a"', "1", "2"], ["3"]),
+    (
+        {"oneOf": [CAT, DOG, FISH]},
+        ['{"kind": "cat", "lives": 9}', '{"kind": "wolf"}', '{"fins": 2}'],
+        ['{"kind": "cat"}', '{"kind": "cow"}', '{"kind": "dog", "lives": 9}', "{}"],
+    ),
+    (
+        {
+            "$defs": {"c": CAT, "d": DOG},
+            "type": "array",
+            "items": {
+                "discriminator": {"propertyName": "kind"},
+                "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}],
+            },
+        },
+        ['[{"kind": "cat", "lives": 9}, {"kind": "dog"}]'],
+        ['[{"kind": "cat"}]'],
+    ),
+    ({"type": "integer", "multipleOf": 7}, ["0", "-14", "7007"], ["8", "3.5"]),
+    ({"type": ["integer", "null"], "multipleOf": 1024}, ["2048", "null"], ["2047"]),
+    ({"type": "integer", "multipleOf": 5, "minimum": 7, "exclusiveMaximum": 1007}, ["10", "1005"], ["5", "11", "1010"]),
     ({"allOf": [INT]}, ["5"], ['"a"']),
     ({"type": "integer", "minimum": 3, "maximum": 10}, ["3", "10"], ["2", "11", "3.5"]),
     ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 10}, ["4", "9"], ["3", "10"]),
@@ -153,6 +178,15 @@ def test_a_schema_that_is_taken_is_kept(schema: Any, good: list[str], bad: list[
 # xgrammar compiles each of these and lets the text through: the router must not.
 PASSED_OVER: list[tuple[Any, str]] = [
     ({"type": "array", "items": INT, "uniqueItems": True}, "[1, 1]"),
+    ({"oneOf": [INT, {"type": "number"}]}, "5"),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0]}]}, "2"),
+    ({"oneOf": [CAT, {"type": "object", "properties": {"kind": {"const": "cat"}}}]}, '{"kind": "cat", "lives": 1}'),
+    ({"type": "object", "oneOf": [{"properties": {"a": INT}}, {"properties": {"b": INT}}]}, "{}"),
+    ({"type": "integer", "multipleOf": 1025}, "4"),
+    ({"type": "number", "multipleOf": 2}, "3"),
+    ({"type": "integer", "multipleOf": 1.5}, "4"),
+    ({"type": ["integer", "number"], "multipleOf": 3}, "4"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 10_000}, "4"),
     ({"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 10}]}, "5"),
     ({"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 10}]}, "1"),
     ({"type": "integer", "multipleOf": 3, "minimum": 1}, "4"),

@@ -26,10 +26,11 @@ class Detokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer, markers: Collection[int] = ()) -> None:
-        """`markers`: special tokens that are shown although they are special."""
+    def __init__(self, tokenizer: Tokenizer, markers: Collection[int] = (), *, special: bool = False) -> None:
+        """`markers`: special tokens that are shown although they are special. `special`: all are."""
         self._tokenizer = tokenizer
         self._markers = markers
+        self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = ""  # the part of the window's text that was returned
@@ -37,7 +38,8 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         if self._tokenizer.backend is None:
             return ""
-        can_be, of_bytes = self._tokenizer.shown, self._tokenizer.bytes
+        can_be = self._tokenizer.known if self._special else self._tokenizer.shown
+        of_bytes = self._tokenizer.bytes
         shown = [token for token in ids if token < len(can_be) and (can_be[token] or token in self._markers)]
         if not of_bytes:
             return self._of_words(shown) if shown else ""

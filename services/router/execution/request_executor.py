@@ -58,5 +58,5 @@ class RequestExecutor:
         self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
     ) -> Completion:
         markers = self._tokenizer.marker_ids if request.reading else ()
-        reader = OutputReader(Detokenizer(self._tokenizer, markers), request)
+        reader = OutputReader(Detokenizer(self._tokenizer, markers, special=request.show_special), request)
         return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])

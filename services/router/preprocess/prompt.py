@@ -25,17 +25,23 @@ class PromptTokens(NamedTuple):
     rendered_end: str  # the last END_CHARACTERS of a rendered chat; empty for text and token ids
 
 
-def prompt_tokens(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> PromptTokens:
-    """Raises InvalidRequest."""
+def prompt_tokens(
+    message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts, *, fixed: bool = False
+) -> PromptTokens:
+    """`fixed`: the router has replaced the prompt by its tokens, so a suffix is among them. Raises InvalidRequest."""
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("a request needs text, token_ids or chat", field="input", bound="exactly one of them")
+    if message.suffix and kind != "text" and not fixed:
+        raise InvalidRequest("a suffix needs a prompt that is text", field="suffix", bound="absent without text")
     rendered_end = ""
     if kind == "token_ids":
         if len(message.token_ids.ids) >= model.context:
             raise over_context(model.context, len(message.token_ids.ids), kind)
         known = model.vocab_size if tokenizer.backend is None else min(model.vocab_size, tokenizer.known_ids)
         tokens = token_ids(message.token_ids.ids, kind, known)
+    elif message.suffix:
+        tokens = _around_gap(message, tokenizer, model)
     else:
         chat = kind == "chat"
         if chat:
@@ -71,6 +77,20 @@ def _variables(encoded: bytes) -> dict[str, Any]:
     if not isinstance(variables, dict):
         raise InvalidRequest(f"{name} is not an object", field=name, bound=bound)
     return variables
+
+
+def _around_gap(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, model: ModelFacts) -> list[int]:
+    """The prompt for a completion between `text` and `suffix`."""
+    if tokenizer.infilling is None:
+        raise InvalidRequest(
+            "this model's tokenizer has no tokens for a prompt, a suffix and the gap between them",
+            field="suffix",
+            bound="absent with this model",
+        )
+    before, after = utf8(message.text, "text", None), utf8(message.suffix, "suffix", None)
+    if least := tokenizer.at_least(before + after, model.context):
+        raise over_context(model.context, least, "text", counted=False)
+    return tokenizer.infilling.encode(before, after)
 
 
 def _messages(chat: generation_pb2.Chat) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class Request:
     salt: bytes
     stops: tuple[str, ...] = ()
     include_stop: bool = False
+    show_special: bool = False  # tokens in the text
     choice: int = 0  # of `choices` completions of this prompt
     choices: int = 1
     stopped: bool = False  # by a stop string: the journal is complete
@@ -114,12 +115,16 @@ def build_request(
     validation.check_adapter(message.adapter, model)
     validation.check_salt(message.cache_salt)
     sampling = validation.sampling(params, model.vocab_size)
-    tokens, rendered_end = prompt_tokens(message, tokenizer, model)
+    tokens, rendered_end = prompt_tokens(message, tokenizer, model, fixed=fixed)
     reading = _reading(message, tokenizer, rendered_end)
     max_tokens = validation.max_tokens(params, len(tokens), model.context, default_max_tokens)
     validation.check_min_tokens(params.min_tokens, max_tokens)
     validation.check_prompt_logprobs(params, len(tokens))
     stop_ids = validation.stop_ids(params, model)
+    if message.suffix and tokenizer.infilling and not params.ignore_eos:
+        stop_ids += tokenizer.infilling.ends
+    for word in validation.bad_words(params, has_tokenizer=tokenizer.backend is not None):
+        sampling.bad_words.extend(sampling_pb2.BadWord(token_ids=ids) for ids in tokenizer.spellings(word))
     if (grammar := _grammar(message, tokenizer, stop_ids, fixed)) is not None:
         sampling.grammar.CopyFrom(grammar)
         if (reasoning := _before_grammar(reading, tokenizer)) is not None:
@@ -138,6 +143,7 @@ def build_request(
         ttft_s=validation.ttft_objective(message),
         stops=validation.stop_strings(params, has_tokenizer=tokenizer.backend is not None),
         include_stop=params.include_stop,
+        show_special=params.show_special_tokens,
         choices=choices,
         adapter=message.adapter,
         priority=message.priority,

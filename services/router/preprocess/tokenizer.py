@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from services.router.answer.answer_format import PLAIN, AnswerFormat
+from services.router.preprocess import infilling
 from services.router.preprocess.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
@@ -35,6 +36,7 @@ class Tokenizer:
         self.template = template
         self.answer_format = answer_format
         self.marker_ids: frozenset[int] = frozenset()  # special tokens by which the answer's parts are told apart
+        self.infilling = None if backend is None else infilling.of(backend)
         self._texts: dict[int, str] = {}  # of single tokens
         if backend is not None:
             backend.no_truncation()
@@ -45,6 +47,7 @@ class Tokenizer:
             self.shown = bytearray(self.known_ids)
             for token in vocabulary.values():
                 self.shown[token] = 1
+            self.known = bytes(self.shown)  # by id: whether there is such a token
             for token, added in backend.get_added_tokens_decoder().items():
                 self.shown[token] = not added.special
             self.bytes = _bytes(backend)
@@ -100,6 +103,13 @@ class Tokenizer:
         if (text := self._texts.get(token_id)) is None:
             text = self._texts[token_id] = self.decode([token_id])
         return text
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """The tokens that spell the word at the beginning of a text, and those after a space: what vLLM takes for a bad
+        word. Spaces before the word do not count. Raises InvalidRequest without a tokenizer."""
+        bare = word.lstrip()
+        found = [self.encode(text, special=False) for text in (bare, f" {bare}")]
+        return [ids for place, ids in enumerate(found) if ids and ids not in found[:place]]
 
     def at_least(self, text: str, most: int) -> int | None:
         """A lower bound over `most` on the text's number of tokens, found without tokenising all of it; None if there

@@ -265,6 +265,11 @@ class CompletionsAnswer(Answer):
 
     message = chunk
 
+    def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
+        if self._body.only_echo:
+            _remove_completion(event)
+        return super()._piece(index, event)
+
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         super()._begin(piece, delta, prompt)
         if not self._body.echo:
@@ -365,6 +370,17 @@ def answer(
 ) -> Answer:
     kind = ChatAnswer if isinstance(body, Chat) else CompletionsAnswer
     return kind(body, request_id, model, tokenizer, requests)
+
+
+def _remove_completion(event: generation_pb2.GenerateResponse) -> None:
+    """Leaves what belongs to the prompt."""
+    if event.HasField("delta"):
+        del event.delta.token_ids[:]
+        event.delta.text = ""
+        event.delta.ClearField("logprobs")
+    elif event.HasField("finished"):
+        event.finished.text = event.finished.stop = ""
+        event.finished.reason = common_pb2.FINISH_REASON_LENGTH
 
 
 async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:

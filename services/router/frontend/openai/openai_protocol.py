@@ -18,7 +18,15 @@ from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
 from services.router.preprocess.prompt import MAX_MESSAGES, MAX_TOOLS
-from services.router.preprocess.validation import MAX_BIASES, MAX_REQUEST_ID, MAX_STOP_IDS, MAX_STOPS, over_context
+from services.router.preprocess.validation import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_REQUEST_ID,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    over_context,
+)
 from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import generation_pb2, sampling_pb2
 
@@ -35,6 +43,8 @@ MAX_ITEMS = {
     "logit_bias": MAX_BIASES,
     "guided_choice": MAX_CHOICES,
     "documents": MAX_DOCUMENTS,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+    "bad_words": MAX_BAD_WORDS,
 }
 # The body's names for fields of the proto's Chat; other names are the same.
 CHAT_FIELDS = {
@@ -48,14 +58,10 @@ CHAT_FIELDS = {
 # Fields that are not supported, with the values that have no effect. Other unknown fields are ignored, as OpenAI's own
 # servers do; ignoring one of these would change the answer.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "kv_transfer_params": (),
@@ -73,6 +79,7 @@ class Completions(Sampled):
     """POST /v1/completions."""
 
     prompt: Any
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int64 | None = None
 
@@ -91,7 +98,14 @@ class Completions(Sampled):
                 if self.prompt_logprobs not in (None, self.logprobs):
                     raise wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
                 params.prompt_logprobs = self.logprobs
+        if self.only_echo:
+            params.max_tokens = 1  # generated, since a request ends with a token, and not shown
         return params
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt is scored and nothing else, as evaluation harnesses request it."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
         """`prompt` is a text, a list of token ids, or a list of one of these."""
@@ -100,7 +114,10 @@ class Completions(Sampled):
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
-        return [_prompt(prompt, context) for prompt in prompts]
+        if self.suffix and self.echo:
+            raise wrong("suffix", "set with echo", "absent with echo")
+        suffix = {"suffix": to_bytes(self.suffix)} if self.suffix else {}
+        return [{**_prompt(prompt, context), **suffix} for prompt in prompts]
 
 
 class Message(BaseModel):
@@ -147,7 +164,8 @@ class Chat(Sampled):
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
         messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
-        tools = to_bytes(encode(self.tools)) if self.offers_tools else b""
+        offered = self.offered()
+        tools = to_bytes(encode(offered)) if offered else b""
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("add_generation_prompt", "true with continue_final_message", "absent or false with it")
         variables = self.template_variables()
@@ -160,6 +178,8 @@ class Chat(Sampled):
             without_generation_prompt=self.add_generation_prompt is False,
             template=to_bytes(self.chat_template or ""),
         )
+        if self.parallel_tool_calls is False:
+            chat.parallel_calls = False
         return [{"chat": chat}]
 
     def template_variables(self) -> dict[str, Any]:
@@ -190,22 +210,32 @@ class Chat(Sampled):
 
     @property
     def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, dict)
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call. Raises InvalidRequest if tool_choice allows one that there is not."""
+        tools = (self.tools or []) if self.tool_choice != "none" else []
+        match self.tool_choice:
+            case {"type": "allowed_tools", "allowed_tools": {"tools": list(allowed)}}:
+                names = {name for tool in tools if (name := _function_name(tool)) is not None}
+                chosen = [_function_name(tool) for tool in allowed]
+                if not chosen or not names.issuperset(chosen):
+                    raise wrong("tool_choice.allowed_tools.tools", "empty or unknown", "a list of functions in tools")
+                return [tool for tool in tools if _function_name(tool) in chosen]
+        return tools
 
     def forced(self) -> generation_pb2.ToolChoice | None:
         """The calls that the answer must consist of; None if no call is forced. A named tool is called once, as in
         OpenAI's API."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
-            case None | "none" | "auto":
-                if not parallel:
-                    raise wrong("parallel_tool_calls", "false", "absent or true unless tool_choice forces a call")
+            case None | "none" | "auto" | {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list()}}:
                 return None
-            case "required":
+            case "required" | {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": list()}}:
                 return generation_pb2.ToolChoice(several=parallel)
             case {"type": "function", "function": {"name": str(name)}}:
                 return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
-        kinds = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        kinds = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
         raise wrong("tool_choice", "of an unknown kind", kinds)
 
 
@@ -276,6 +306,13 @@ def _part(part: Any, where: str, bound: str) -> str:
         about = f"{where} is of type {kind}; this server serves text only, and its model would not see it"
         raise InvalidRequest(about, field=where, bound=bound)
     raise InvalidRequest(f"{where} is not text", field=where, bound=bound)
+
+
+def _function_name(tool: object) -> str | None:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _clean(text: str, where: str) -> str:
