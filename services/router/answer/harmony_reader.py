@@ -107,7 +107,7 @@ class HarmonyReader:
                 self._held = self._held[marker.end() :]
                 self._begin(parts, *_read(header, self._offers_tools)[:2])
                 return True
-            if found in ENDS or (found == START and header.strip()):
+            if found in ENDS or (found == START and header.strip()) or (found == CHANNEL and CHANNEL in header):
                 self._held = self._held[marker.start() :]
                 self._without_message(parts, header)
                 self._end(parts)
