@@ -15,7 +15,6 @@ from jinja2 import TemplateError
 from services.router.preprocess.chat import template_abilities
 from services.router.preprocess.chat.compiled_template import FAILURES, CompiledTemplate, Messages
 from services.router.preprocess.chat.template_abilities import REASONING_NAMES, Abilities
-from services.router.preprocess.tool_calls import format_of
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -41,7 +40,7 @@ AS_USUAL = Rendering()
 class ChatTemplate:
     """The checkpoint's Jinja templates, run in a sandbox as transformers does.
 
-    `variables` are bos_token, eos_token, ... `calls` is the format in which the model writes tool calls; None: none.
+    `variables` are bos_token, eos_token, ...
     `source` is that of the default template, `tool_source` that of the one that is used when tools are offered.
     """
 
@@ -62,7 +61,6 @@ class ChatTemplate:
         with_tools = self._named.get(TOOL_USE) or self._named[DEFAULT]
         self.tool_source = with_tools.compiled.source
         self.knows_tools = with_tools.knows_tools
-        self.calls = format_of(self.tool_source) if self.knows_tools else None
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL
@@ -70,9 +68,9 @@ class ChatTemplate:
         """Raises InvalidRequest when the template refuses the messages, does not support tools or documents, or does
         not show the message that is to be continued."""
         template = self._chosen(how.template, bool(tools))
-        if tools and (self.calls is None or not template.knows_tools):
+        if tools and not template.knows_tools:
             raise InvalidRequest(
-                "the chat template of this model supports no tools, or no known format of calls",
+                "the chat template of this model supports no tools",
                 field="chat.tools",
                 bound="absent with this model",
             )

@@ -215,8 +215,9 @@ def _grammar(
             bound="absent with a grammar",
         )
     offered = tools_of(message.chat.tools)
-    if not offered or tokenizer.calls is None:
+    calls_format = tokenizer.answer_format.calls
+    if not offered or calls_format is None:
         raise InvalidRequest(
             "tool_choice forces a call, but there are no tools", field="chat.tool_choice", bound="absent without tools"
         )
-    return tool_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)
+    return tool_calls.forced(offered, message.chat.tool_choice, calls_format)  # type: ignore[arg-type]

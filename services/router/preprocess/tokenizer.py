@@ -11,7 +11,6 @@ import tokenizers
 from services.router.answer.answer_format import PLAIN, AnswerFormat
 from services.router.preprocess import infilling
 from services.router.preprocess.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
-from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 # Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
@@ -60,9 +59,17 @@ class Tokenizer:
             self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
 
     @classmethod
-    def load(cls, folder: Path, *, request_templates: bool = False) -> Tokenizer:
-        """`request_templates`: a request may bring its own chat template. Raises CheckpointRefused for files that are
-        there but cannot be read."""
+    def load(
+        cls,
+        folder: Path,
+        *,
+        request_templates: bool = False,
+        reasoning: str | None = None,
+        calls: str | None = None,
+    ) -> Tokenizer:
+        """`request_templates`: a request may bring its own chat template. `reasoning` and `calls`: the formats in which
+        the model writes; None: as its template shows. Raises CheckpointRefused for files that are there but cannot be
+        read, SettingsError for a format that is unknown."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None, None)
@@ -70,12 +77,13 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
-        return cls(tokenizer, load_template(folder, from_requests=request_templates))
-
-    @property
-    def calls(self) -> Format | None:
-        """How the model writes calls of tools."""
-        return self.template.calls if self.template else None
+        template = load_template(folder, from_requests=request_templates)
+        if template is None:
+            return cls(tokenizer, None)
+        answer_format = AnswerFormat.of_template(
+            template.tool_source, knows_tools=template.knows_tools, reasoning=reasoning, calls=calls
+        )
+        return cls(tokenizer, template, answer_format)
 
     def reasoning_ids(self) -> tuple[int | None, list[int]]:
         """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens
@@ -137,6 +145,12 @@ class Tokenizer:
                 "this model has no chat template; send text or token_ids",
                 field="chat",
                 bound="text or token_ids instead",
+            )
+        if tools and self.answer_format.calls is None:
+            raise InvalidRequest(
+                "the model's calls of tools have no known format; the setting tool_call_format can name it",
+                field="chat.tools",
+                bound="absent with this model",
             )
         return self.template.render(messages, tools, how)
 
