@@ -17,11 +17,10 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from time import clock_gettime, pthread_getcpuclockid, thread_time
+from time import thread_time
 
 import numpy as np
 import structlog
@@ -29,6 +28,7 @@ import torch
 import xgrammar
 
 from engine.core.sequence import Sequence
+from engine.decoding.native_thread import LeftBehind, NativeThread
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
 from tandem.sampling import GrammarSpec, ReasoningTokens
 
@@ -49,46 +49,6 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
 
 
-class _Thread(threading.Thread):
-    """Runs native calls, one after another. Its clock counts their CPU time in seconds."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.start()
-        self._clock = pthread_getcpuclockid(self.ident or 0)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def cpu_s(self) -> float:
-        """Only while it runs: ask before `leave`."""
-        return clock_gettime(self._clock)
-
-    def leave(self) -> None:
-        """It ends when its call does, if that ever happens."""
-        self._work.put(None)
-
-    def run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-
-class _LeftBehind:
-    """The threads of a process that were left in a call."""
-
-    def __init__(self) -> None:
-        self.threads: list[_Thread] = []
-
-    def add(self, thread: _Thread) -> None:
-        thread.leave()
-        self.threads.append(thread)
-
-    def count(self) -> int:
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-        return len(self.threads)
-
-
 class Grammars:
     """Compiles grammars for one vocabulary, and remembers them."""
 
@@ -101,8 +61,8 @@ class Grammars:
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "grammar")  # requests that wait for the thread below
-        self._thread: _Thread | None = None
-        self.left_behind = _LeftBehind()
+        self._thread: NativeThread | None = None
+        self.left_behind = LeftBehind()
 
     def compile(self, spec: GrammarSpec) -> Future[Compiled]:
         """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
@@ -144,7 +104,7 @@ class Grammars:
         return compiled
 
     def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
-        thread = self._thread = self._thread or _Thread("grammar-compile")
+        thread = self._thread = self._thread or NativeThread("grammar-compile")
         done: Future[Compiled] = Future()
         ended = threading.Event()
 
@@ -393,17 +353,17 @@ class Masks:
     waits = 0
     """Odd while a step waits for its masks; a watchdog reads it on another thread."""
 
-    def __init__(self, left_behind: _LeftBehind | None = None) -> None:
-        self.left_behind = left_behind or _LeftBehind()
-        self._thread: _Thread | None = None
+    def __init__(self, left_behind: LeftBehind | None = None) -> None:
+        self.left_behind = left_behind or LeftBehind()
+        self._thread: NativeThread | None = None
 
     def begin(self, sequences: list[Sequence], vocab_size: int) -> Filling | None:
         """Starts to fill masks in the background; None when no sequence has a grammar."""
         rows = {row: sequence for row, sequence in enumerate(sequences) if sequence.grammar is not None}
         return Filling(self, rows, len(sequences), vocab_size) if rows else None
 
-    def thread(self) -> _Thread:
-        self._thread = self._thread or _Thread("grammar-masks")
+    def thread(self) -> NativeThread:
+        self._thread = self._thread or NativeThread("grammar-masks")
         return self._thread
 
     def leave(self) -> None:

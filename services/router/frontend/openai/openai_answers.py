@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai.logprobs_json import Scored, joined_json, scored_tokens
 from services.router.frontend.openai.openai_protocol import Chat, Completions
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
@@ -21,11 +21,7 @@ from tandem import results
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
-MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
 DONE = "data: [DONE]\n\n"
-TOKENS_PER_SLICE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
-
-Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
 
 
 @dataclass(slots=True)
@@ -153,7 +149,7 @@ class Answer(ABC):
             more += f',"logprobs":{await self.scores(piece)}'
         if self._body.prompt_logprobs is not None:
             del fields["prompt_logprobs"]
-            more += f',"prompt_logprobs":[{await _joined(self._of_prompt, piece.prompt_logprobs)}]'
+            more += f',"prompt_logprobs":[{await joined_json(self._of_prompt, piece.prompt_logprobs)}]'
         return f"{encode(fields)[:-1]}{more}}}"
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
@@ -185,13 +181,13 @@ class Answer(ABC):
         if self._body.return_token_ids or delta.last:
             piece.token_ids += delta.token_ids
         if delta.HasField("logprobs"):
-            piece.logprobs += _logprobs(delta.token_ids, delta.logprobs)
+            piece.logprobs += scored_tokens(delta.token_ids, delta.logprobs)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         """What stands before the first token."""
         if delta.HasField("prompt_logprobs"):
             first, *rest = delta.prompt_logprobs.token_ids
-            piece.prompt_logprobs = [(first, None, {}), *_logprobs(rest, delta.prompt_logprobs.logprobs)]
+            piece.prompt_logprobs = [(first, None, {}), *scored_tokens(rest, delta.prompt_logprobs.logprobs)]
 
     def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
         piece.text += finished.text
@@ -288,7 +284,7 @@ class CompletionsAnswer(Answer):
             at += len(token)
         chosen = [chosen for _, chosen, _ in piece.logprobs]
         fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
-        return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
+        return f'{encode(fields)[:-1]},"top_logprobs":[{await joined_json(self._top, piece.logprobs)}]}}'
 
     def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
         """By text: of several tokens with the same text the likeliest is shown. The chosen token is always shown."""
@@ -355,7 +351,7 @@ class ChatAnswer(Answer):
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
     async def scores(self, piece: Piece) -> str:
-        return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
+        return f'{{"content":[{await joined_json(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
@@ -381,21 +377,3 @@ def _remove_completion(event: generation_pb2.GenerateResponse) -> None:
     elif event.HasField("finished"):
         event.finished.text = event.finished.stop = ""
         event.finished.reason = common_pb2.FINISH_REASON_LENGTH
-
-
-async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
-    """The items as JSON, joined by commas; encoded in slices, so that other streams are relayed meanwhile."""
-    parts = []
-    for at in range(0, len(scored), TOKENS_PER_SLICE):
-        parts += [encode(make(*score)) for score in scored[at : at + TOKENS_PER_SLICE]]
-        await asyncio.sleep(0)
-    return ",".join(parts)
-
-
-def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
-    """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
-    each = len(message.top_ids) // max(1, len(message.chosen))
-    for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
-        part = slice(place * each, (place + 1) * each)
-        top = zip(message.top_ids[part], (max(value, MIN_LOGPROB) for value in message.top[part]), strict=True)
-        yield token, max(chosen, MIN_LOGPROB), dict(top)
