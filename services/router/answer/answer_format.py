@@ -113,6 +113,8 @@ class AnswerFormat:
         white space. With `continued` the answer goes on with the model's own message: its reasoning has an opening
         marker without a closing one after it. A marker before other text counts only then, since users write markers
         too."""
+        opening: tuple[str, ...]
+        close: tuple[str, ...]
         if self.harmony:
             opening: tuple[str, ...] = (f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",)
             close: tuple[str, ...] = harmony_reader.ENDS
