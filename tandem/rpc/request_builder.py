@@ -27,6 +27,8 @@ class Options(SamplingOptions, total=False):
 
     messages: Sequence[Mapping[str, str | bytes]] | None
     """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template."""
+    suffix: str | bytes | None
+    """The completion fills the gap between the prompt and this text, if the model's tokenizer has tokens for that."""
     adapter: str | None
     """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None
@@ -188,6 +190,7 @@ SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "allowed_token_ids": _add_allowed_ids,
     "bad_words": _add_bad_words,
     "cache_salt": _set_bytes,
+    "suffix": _set_bytes,
 }
 
 
