@@ -113,8 +113,9 @@ class Tokenizer:
         return text
 
     def spellings(self, word: str) -> list[list[int]]:
-        """The tokens that spell the word at the beginning of a text, and those after a space: what vLLM takes for a bad
-        word. Spaces before the word do not count. Raises InvalidRequest without a tokenizer."""
+        """The tokens that spell the word at the beginning of a text, and those after a space. Spaces before the word do
+        not count. (Of a bad word vLLM takes both too, the second only where it has as many tokens as the first.)
+        Raises InvalidRequest without a tokenizer."""
         bare = word.lstrip()
         found = [self.encode(text, special=False) for text in (bare, f" {bare}")]
         return [ids for place, ids in enumerate(found) if ids and ids not in found[:place]]
