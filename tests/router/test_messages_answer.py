@@ -182,7 +182,7 @@ async def test_space_between_blocks_is_no_block() -> None:
 async def test_the_stop_reason_says_why(
     parts: list[Part], how: dict[str, Any], most: int, reason: str, stop: Any
 ) -> None:
-    """A call is the reason only if the model stopped by itself. An answer that ends with the context is no max_tokens."""
+    """A call is the reason only if the model stopped by itself. The end of the context is not max_tokens."""
     made = events(parts, **how)
     for message in (await collected(made, most), accumulated(await streamed(made, most))):
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)

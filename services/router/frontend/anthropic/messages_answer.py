@@ -199,8 +199,8 @@ class MessagesAnswer:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """A call's arguments. Of unfinished ones it has the values that are complete, as the SDK reads them in streams; text
-    that is no JSON object is kept under INVALID_JSON."""
+    """A call's arguments. Of unfinished ones the values that are complete, as the SDK reads them in streams; text that
+    is no JSON object is kept under INVALID_JSON."""
     try:
         value = from_json(text, allow_inf_nan=False, allow_partial=True)
     except ValueError:
