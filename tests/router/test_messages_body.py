@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -311,3 +313,33 @@ def test_a_prompt_over_the_context_has_the_words_on_which_claude_code_compacts()
     expected = "prompt is too long: 70000 tokens > 32767 maximum"
     for counted in (True, False):
         assert error(over_context(32768, 70000, "chat", counted=counted))["message"] == expected
+
+
+SIZE = 4 * 1024 * 1024
+CPU_S = 0.15
+
+
+def filled(before: str, item: str, after: str) -> bytes:
+    """As many items as fit into a body."""
+    count = (SIZE - len(before) - len(after)) // (len(item) + 1)
+    return (before + ",".join([item] * count) + after).encode()
+
+
+BLOCKS = '{"max_tokens":1,"messages":[{"role":"user","content":['
+HOSTILE = {
+    **{f"messages of {item}": filled('{"max_tokens":1,"messages":[', item, "]}") for item in ("0", "{}", '""')},
+    **{f"blocks of {item}": filled(BLOCKS, item, "]}]}") for item in ("0", "{}", '""', "[[]]")},
+    "blocks of text": BLOCKS.encode() + b",".join([b'{"type":"text","text":""}'] * 5000) + b"]}]}",
+    "system": filled('{"max_tokens":1,"messages":[],"system":[', "{}", "]}"),
+    "tools": filled('{"max_tokens":1,"messages":[],"tools":[', "{}", "]}"),
+    "stop sequences": filled('{"max_tokens":1,"messages":[],"stop_sequences":[', '"a"', "]}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_is_made_to_cost_costs_little(name: str) -> None:
+    """It is parsed and translated, or refused, in a moment."""
+    began = thread_time()
+    with suppress(InvalidRequest):
+        messages_body.parse(HOSTILE[name], Messages).request("id", Defaults())
+    assert thread_time() - began < CPU_S
