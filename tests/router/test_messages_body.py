@@ -303,6 +303,7 @@ def test_an_error_names_the_bodys_fields() -> None:
         "sampling.stop[0] is empty": "stop_sequences[0] is empty",
         "sampling.top_p is 2": "top_p is 2",
         "sampling.grammar.x": "output_config.format.schema.x",
+        "chat.template_variables.tools is x": "chat_template_kwargs.tools is x",
         "chat.tools[1].function.parameters.x": "tools[1].input_schema.x",
     }
     assert {ours: error(InvalidRequest(ours))["message"] for ours in named} == named

@@ -28,6 +28,7 @@ NAMES = (
     ("sampling.grammar", "output_config.format.schema"),
     ("sampling.stop", "stop_sequences"),
     ("sampling.", ""),
+    ("chat.template_variables", "chat_template_kwargs"),
     ("chat.", ""),
     (".function.parameters", ".input_schema"),
 )
