@@ -19,10 +19,12 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
+from services.router.frontend.anthropic.messages_api import MessagesApi
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_endpoint import GeneratingEndpoint
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
@@ -130,7 +132,9 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        self.http = Server(api.app(*self.dashboard.routes(), keys=keys), settings)
+        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
+        messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
+        self.http = Server(api.app(*self.dashboard.routes(), *messages.routes(), keys=keys), settings)
 
     async def start(self) -> None:
         await self.view.start()
