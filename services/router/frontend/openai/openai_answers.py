@@ -150,7 +150,7 @@ class Answer(ABC):
             more += f',"logprobs":{await self.scores(piece)}'
         if self._body.prompt_logprobs is not None:
             del fields["prompt_logprobs"]
-            more += f',"prompt_logprobs":[{await _joined(self._of_prompt, piece.prompt_logprobs)}]'
+            more += f',"prompt_logprobs":[{await joined_slices(self._of_prompt, piece.prompt_logprobs)}]'
         return f"{encode(fields)[:-1]}{more}}}"
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
@@ -181,13 +181,13 @@ class Answer(ABC):
         if self._body.return_token_ids or delta.last:
             piece.token_ids += delta.token_ids
         if delta.HasField("logprobs"):
-            piece.logprobs += _logprobs(delta.token_ids, delta.logprobs)
+            piece.logprobs += scores_of(delta.token_ids, delta.logprobs)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         """What stands before the first token."""
         if delta.HasField("prompt_logprobs"):
             first, *rest = delta.prompt_logprobs.token_ids
-            piece.prompt_logprobs = [(first, None, {}), *_logprobs(rest, delta.prompt_logprobs.logprobs)]
+            piece.prompt_logprobs = [(first, None, {}), *scores_of(rest, delta.prompt_logprobs.logprobs)]
 
     def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
         piece.text += finished.text
@@ -277,7 +277,7 @@ class CompletionsAnswer(Answer):
             at += len(token)
         chosen = [chosen for _, chosen, _ in piece.logprobs]
         fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
-        return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
+        return f'{encode(fields)[:-1]},"top_logprobs":[{await joined_slices(self._top, piece.logprobs)}]}}'
 
     def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
         """By text: of several tokens with the same text the likeliest is shown. The chosen token is always shown."""
@@ -334,7 +334,7 @@ class ChatAnswer(Answer):
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
     async def scores(self, piece: Piece) -> str:
-        return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
+        return f'{{"content":[{await joined_slices(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
@@ -351,7 +351,7 @@ def answer(
     return kind(body, request_id, model, tokenizer, requests)
 
 
-async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
+async def joined_slices(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
     """The items as JSON, joined by commas; encoded in slices, so that other streams are relayed meanwhile."""
     parts = []
     for at in range(0, len(scored), TOKENS_PER_SLICE):
@@ -360,7 +360,7 @@ async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
     return ",".join(parts)
 
 
-def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
+def scores_of(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
     """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
     each = len(message.top_ids) // max(1, len(message.chosen))
     for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
