@@ -102,24 +102,22 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         tenant = self._stored.tenant(request)
         request_id = request.headers.get("x-request-id")
-        body = await self._bodies.read(request, self._first, request_id, tenant)
-        if isinstance(body, Responses):
+        body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
+        if prepared is None:
             before = await self._stored.previous(tenant, body.previous_response_id or "")
             about = (body, request_id, tenant, before)
             size = len(before.input) + len(before.response)
             prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
-        else:
-            prepared, stores = body
-            if stores:
-                await self._stored.check()  # rather than after the answer has been computed
+        elif body.stores:
+            await self._stored.check()  # rather than after the answer has been computed
         return self._endpoint.respond(request, prepared)
 
-    def _first(self, raw: bytes, request_id: str | None, tenant: str) -> Responses | tuple[Prepared, bool]:
-        """What is to be generated and whether it is stored; only the body, if it continues another response."""
+    def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[Responses, Prepared | None]:
+        """The body, and what is to be generated unless it continues another response."""
         body = openai_protocol.parse(raw, Responses)
         if body.previous_response_id:
-            return body
-        return self._preparation.prepared(body, request_id, tenant, None), body.stores
+            return body, None
+        return body, self._preparation.prepared(body, request_id, tenant, None)
 
     async def retrieve(self, request: Request) -> Response:
         for name in ("stream", "starting_after"):

@@ -203,7 +203,8 @@ def chat_messages(items: list[Item], instructions: str | None) -> list[generatio
                 turn = _next(found, turn)
             turn.text = "".join(part["text"] for part in item["content"])
         else:
-            turn = _ended(found, turn)
+            _ended(found, turn)
+            turn = None
             found.append(_other(item, names))
     _ended(found, turn)
     return _joined_beginning(found) if instructions else found
