@@ -40,6 +40,8 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "logprobs": (),
     "n": (1,),
     "best_of": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
 }
 # The names that the router's errors have for what a body has under another one.
 FIELDS = {"chat.messages": "input", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}

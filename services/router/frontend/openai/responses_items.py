@@ -28,7 +28,8 @@ NewId = Callable[[str], str]  # of a prefix
 MAX_ITEMS = 4 * MAX_MESSAGES  # of a conversation: reasoning, text, a call and its output become two messages
 MAX_ITEM_ID = 128
 SEALED = "tandem.1."  # before what `encrypted_content` holds; a server that seals otherwise has another prefix
-ROLES = ("user", "assistant", "system", "developer")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = ("user", "assistant", *SYSTEM_ROLES)
 SERVED_ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call or custom_tool_call_output"
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
@@ -207,7 +208,7 @@ def chat_messages(items: list[Item], instructions: str | None) -> list[generatio
             turn = None
             found.append(_other(item, names))
     _ended(found, turn)
-    return _joined_beginning(found) if instructions else found
+    return _joined_beginning(found)
 
 
 def _next(found: list[generation_pb2.ChatMessage], turn: _Turn | None) -> _Turn:
@@ -247,10 +248,9 @@ def _chat_call(item: Item) -> dict[str, Any]:
 
 
 def _joined_beginning(messages: list[generation_pb2.ChatMessage]) -> list[generation_pb2.ChatMessage]:
-    """The instructions and the system and developer messages that directly follow, as one message: many templates
-    allow one only, and only as the first message."""
-    end = 1
-    while end < len(messages) and messages[end].role in ("system", "developer"):
-        end += 1
+    """Several system and developer messages at the beginning as one: many templates allow one only."""
+    end = next((place for place, one in enumerate(messages) if one.role not in SYSTEM_ROLES), len(messages))
+    if end < 2:
+        return messages
     content = b"\n\n".join(message.content for message in messages[:end])
     return [generation_pb2.ChatMessage(role="system", content=content), *messages[end:]]
