@@ -30,7 +30,6 @@ from services.router.frontend.openai.responses_output import (
 )
 from services.router.frontend.openai.responses_tools import Tool
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
 from tandem import results
 from tandem.errors import InternalError, TandemError
 from tandem.v1 import common_pb2, generation_pb2
@@ -71,7 +70,8 @@ class ResponsesAnswer:
         """The end of a stream that has begun: what clients of either kind look for."""
         about = openai_errors.error_fields(error)
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
-        failure = {"code": _failure_code(error), "message": about["message"]}
+        code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
+        failure = {"code": code, "message": about["message"]}
         return (text + self._lifecycle("failed", self._response("failed", error=failure))).encode()
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
@@ -237,10 +237,3 @@ class ResponsesAnswer:
     def _event(self, kind: str, fields: str, place: str) -> str:
         number, self._sequence = self._sequence, self._sequence + 1
         return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number}{place},{fields}}}\n\n'
-
-
-def _failure_code(error: TandemError) -> str:
-    """One of OpenAI's codes: clients read from it whether another attempt can help."""
-    if error.reason == CONTEXT_LENGTH_EXCEEDED:
-        return "context_length_exceeded"
-    return "rate_limit_exceeded" if error.http == 429 else "server_error"
