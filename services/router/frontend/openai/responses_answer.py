@@ -40,17 +40,15 @@ Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
 class ResponsesAnswer:
     """Encodes the events of one request."""
 
-    def __init__(
-        self, body: Responses, response_id: str, shown: dict[str, Any], tokenizer: Tokenizer, keep: Keep | None
-    ) -> None:
-        """`shown`: what the response object repeats of its request. Without `keep` it is not stored."""
+    def __init__(self, body: Responses, response_id: str, shown: str, tokenizer: Tokenizer, keep: Keep | None) -> None:
+        """`shown`: what the response object repeats of its request, a JSON object. Without `keep` it is not stored."""
         self._body = body
         self._streams = bool(body.stream)
         self._tokenizer = tokenizer
         self._keep = keep
         self._id = response_id
         self._head = encode({"id": response_id, "object": "response", "created_at": int(time())})[:-1]
-        self._shown = encode(shown)[1:-1]
+        self._shown = shown[1:-1]
         self._sequence = 0  # of the next event
         self._items: list[OutputItem] = []
         self._ended: list[str] = []  # JSON of the items that have ended; at most the last one has not

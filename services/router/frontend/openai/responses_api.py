@@ -64,14 +64,9 @@ class ResponsePreparation:
         )
         context = self._model.facts().context
         requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
-        shown = body.shown(model, requests[0].sampling)
-        try:
-            encoded = to_json(items)
-            to_json(shown)
-        except UnicodeEncodeError as error:
-            raise wrong("body", "not valid Unicode in one of its texts", "valid Unicode") from error
+        encoded, shown = _encoded(items, "input"), _encoded(body.shown(model, requests[0].sampling), "body")
         keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
-        encoder = ResponsesAnswer(body, response_id, shown, self._tokenizer, keep)
+        encoder = ResponsesAnswer(body, response_id, shown.decode(), self._tokenizer, keep)
         return Prepared(requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 
 
@@ -144,3 +139,11 @@ class ResponsesApi:
             field="response_id",
             bound="the id of a response in the background",
         )
+
+
+def _encoded(value: object, name: str) -> bytes:
+    """As JSON. Raises InvalidRequest for lone surrogates, which JSON permits in a body and UTF-8 does not."""
+    try:
+        return to_json(value)
+    except UnicodeEncodeError as error:
+        raise wrong(name, "not valid Unicode in one of its texts", "valid Unicode") from error
