@@ -249,7 +249,7 @@ BAD: list[tuple[Any, int, str]] = [
     ({"input": "x", "background": True}, 400, "background"),
     ({"input": "x", "temperature": -1}, 400, "temperature"),
     ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
-    ({"input": "x", "max_output_tokens": 10**9}, 400, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": 10**9}, 400, "input"),
     ({"input": "x", "top_logprobs": 99}, 400, "top_logprobs"),
     ({"input": "word " * 60_000}, 400, "input"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, 400, None),
