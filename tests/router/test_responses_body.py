@@ -297,12 +297,12 @@ def test_sampling_fields_have_their_own_names() -> None:
 
 
 def test_effort_is_a_variable_of_the_template() -> None:
-    """`none` turns thinking off, by the name that templates have for it."""
+    """Beside those that the client sets itself, which prevail."""
     assert json.loads(request(reasoning={"effort": "high", "summary": "auto"}).chat.template_variables) == {
         "reasoning_effort": "high"
     }
-    off = json.loads(request(reasoning={"effort": "none"}).chat.template_variables)
-    assert off == {"reasoning_effort": "none", "enable_thinking": False}
+    both = request(reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True})
+    assert json.loads(both.chat.template_variables) == {"reasoning_effort": "none", "enable_thinking": True}
     assert request(reasoning={}).chat.template_variables == b""
     assert refusal(reasoning={"effort": 3}).field == "reasoning.effort"
 

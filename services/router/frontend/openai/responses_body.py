@@ -141,13 +141,9 @@ class Responses(Sampled):
         return [{"chat": chat}]
 
     def _template_variables(self) -> dict[str, Any]:
+        """What an effort of `none` means to a template is decided where the template is known."""
         effort = self._effort()
-        variables = dict(self.chat_template_kwargs or {})
-        if effort is not None:
-            variables["reasoning_effort"] = effort
-        if effort == "none":
-            variables["enable_thinking"] = False
-        return variables
+        return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
 
     def _effort(self) -> str | None:
         effort = (self.reasoning or {}).get("effort")
