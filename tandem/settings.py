@@ -209,6 +209,11 @@ class Settings(BaseSettings):
     """Jobs of the whole cluster that have not ended; more are refused."""
     max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
     """Jobs of one tenant that have not ended, where `api_keys` names tenants."""
+    response_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
+    """How long a response of /v1/responses can be read again and continued, unless it was sent with `store` false."""
+    max_tenant_response_mib: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Memory of the registry for the responses of one tenant; without `api_keys` for all responses together. Beyond it
+    the oldest ones are forgotten."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
+from cluster.state.response_store import ResponseStore
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
@@ -29,6 +30,8 @@ from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai.openai_sampling import Defaults
+from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
+from services.router.frontend.openai.stored_responses import StoredResponses
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
@@ -134,7 +137,21 @@ class Router:
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
         endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
-        self.http = Server(api.app(*self.dashboard.routes(), *messages.routes(), keys=keys), settings)
+        responses = self._build_responses(endpoint, tokenizer, defaults)
+        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
+        self.http = Server(api.app(*doors, keys=keys), settings)
+
+    def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
+        settings = self.settings
+        self.response_store = ResponseStore(
+            settings.redis or "",
+            settings.cluster,
+            ttl_s=settings.response_ttl_s,
+            most_bytes=settings.max_tenant_response_mib * 1024 * 1024,
+        )
+        stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
+        preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
+        return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 
     async def start(self) -> None:
         await self.view.start()
@@ -174,6 +191,7 @@ class Router:
         await self.muxes.close()
         await self.channels.close()
         await self.journal.close()
+        await self.response_store.close()
         self.offload.close()
         await self.registry.close()
         if self._metrics_served:

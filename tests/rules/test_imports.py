@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "tandem",
         ),
         "services.watchdog",
-        "cluster.state.job_journal",
+        *("cluster.state.job_journal", "cluster.state.response_store"),
         *("engine.core.block_hash", "engine.core.step_time"),
     },
     "services.decode": {

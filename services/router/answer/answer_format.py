@@ -116,8 +116,8 @@ class AnswerFormat:
         opening: tuple[str, ...]
         close: tuple[str, ...]
         if self.harmony:
-            opening: tuple[str, ...] = (f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",)
-            close: tuple[str, ...] = harmony_reader.ENDS
+            opening = (f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",)
+            close = harmony_reader.ENDS
         elif self.reasoning:
             opening, close = self.reasoning.open, self.reasoning.close
         else:

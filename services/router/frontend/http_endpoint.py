@@ -40,7 +40,10 @@ class GeneratingEndpoint:
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises what `parse` raises, and the errors of a body that is out of bounds."""
-        prepared = await self._bodies.read(request, parse, request.headers.get("x-request-id"))
+        return self.respond(request, await self._bodies.read(request, parse, request.headers.get("x-request-id")))
+
+    def respond(self, request: Request, prepared: Prepared) -> Response:
+        """Generates what was prepared for this request."""
         key, headers = request.headers.get("authorization"), request.headers.items
         events = merged_events(
             [
