@@ -160,7 +160,7 @@ def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rend
         reading = Reading(answer_format, tools, wanted.begins_in_reasoning, wanted.one_call)
     elif message.WhichOneof("input") == "chat" and not chat.raw:
         one_call = chat.HasField("parallel_calls") and not chat.parallel_calls
-        begins_inside = answer_format.begins_inside(rendered_end)
+        begins_inside = answer_format.begins_inside(rendered_end, continued=chat.continue_last_message)
         reading = Reading(answer_format, tools_of(chat.tools), begins_inside, one_call)
     else:
         return None

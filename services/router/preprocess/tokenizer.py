@@ -91,7 +91,8 @@ class Tokenizer:
         opening, close = self.answer_format.reasoning_markers
         backend = self._need()
         tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
-        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if close in tokens else []
+        ends = close in tokens or self.answer_format.harmony
+        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if ends else []
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises

@@ -167,6 +167,8 @@ class Messages(Prompt):
         names = ("temperature", "top_p", "top_k", "seed")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         usual = {"temperature": 1.0, **defaults.model_dump(exclude_none=True)}
+        if given.get("seed") == -1:
+            del given["seed"]
         params = sampling_pb2.SamplingParams(**{**usual, **given})
         if params.top_k == -1:  # "off" in vLLM's API, whose generation_config it may come from
             params.top_k = 0
