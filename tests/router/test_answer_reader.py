@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -68,6 +69,38 @@ def test_reasoning_comes_before_calls_however_the_text_is_cut(answer: str, parts
     """Whole, one character at a time, and cut at each place."""
     for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(1, len(answer)))):
         assert read(reader_of(QWEN), *pieces) == parts
+
+
+IN_FORMATS = {
+    "hermes": call("f"),
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"x": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    '{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"x": 1}<|tool_call_end|><|tool_calls_section_end|>',
+}
+
+
+@pytest.mark.parametrize("name", IN_FORMATS)
+def test_every_format_of_calls_goes_with_reasoning(name: str) -> None:
+    """After it, within it, and where only its first marker is mentioned."""
+    format = AnswerFormat(FORMATS["think"], name)
+    opener = registry.MARKERS[name][0]
+    for start, thought in (
+        ("Look.</think>\n\n", "Look."),
+        ("Look.\n", "Look."),
+        (f"A {opener}, then\n", f"A {opener}, then"),
+        (f"A {opener}</think>", f"A {opener}"),
+    ):
+        answer = start + IN_FORMATS[name]
+        for pieces in ([answer], list(answer)):
+            thinks, begins, (kind, arguments) = read(reader_of(format, inside=True), *pieces)
+            assert (thinks, begins, kind) == (("thinks", thought), ("call", "f"), "with")
+            assert json.loads(arguments) == {"x": 1}
 
 
 def test_without_tools_calls_stay_text() -> None:
@@ -142,7 +175,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
 TEMPLATES: list[tuple[str, str | None, str | None]] = [
     (QWEN3, "think", "hermes"),
     (DEEPSEEK, "think", None),
-    (GLM, "think", None),
+    (GLM, "think", "glm"),
     (MAGISTRAL, "mistral", None),
     (GRANITE, "granite_tags", None),
     (HUNYUAN, "hunyuan", None),
