@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.router.preprocess.tool_calls import format_of
+from services.router.answer.call_formats.registry import format_of
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 

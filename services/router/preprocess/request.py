@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from services.router.preprocess import grammar_schema, tool_calls, validation
+from services.router.preprocess import forced_calls, grammar_schema, validation
 from services.router.preprocess.prompt import prompt_tokens, tools_of
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
@@ -173,4 +173,4 @@ def _grammar(
         raise InvalidRequest(
             "tool_choice forces a call, but there are no tools", field="chat.tool_choice", bound="absent without tools"
         )
-    return tool_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)
+    return forced_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)

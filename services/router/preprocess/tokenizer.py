@@ -9,7 +9,6 @@ from typing import Any
 import tokenizers
 
 from services.router.preprocess.chat_template import ChatTemplate, load_template
-from services.router.preprocess.tool_calls import Format
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 # Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
@@ -55,7 +54,7 @@ class Tokenizer:
         return cls(tokenizer, load_template(folder))
 
     @property
-    def calls(self) -> Format | None:
+    def calls(self) -> str | None:
         """How the model writes calls of tools."""
         return self.template.calls if self.template else None
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.answer.call_formats.registry import reader_of
+from services.router.answer.parts import CallArguments, CallBegin, PartReader, Text
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.openai_protocol import Chat, Completions
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.preprocess.tool_calls import CallReader
 from tandem import results
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
@@ -34,7 +36,8 @@ class Choice:
     index: int
     letters: int = 0
     begun: bool = False
-    calls: CallReader | None = None  # where tools are offered
+    calls: int = 0  # of tools, begun so far
+    reader: PartReader | None = None  # where tools are offered
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
 
@@ -301,33 +304,42 @@ class ChatAnswer(Answer):
             piece.choice.begun = True
             delta = {"role": "assistant", **delta}
         if calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+            delta["tool_calls"] = calls
         return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
 
     def message(self, piece: Piece) -> dict[str, Any]:
         content, calls = self._read(piece)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
-            message |= {"content": content if content.strip() else None, "tool_calls": [call for _, call in calls]}
+            calls = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+            message |= {"content": content if content.strip() else None, "tool_calls": calls}
         return {"index": piece.choice.index, "message": message, **self._rest(piece)}
 
-    def _read(self, piece: Piece) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
-        """The text of the piece, and the calls that it completes, each with its number."""
+    def _read(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """The text of the piece, and the calls in it: of each that it begins its id and name, and what came of the
+        arguments."""
+        choice, calls = piece.choice, list[dict[str, Any]]()
         if not self._body.offers_tools or self._tokenizer.calls is None:
-            return piece.text, []
-        reader = piece.choice.calls = piece.choice.calls or CallReader(self._tokenizer.calls)
-        before = len(reader.calls)
-        content = reader.push(piece.text)
-        if piece.finish:
-            content += reader.finish()
-            if reader.calls and piece.finish == "stop" and not self._body.names_tool:
-                piece.finish = "tool_calls"
+            return piece.text, calls
+        if choice.reader is None:
+            choice.reader = reader_of(self._tokenizer.calls, json.loads(self._requests[0].chat.tools))
+        content = ""
+        for part in choice.reader.push(piece.text) + (choice.reader.finish() if piece.finish else []):
+            match part:
+                case CallBegin(id, name):
+                    function = {"name": name, "arguments": ""}
+                    calls.append({"index": choice.calls, "id": id, "type": "function", "function": function})
+                    choice.calls += 1
+                case CallArguments(text):
+                    if not calls:
+                        calls.append({"index": choice.calls - 1, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+                case Text(text):
+                    content += text
+        if choice.calls and piece.finish == "stop" and not self._body.names_tool:
+            piece.finish = "tool_calls"
         if content.isspace() and self._body.forced() is not None:
             content = ""  # space between calls
-        calls = [
-            (index, {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
-            for index, call in enumerate(reader.calls[before:], before)
-        ]
         return content, calls
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
