@@ -19,7 +19,7 @@ import pytest
 
 from services.router.frontend import http_api, http_body, http_server
 from services.router.frontend.openai.openai_sampling import Defaults
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.faults import Harm, hold_until
 from tests.support.stopwatch import Stopwatch

@@ -14,7 +14,7 @@ from services.router.answer.answer_format import FORMATS, PLAIN, AnswerFormat
 from services.router.answer.answer_reader import AnswerReader
 from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import SettingsError
 from tests.support.reasoning_templates import DEEPSEEK, EXAONE_DEEP, GLM, GPT_OSS, GRANITE, HUNYUAN, MAGISTRAL, QWEN3
 from tests.support.templates import HERMES, LLAMA

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.router.preprocess.chat_template import ChatTemplate, Rendering, load_template
+from services.router.preprocess.chat.chat_template import ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.templates import HERMES
 
@@ -262,7 +262,7 @@ HARMONY = (
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_has_every_name_under_which_templates_look_for_it(name: str) -> None:
     """It is prompt.py that names it; a template reads its own name."""
-    from services.router.preprocess.prompt import _messages
+    from services.router.preprocess.chat.prompt import _messages
     from tandem.v1 import generation_pb2
 
     message = generation_pb2.ChatMessage(role="assistant", content=b"x", reasoning="é".encode())

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers
 
 from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
 from services.router.preprocess import tokenizer as texts
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import CheckpointRefused, InvalidRequest

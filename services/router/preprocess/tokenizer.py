@@ -10,7 +10,7 @@ import tokenizers
 
 from services.router.answer.answer_format import PLAIN, AnswerFormat
 from services.router.preprocess import infilling
-from services.router.preprocess.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
+from services.router.preprocess.chat.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 # Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most

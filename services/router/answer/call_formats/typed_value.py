@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 from services.router.answer.call_formats.python_literal import json_of_python
 from services.router.answer.call_formats.scanner import MAX_HELD, Emit
 
-MAX_ALTERNATIVES = 3  # levels of anyOf in a schema that are looked at
+MAX_DEPTH = 4  # references and alternatives within each other, in a schema
+MAX_OPTIONS = 16
+_REF = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -20,22 +22,25 @@ def parameter_types(tools: list[Any], function: str, parameter: str) -> frozense
         if tool["function"]["name"] == function:
             schema = tool["function"].get("parameters")
             properties = schema.get("properties") if isinstance(schema, dict) else None
-            return _types(properties.get(parameter), 0) if isinstance(properties, dict) else None
+            return _types(properties.get(parameter), schema, 0) if isinstance(properties, dict) else None
     return None
 
 
-def _types(schema: Any, depth: int) -> frozenset[str] | None:
-    if not isinstance(schema, dict) or depth > MAX_ALTERNATIVES:
+def _types(schema: Any, root: Any, depth: int) -> frozenset[str] | None:
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return None
+    if isinstance(schema.get("$ref"), str) and (target := _REF.fullmatch(schema["$ref"])):
+        definitions = root.get(target[1])
+        return _types(definitions.get(target[2]), root, depth + 1) if isinstance(definitions, dict) else None
     if "type" in schema:
         names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(name for name in names if isinstance(name, str)) or None
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return frozenset(_OF_PYTHON.get(type(value), "null") for value in values) or None
-    for word in ("anyOf", "oneOf"):
+    for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            found = [_types(option, depth + 1) for option in schema[word]]
+            found = [_types(option, root, depth + 1) for option in schema[word][:MAX_OPTIONS]]
             return frozenset().union(*(types for types in found if types)) if all(found) else None
     return None
 

@@ -18,7 +18,7 @@ from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai.openai_errors import error_headers
 from services.router.frontend.openai.openai_sampling import Defaults
-from services.router.preprocess.prompt import prompt_tokens
+from services.router.preprocess.chat.prompt import prompt_tokens
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import checked_request_id
