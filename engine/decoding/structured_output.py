@@ -23,13 +23,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import clock_gettime, pthread_getcpuclockid, thread_time
 
+import numpy as np
 import structlog
 import torch
 import xgrammar
 
 from engine.core.sequence import Sequence
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
-from tandem.sampling import GrammarSpec
+from tandem.sampling import GrammarSpec, ReasoningTokens
 
 log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
@@ -273,28 +274,56 @@ def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
 
 
 class Matcher:
-    """How far a sequence's generated tokens have been matched; derived from them alone."""
+    """How far a sequence's generated tokens have been matched; derived from them alone. Within reasoning before the
+    text every token may come, special ones included, but no stop token."""
 
-    __slots__ = ("_matcher", "matched")
+    __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "matched")
 
-    def __init__(self, compiled: Compiled, stop_ids: Iterable[int]) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
+    def __init__(self, compiled: Compiled, stop_ids: Iterable[int], reasoning: ReasoningTokens | None = None) -> None:
+        self._stop_ids = sorted(stop_ids)
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
+        self._reasoning = reasoning
+        self._free = reasoning is not None and reasoning.open is None  # the next token is part of the reasoning
+        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as end it
         self.matched = 0  # leading tokens of the sequence, its prompt included
 
     def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
         """Sets the bits of the tokens that may follow the sequence's: [rows, vocab / 32] int32. A stop token may follow
         only where the text is complete. Raises InternalError if the sequence's own tokens do not match the grammar."""
         for place in range(max(self.matched, sequence.prompt_len), len(sequence.tokens)):
-            if not self._matcher.accept_token(sequence.tokens[place]):
-                raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar of its sequence")
+            self._accept(sequence.tokens[place], place - sequence.prompt_len)
             self.matched = place + 1
+        if self._free:
+            bits[row] = -1
+            for token in self._stop_ids:
+                _set_bit(bits, row, token, False)
+            return
         self._matcher.fill_next_token_bitmask(bits, row)
+        if self._reasoning is not None and self._reasoning.open is not None and not sequence.generated:
+            _set_bit(bits, row, self._reasoning.open, True)
+
+    def _accept(self, token: int, place: int) -> None:
+        """The token at this place of the completion."""
+        reasoning = self._reasoning
+        if reasoning is not None and place == 0 and token == reasoning.open:
+            self._free = True
+        elif reasoning is not None and self._free:
+            self._recent = (*self._recent, token)[-len(reasoning.close) :]
+            self._free = self._recent != reasoning.close
+        elif not self._matcher.accept_token(token):
+            raise InternalError(f"token {place} does not fit the grammar of its sequence")
+
+
+def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:
+    words = bits[row].numpy().view(np.uint32)
+    bit = np.uint32(1 << (token % 32))
+    words[token // 32] = words[token // 32] | bit if value else words[token // 32] & ~bit
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
     """Of a sequence with a grammar; made once, since it has a state."""
     if sequence.matcher is None:
-        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids)
+        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
     matcher: Matcher = sequence.matcher
     return matcher
 

@@ -89,5 +89,5 @@ class MessagesApi:
         facts = self._model.facts()
         facts = replace(facts, context=max(facts.context, MAX_COUNTED_TOKENS))
         message = generation_pb2.GenerateRequest(chat=body.chat())
-        tokens: list[int] = prompt_tokens(message, self._tokenizer, facts)
-        return to_json({"input_tokens": len(tokens)})
+        prompt = prompt_tokens(message, self._tokenizer, facts)
+        return to_json({"input_tokens": len(prompt.tokens)})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.router.frontend import json_body
 from services.router.frontend.anthropic.messages_turns import Turns, referenced_tools
 from services.router.frontend.json_body import Kind, encode
-from services.router.frontend.openai.openai_sampling import Defaults, Int64, List, UInt64, to_bytes
+from services.router.frontend.openai.openai_sampling import Defaults, Int64, List, to_bytes
 from services.router.preprocess.json_limits import wrong
 from services.router.preprocess.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.validation import MAX_STOPS
@@ -142,7 +142,7 @@ class Messages(Prompt):
     top_k: Int64 | None = None
     output_format: OutputFormat | None = None  # where output_config.format was at first
     # Tandem's own, as in /v1/chat/completions
-    seed: UInt64 | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
     ttft_slo_seconds: float | None = None

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.answer.part_messages import parts_of
+from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.openai_protocol import Chat, Completions
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.preprocess.tool_calls import CallReader
 from tandem import results
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
@@ -34,7 +35,7 @@ class Choice:
     index: int
     letters: int = 0
     begun: bool = False
-    calls: CallReader | None = None  # where tools are offered
+    calls: int = 0  # of tools, begun so far
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
 
@@ -44,6 +45,7 @@ class Piece:
 
     choice: Choice
     text: str = ""
+    parts: list[Part] = field(default_factory=list)  # all of it; `text` is the text of these
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Scored] = field(default_factory=list)
     prompt_logprobs: list[Scored] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Answer(ABC):
         self._requests = requests
         self._each = body.n or 1  # completions of each prompt
         self._choices: dict[int, Choice] = {}
-        self._prompt_tokens = self._cached_tokens = self._tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._tokens = self._reasoning_tokens = 0
         options = body.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage or options.continuous_usage_stats)
         self._usage_always = bool(options.continuous_usage_stats)
@@ -121,6 +123,7 @@ class Answer(ABC):
             if piece is not None:
                 merged = pieces.setdefault(piece.choice.index, Piece(piece.choice))
                 merged.text += piece.text
+                merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
                 merged.logprobs += piece.logprobs
                 merged.prompt_logprobs += piece.prompt_logprobs
@@ -178,6 +181,7 @@ class Answer(ABC):
         if delta.index == 0:
             self._begin(piece, delta, prompt)
         piece.text += delta.text
+        piece.parts += parts_of(delta)
         if self._body.return_token_ids or delta.last:
             piece.token_ids += delta.token_ids
         if delta.HasField("logprobs"):
@@ -191,6 +195,8 @@ class Answer(ABC):
 
     def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
         piece.text += finished.text
+        piece.parts += parts_of(finished)
+        self._reasoning_tokens += finished.receipt.reasoning_tokens
         stopped = finished.reason == common_pb2.FINISH_REASON_STOP
         piece.finish = "stop" if stopped else "length"
         last = piece.token_ids[-1] if piece.token_ids else None
@@ -236,7 +242,7 @@ class Answer(ABC):
             "completion_tokens": self._tokens,
             "total_tokens": self._prompt_tokens + self._tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
     def _token(self, token_id: int) -> str:
@@ -258,6 +264,11 @@ class CompletionsAnswer(Answer):
         }
 
     message = chunk
+
+    def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
+        if self._body.only_echo:
+            _remove_completion(event)
+        return super()._piece(index, event)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         super()._begin(piece, delta, prompt)
@@ -295,40 +306,50 @@ class ChatAnswer(Answer):
     _body: Chat
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._read(piece)
-        delta: dict[str, Any] = {"content": content}
+        fields = self._fields(piece)
+        calls = fields.pop("tool_calls", [])
+        delta = {name: text for name, text in fields.items() if text}
+        if calls:
+            delta["tool_calls"] = calls
+        if not delta:
+            delta = {"content": ""}
         if not piece.choice.begun:
             piece.choice.begun = True
-            delta = {"role": "assistant", **delta}
-        if calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
+            delta = {"role": "assistant", "content": "", **delta}
         return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
 
     def message(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._read(piece)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message |= {"content": content if content.strip() else None, "tool_calls": [call for _, call in calls]}
-        return {"index": piece.choice.index, "message": message, **self._rest(piece)}
+        fields = self._fields(piece)
+        if calls := fields.get("tool_calls"):
+            fields["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+            fields["content"] = fields["content"] if fields["content"].strip() else None
+        return {"index": piece.choice.index, "message": {"role": "assistant", **fields}, **self._rest(piece)}
 
-    def _read(self, piece: Piece) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
-        """The text of the piece, and the calls that it completes, each with its number."""
-        if not self._body.offers_tools or self._tokenizer.calls is None:
-            return piece.text, []
-        reader = piece.choice.calls = piece.choice.calls or CallReader(self._tokenizer.calls)
-        before = len(reader.calls)
-        content = reader.push(piece.text)
-        if piece.finish:
-            content += reader.finish()
-            if reader.calls and piece.finish == "stop" and not self._body.names_tool:
-                piece.finish = "tool_calls"
+    def _fields(self, piece: Piece) -> dict[str, Any]:
+        """The content, and where there are any the reasoning and the calls: of each call that the piece begins its id
+        and name, and what came of the arguments."""
+        reasoning, calls = "", list[dict[str, Any]]()
+        for part in piece.parts:
+            match part:
+                case Reasoning(text):
+                    reasoning += text
+                case CallBegin(id, name):
+                    function = {"name": name, "arguments": ""}
+                    calls.append({"index": piece.choice.calls, "id": id, "type": "function", "function": function})
+                    piece.choice.calls += 1
+                case CallArguments(text):
+                    if not calls:
+                        calls.append({"index": piece.choice.calls - 1, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool:
+            piece.finish = "tool_calls"
+        content = piece.text
         if content.isspace() and self._body.forced() is not None:
             content = ""  # space between calls
-        calls = [
-            (index, {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
-            for index, call in enumerate(reader.calls[before:], before)
-        ]
-        return content, calls
+        fields: dict[str, Any] = {"content": content}
+        if reasoning:  # the names of DeepSeek's API, and of vLLM and OpenRouter
+            fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        return fields | ({"tool_calls": calls} if calls else {})
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
@@ -349,6 +370,17 @@ def answer(
 ) -> Answer:
     kind = ChatAnswer if isinstance(body, Chat) else CompletionsAnswer
     return kind(body, request_id, model, tokenizer, requests)
+
+
+def _remove_completion(event: generation_pb2.GenerateResponse) -> None:
+    """Leaves what belongs to the prompt."""
+    if event.HasField("delta"):
+        del event.delta.token_ids[:]
+        event.delta.text = ""
+        event.delta.ClearField("logprobs")
+    elif event.HasField("finished"):
+        event.finished.text = event.finished.stop = ""
+        event.finished.reason = common_pb2.FINISH_REASON_LENGTH
 
 
 async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
