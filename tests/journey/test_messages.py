@@ -93,7 +93,7 @@ async def test_messages_are_those_of_grpc(door: Any) -> None:
             assert last["usage"]["cache_read_input_tokens"] > 0
             reason = {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason]
             assert whole["stop_reason"] == last["delta"]["stop_reason"] == reason
-            assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", str(DEMO))
+            assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", DEMO.name)
         assert not any(it.cluster.held().values())
 
 
@@ -174,20 +174,54 @@ async def test_what_is_refused_has_anthropics_shape(door: Any) -> None:
 
 
 async def test_a_key_is_asked_for_in_anthropics_shape(door: Any, tmp_path: Path) -> None:
-    """And the key of a tenant opens."""
+    """And the key of a tenant opens, in OpenAI's header or in Anthropic's."""
     file = tmp_path / "keys"
     file.write_text(f"anna {KEY}\n")
     async with door(api_keys=file) as it:
         refused = await it.http.post("/v1/messages", json=ASKED)
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        it.http.headers["authorization"] = f"Bearer {KEY}"
-        assert (await it.ask())["content"]
-        assert await it.count() > 0
+        for name, value in (("authorization", f"Bearer {KEY}"), ("x-api-key", KEY)):
+            it.http.headers = {name: value}
+            assert (await it.ask())["content"]
+            assert await it.count() > 0
+
+
+THINKS = (
+    "{%- for message in messages %}<|{{ message.role }}|>{% if message.reasoning_content %}<think>"
+    "{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}<|end|>{% endfor -%}"
+    "{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>"
+    "{% endif %}{% endif -%}"
+)
+
+
+async def test_reasoning_is_a_thinking_block(door: Any, tmp_path: Path) -> None:
+    """Whole and streamed, signed; sent back it is part of the prompt. `thinking` turns it off."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "chat_template.jinja").write_text(THINKS)
+    async with door(model=str(folder)) as it:
+        given = {"model": "", "max_tokens": 20}
+        whole = await it.ask(**given)
+        (block,) = whole["content"]
+        assert block["type"] == "thinking"
+        assert block["thinking"]
+        assert block["signature"]
+        assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+        deltas = [one["delta"] for one in await it.stream(**given) if one["type"] == "content_block_delta"]
+        assert "".join(delta.get("thinking", "") for delta in deltas) == block["thinking"]
+        assert deltas[-1] == {"type": "signature_delta", "signature": block["signature"]}
+        off = await it.ask(**given, thinking={"type": "disabled"})
+        assert [block["type"] for block in off["content"]] == ["text"]
+        answer = {"type": "text", "text": "Yes."}
+        counts = [
+            await it.count(model="", messages=[*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES])
+            for content in ([answer], [block, answer])
+        ]
+        assert counts[0] < counts[1]
 
 
 async def test_a_call_is_a_block(door: Any, tmp_path: Path) -> None:
     """Whole and streamed, forced; its answer goes on from there. The model is made to call."""
-    pytest.importorskip("services.router.answer.answer_reader", reason="the core does not read calls yet")
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(HERMES)

@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.router.answer.part_messages import Message, parts_of
+from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from services.router.frontend.anthropic import messages_errors
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode, to_json
@@ -39,17 +41,17 @@ class Blocks:
         self._held_kind = ""
         self._thought = hashlib.blake2b(person=b"tandem.thinking")
 
-    def push(self, part: generation_pb2.Part) -> Iterator[Event]:
-        match part.WhichOneof("part"):
-            case "text":
-                yield from self._said("text", part.text)
-            case "reasoning":
-                yield from self._said("thinking", part.reasoning)
-            case "call":
+    def push(self, part: Part) -> Iterator[Event]:
+        match part:
+            case Text(text):
+                yield from self._said("text", text)
+            case Reasoning(text):
+                yield from self._said("thinking", text)
+            case CallBegin(id, name):
                 self.calls += 1
-                yield from self._begin({"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}})
-            case "arguments":
-                yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+                yield from self._begin({"type": "tool_use", "id": id, "name": name, "input": {}})
+            case CallArguments(text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def finish(self) -> Iterator[Event]:
         if self._index < 0 and self._held:
@@ -170,11 +172,10 @@ class MessagesAnswer:
         yield {"type": "message_delta", "delta": self._stopped(event.finished), "usage": usage}
         yield {"type": "message_stop"}
 
-    def _parts(self, message: generation_pb2.Delta | generation_pb2.Finished) -> Iterator[Event]:
+    def _parts(self, message: Message) -> Iterator[Event]:
         if not self._max_tokens:
             return
-        parts = list(message.parts) or ([generation_pb2.Part(text=message.text)] if message.text else [])
-        for part in parts:
+        for part in parts_of(message):
             yield from self._blocks.push(part)
 
     def _stopped(self, finished: generation_pb2.Finished) -> dict[str, Any]:
