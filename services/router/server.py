@@ -245,7 +245,13 @@ async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) 
     """A router that listens on settings.port, and on settings.http_port if there is one. Raises SettingsError (port in
     use), CheckpointRefused (tokenizer)."""
     folder = await asyncio.to_thread(local_folder, settings.model)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load,
+        folder,
+        request_templates=settings.allow_request_chat_template,
+        reasoning=settings.reasoning_format,
+        calls=settings.tool_call_format,
+    )
     say("tokenizer loaded")
     router = Router(settings, worker_id, tokenizer, Defaults.load(folder))
     await router.start()

@@ -18,7 +18,7 @@ from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoni
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
-from services.router.frontend.openai.openai_answers import joined_slices, scores_of
+from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
 from services.router.frontend.openai.responses_output import (
     CallItem,
@@ -173,7 +173,7 @@ class ResponsesAnswer:
         if any(not isinstance(part, Text) for part in parts):
             self._scores = ""
             return
-        scores = await joined_slices(self._scored, list(scores_of(delta.token_ids, delta.logprobs)))
+        scores = await joined_json(self._scored, list(scored_tokens(delta.token_ids, delta.logprobs)))
         self._scores += f",{scores}" if self._scores and scores else scores
 
     def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:

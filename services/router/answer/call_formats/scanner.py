@@ -1,0 +1,186 @@
+"""A text that arrives in pieces, read once from its beginning to its end.
+
+A reading function is a generator: it yields where it needs the next piece, so what it finds does not depend on how the
+text was cut. What may yet turn out to be plain text is read between `hold` and `drop` or `release`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Emit = Callable[[str], object]
+
+MAX_HELD = 64 * 1024  # characters of a call that are held until its name and the beginning of its arguments are known
+MAX_NAME = 256  # characters of a name, of an id or of a parameter's name
+
+SPACE = re.compile(r"\s+")
+_OUTSIDE, _INSIDE = r'["{}\[\]]', re.compile(r'["\\]')
+_SCALAR = re.compile(r"[^\s,:{}\[\]\"<]+")
+
+
+class Ends:
+    """Texts that end a part of the text. None is the beginning of another."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self._longest = max(map(len, texts), default=0)
+        found = "|".join(map(re.escape, texts))
+        self.pattern = re.compile(found or r"(?!)")
+        self.in_json = re.compile(f"{found}|{_OUTSIDE}" if found else _OUTSIDE)
+
+    def begun(self, text: str, at: int) -> int:
+        """The length of the longest suffix of text[at:] with which one of the texts begins."""
+        for size in range(min(self._longest - 1, len(text) - at), 0, -1):
+            suffix = text[len(text) - size :]
+            if any(len(end) > size and end.startswith(suffix) for end in self.texts):
+                return size
+        return 0
+
+
+NOTHING = Ends()
+
+
+class Scanner:
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0  # everything before it was read
+        self._held: list[str] | None = None
+        self._held_size = 0
+        self.ended = False
+
+    def feed(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def hold(self, text: str = "") -> None:
+        """From here on what is read can be taken back; `text` was read already."""
+        self._held, self._held_size = [text], len(text)
+
+    def drop(self) -> None:
+        self._held = None
+
+    def release(self) -> str:
+        """What was read since `hold`."""
+        held, self._held = "".join(self._held or ()), None
+        return held
+
+    def back(self) -> None:
+        """What was read since `hold` will be read again."""
+        self._text, self._at = self.release() + self._text[self._at :], 0
+
+    @property
+    def full(self) -> bool:
+        """Whether more is held than any call needs."""
+        return self._held is not None and self._held_size > MAX_HELD
+
+    def take(self, count: int = 1) -> str:
+        """Reads characters that are there."""
+        piece = self._text[self._at : self._at + count]
+        self._at += len(piece)
+        if self._held is not None:
+            self._held.append(piece)
+            self._held_size += len(piece)
+        return piece
+
+    def peek(self) -> Steps[str]:
+        """The next character; empty at the end."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def run(self, pattern: re.Pattern[str], most: int) -> Steps[str]:
+        """The characters that match, one by one, but hardly more than `most`."""
+        pieces: list[str] = []
+        size = 0
+        while (yield from self.peek()) and size <= most and (match := pattern.match(self._text, self._at)):
+            pieces.append(self.take(match.end() - self._at))
+            size += len(pieces[-1])
+        return "".join(pieces)
+
+    def space(self) -> Steps[str]:
+        return (yield from self.run(SPACE, MAX_HELD))
+
+    def literal(self, texts: Iterable[str]) -> Steps[str]:
+        """Reads one of the texts, of which none is the beginning of another. Empty if another text is there, of which
+        the characters in common were read: only where something is held."""
+        left, size = list(texts), 0
+        while left:
+            character = yield from self.peek()
+            left = [text for text in left if text.startswith(character, size)] if character else []
+            if left:
+                self.take()
+                size += 1
+                if len(left[0]) == size:
+                    return left[0]
+        return ""
+
+    def upto(self, ends: Ends, emit: Emit) -> Steps[str]:
+        """Passes on the text before the first of the ends, and returns that; empty at the end of all text. Holds back
+        only what may be the beginning of one."""
+        while True:
+            match = ends.pattern.search(self._text, self._at)
+            if match:
+                emit(self.take(match.start() - self._at))
+                return self.take(match.end() - match.start())
+            keep = 0 if self.ended else ends.begun(self._text, self._at)
+            emit(self.take(len(self._text) - self._at - keep))
+            if self.ended:
+                return ""
+            yield
+
+    def string(self) -> Steps[str]:
+        """A JSON string with its quotes; empty if there is none, or it does not end."""
+        if (yield from self.peek()) != '"':
+            return ""
+        pieces: list[str] = []
+        return "".join(pieces) if (yield from self.nested(pieces.append, NOTHING)) == '"' else ""
+
+    def value(self, emit: Emit) -> Steps[bool]:
+        """Any JSON value; the content of an object or an array is not checked. False: there is none, or it is too
+        long."""
+        if (yield from self.peek()) in ('"', "{", "["):
+            return (yield from self.nested(emit, NOTHING)) != ""
+        scalar = yield from self.run(_SCALAR, MAX_HELD)
+        emit(scalar)
+        return bool(scalar) and not self.full
+
+    def nested(self, emit: Emit, ends: Ends) -> Steps[str]:
+        """Passes on a JSON string, object or array, whose first character is the next one, verbatim. Returns its last
+        character; or one of the ends, which cannot be part of JSON, if that comes before, outside of its strings: it is
+        not read; empty where neither came or too much is held."""
+        depth, quoted, escaped = 0, False, False
+        while not self.full:
+            text, start, found = self._text, self._at, ""
+            at = start
+            if escaped and at < len(text):
+                escaped, at = False, at + 1
+            while not found and at < len(text):
+                if quoted and (match := _INSIDE.search(text, at)) is None:
+                    at = len(text)
+                elif quoted and match[0] == '"':
+                    quoted, at = False, match.end()
+                    found = '"' if depth == 0 else ""
+                elif quoted:
+                    escaped = match.end() == len(text)  # the character after the backslash has not come
+                    at = min(match.end() + 1, len(text))
+                elif (match := ends.in_json.search(text, at)) is None:
+                    keep = 0 if self.ended else ends.begun(text, at)
+                    at = len(text) - keep
+                    break
+                else:
+                    at = match.end()
+                    if match[0] in ends.texts:
+                        found, at = match[0], match.start()
+                    elif match[0] == '"':
+                        quoted = True
+                    else:
+                        depth += 1 if match[0] in "{[" else -1
+                        found = match[0] if depth == 0 else ""
+            emit(self.take(at - start))
+            if found or self.ended:
+                return found
+            yield
+        return ""
