@@ -17,6 +17,7 @@ import pytest
 from cluster.state.response_store import ResponseStore
 from services import launch
 from tandem.errors import Unavailable
+from tests.support.calls import with_template
 from tests.support.faults import slow_down
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -307,3 +308,36 @@ async def test_many_responses_at_once_are_all_stored(door: Any) -> None:
         assert len({one.id for one in made}) == 24
         read = await asyncio.gather(*(it.openai.responses.retrieve(one.id) for one in made))
         assert [one.output_text for one in read] == [one.output_text for one in made]
+
+
+async def test_a_call_is_an_item_and_its_output_continues_the_conversation(door: Any, tmp_path: Path) -> None:
+    """As an agent does it: a forced call, streamed or not, of a function, a free-form tool, and a tool of a namespace;
+    then the outputs, under the id of the response or with all items sent again."""
+    arguments = {"type": "object", "properties": {"peak": {"enum": ["Eiger"]}}, "required": ["peak"]}
+    height = {"type": "function", "name": "height", "parameters": arguments, "strict": True}
+    patch = {"type": "custom", "name": "apply_patch", "description": "Edits."}
+    docs = {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [height]}
+    async with door(model=str(with_template(tmp_path))) as (_, it):
+        sampled = {"model": "", "tools": [height, patch, docs], "max_output_tokens": 200, "extra_body": {"seed": 3}}
+        named = {"type": "function", "name": "height"}
+        one = await it.openai.responses.create(input=QUESTION, tool_choice=named, **sampled)
+        (call,) = one.output
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "height", {"peak": "Eiger"})
+        async with it.openai.responses.stream(input=QUESTION, tool_choice=named, **sampled) as stream:
+            events = [event async for event in stream]
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == call.arguments
+        inner = {**named, "namespace": "mcp__docs"}
+        other = await it.openai.responses.create(input=QUESTION, tool_choice=inner, **sampled)
+        assert (other.output[0].namespace, other.output[0].name) == ("mcp__docs", "height")
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "3967"}
+        rest = {"model": "", "temperature": 0.0, "max_output_tokens": 8, "tools": sampled["tools"]}
+        by_id = await it.openai.responses.create(input=[output], previous_response_id=one.id, **rest)
+        again = [{"role": "user", "content": QUESTION}, *(item.to_dict() for item in one.output), output]
+        by_items = await it.openai.responses.create(input=again, store=False, **rest)
+        assert by_id.output_text == by_items.output_text
+        assert by_id.usage.input_tokens == by_items.usage.input_tokens
+        free = {"type": "custom", "name": "apply_patch"}
+        cut = await it.openai.responses.create(input=QUESTION, tool_choice=free, **sampled)
+        assert (cut.output[0].type, cut.output[0].name) == ("custom_tool_call", "apply_patch")
+        assert cut.output[0].input

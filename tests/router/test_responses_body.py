@@ -304,7 +304,8 @@ def test_effort_is_a_variable_of_the_template() -> None:
     both = request(reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True})
     assert json.loads(both.chat.template_variables) == {"reasoning_effort": "none", "enable_thinking": True}
     assert request(reasoning={}).chat.template_variables == b""
-    assert refusal(reasoning={"effort": 3}).field == "reasoning.effort"
+    for unknown in (3, "much", []):
+        assert refusal(reasoning={"effort": unknown}).field == "reasoning.effort"
 
 
 @pytest.mark.parametrize(

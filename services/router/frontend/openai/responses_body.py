@@ -16,6 +16,7 @@ from services.router.frontend.openai.openai_protocol import REST_OF_CONTEXT
 from services.router.frontend.openai.openai_sampling import Defaults, Int64, List, Sampled, to_bytes
 from services.router.frontend.openai.responses_items import MAX_ITEMS, Item, NewId, chat_messages, read_items
 from services.router.frontend.openai.responses_tools import Choice, Tools, choose, read_tools
+from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.json_limits import wrong
 from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
@@ -146,10 +147,10 @@ class Responses(Sampled):
         return ({} if effort is None else {"reasoning_effort": effort}) | (self.chat_template_kwargs or {})
 
     def _effort(self) -> str | None:
-        effort = (self.reasoning or {}).get("effort")
-        if effort is not None and not isinstance(effort, str):
-            raise wrong("reasoning.effort", "not a string", "a word that the chat template knows, or none")
-        return effort
+        effort: str | None = (self.reasoning or {}).get("effort")
+        if effort is None or effort in EFFORTS:
+            return effort
+        raise wrong("reasoning.effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
 
     def named(self, error: TandemError) -> TandemError:
         """The error with the names that the fields have in this body."""
