@@ -123,11 +123,12 @@ def test_offered_tools_choose_the_template_for_tools(tmp_path: Path, files: Any)
     assert template is not None
     assert template.render([USER]) == "plain é"
     if len(files) == 1 or "tool_use" in files:
-        assert template.calls == "hermes"
+        assert template.knows_tools
+        assert template.tool_source == HERMES
         assert template.render([USER], TOOLS) == expected(HERMES, [USER], TOOLS)
         assert template.render([USER], how=Rendering(template="tool_use")) == expected(HERMES, [USER])
     else:
-        assert template.calls is None
+        assert not template.knows_tools
 
 
 def test_a_checkpoint_without_a_default_template_has_no_chat(tmp_path: Path) -> None:
