@@ -24,11 +24,12 @@ HELP = """\
 
 @dataclass
 class Chat:
-    """The messages so far, and what to do with the next line. `write` prints what the model generates, `tell` the rest:
-    text, or what rich can print."""
+    """The messages so far, and what to do with the next line. `write` prints the model's answer, `think` its reasoning,
+    `tell` the rest: text, or what rich can print."""
 
     client: Client
     write: Callable[[str], None]
+    think: Callable[[str], None]
     tell: Callable[[Any], None]
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ""
@@ -80,10 +81,14 @@ class Chat:
         """Streams the answer. A question that fails is dropped; an answer that Ctrl-C ends is kept as far as it is."""
         self.messages.append({"role": "user", "content": question})
         system: list[dict[str, str | bytes]] = [{"role": "system", "content": self.system}] if self.system else []
-        answer = ""
+        answer = reasoning = ""
         try:
             with closing(self.client.stream(messages=[*system, *self.messages], **self.options)) as pieces:
                 for piece in pieces:
+                    self.think(piece.reasoning)
+                    reasoning += piece.reasoning
+                    if reasoning and piece.text and not answer:
+                        self.think("\n\n")
                     answer += piece.text
                     self.write(piece.text)
                     if piece.receipt:

@@ -10,6 +10,10 @@ import typer
 from cli.output import JSON, TEXT, Output, display, print_json, reported
 from tandem.errors import SettingsError
 
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME[,NAME]", help="Its names for clients. [default: the folder's name, or the hub id]"),
+]
 Weights = Annotated[
     str | None, typer.Option(help="checkpoint, bf16, int8, int4 or fp8. [default: checkpoint, as they are]")
 ]
@@ -26,6 +30,7 @@ app = typer.Typer()
 @app.command()
 def up(
     model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
+    served_model_name: ServedModelName = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
     routers: Annotated[int | None, typer.Option(help="Routers behind the one address. [default: 1]")] = None,
@@ -92,6 +97,21 @@ def _parse_adapters(options: list[str] | None) -> dict[str, str] | None:
             raise typer.BadParameter(f"two adapters are named {name}")
         adapters[name] = folder
     return adapters or None
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="The question. [default: a conversation]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer. [default: 1024]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
+) -> None:
+    """Start a cluster here for one question or one conversation, and stop it."""
+    with reported():
+        from cli.local_run import run
+
+        run(model, " ".join(prompt or ()), {"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
 
 
 @app.command()

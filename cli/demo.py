@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +24,6 @@ from tandem.errors import SettingsError, TandemError
 from tandem.settings import load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tandem.async_client import AsyncClient
     from tandem.results import Receipt
     from tandem.rpc.request_builder import Options
@@ -110,9 +106,10 @@ def run(
     screen = sys.stderr if as_json else sys.stdout
     console = Console(file=screen, highlight=False, width=None if screen.isatty() else 160)
 
+    from cli.local_run import sigterm_interrupts
     from cluster.local_cluster import LocalCluster
 
-    with _sigterm_interrupts(), LocalCluster(settings, lambda line: print(line, file=sys.stderr)) as cluster:
+    with sigterm_interrupts(), LocalCluster(settings, lambda line: print(line, file=sys.stderr)) as cluster:
         start = perf_counter()
         asyncio.run(send_all(cluster.target, rows, Board(rows, console)))
         elapsed = perf_counter() - start
@@ -121,16 +118,6 @@ def run(
     else:
         console.print(report(rows, elapsed, console.width if console.is_terminal else rendering.NARROW_COLUMNS))
     return 0 if all(row.state == "done" for row in rows) else 1
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM stops the cluster as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # ---- sending

@@ -66,6 +66,15 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_dim(text: str) -> None:
+    """Dimmed on a terminal; absent in a pipe, where only the answer is wanted."""
+    if text and sys.stdout.isatty():
+        from cli.rendering import printable
+
+        sys.stdout.write(f"\x1b[2m{printable(text)}\x1b[0m")
+        sys.stdout.flush()
+
+
 def tell(what: RenderableType) -> None:
     from rich.console import Console
 

@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cli.output import DEFAULT_TARGET, JSON, TEXT, Format, Output, Target, connected, display, print_json, tell, write
+from cli.output import (
+    DEFAULT_TARGET,
+    JSON,
+    TEXT,
+    Format,
+    Output,
+    Target,
+    connected,
+    display,
+    print_json,
+    tell,
+    write,
+    write_dim,
+)
 from cli.sampling_options import with_sampling_options
 from tandem.sampling import SamplingOptions
 
@@ -105,7 +118,7 @@ def _grammar(
 
 def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[Completion]:
     """As text, prints the first answer as it arrives, then the others; token ids where there is no text."""
-    from tandem.results import completions
+    from tandem.rpc.stream_reader import completions
 
     def shown(part: Piece | Completion) -> str:
         return part.text if with_text else "".join(f"{token} " for token in part.token_ids)
@@ -158,7 +171,7 @@ def chat(
         }
         model = client.model_info()
         tell(f"{model.model}; /help says what a line can be, Ctrl-D ends")
-        Chat(client, write, tell, options, system).run(typed())
+        Chat(client, write, write_dim, tell, options, system).run(typed())
 
 
 def _messages(system: str | None, user: bytes) -> list[dict[str, str | bytes]]:

@@ -84,6 +84,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "experiment": Measurement("comparison.experiments:main", "goodput and interference of systems side by side"),
         "peers": Measurement("comparison.peers:main", "vLLM, Dynamo and other engines in turn (`make peers`)"),
         "clients": Measurement("comparison.clients:main", "guidellm, AIPerf and `vllm bench serve` on Tandem"),
+        "sdks": Measurement("comparison.sdks:main", "agents and SDKs on Tandem: openai, anthropic, LangChain, ..."),
     },
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from engine.core.sequence import Finish, Logprob, LoraSlot, Sequence
 from kvtransfer.types import Peer, ReadyBlock
 from tandem.errors import InvalidRequest
-from tandem.sampling import GrammarSpec, Sampling
+from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, prefill_pb2, sampling_pb2
 
 
@@ -28,10 +28,19 @@ def sequence_tokens(token_ids: Iterable[int], prompt_tokens: int, vocab_size: in
 def sampling_from(message: sampling_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest, as above."""
     _in_vocabulary(message.logit_bias, "sampling.logit_bias", vocab_size)
+    _in_vocabulary(message.allowed_token_ids, "sampling.allowed_token_ids", vocab_size)
+    for word in message.bad_words:
+        if not word.token_ids:
+            raise InvalidRequest("a bad word has no token", field="sampling.bad_words", bound="at least one token each")
+        _in_vocabulary(word.token_ids, "sampling.bad_words", vocab_size)
     values = {field.name: value for field, value in message.ListFields()}  # without those that are 0 or absent
     values["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    values["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
     if message.HasField("grammar"):
         values["grammar"] = _grammar_from(message.grammar)
+    if message.HasField("before_grammar"):
+        values["before_grammar"] = _reasoning_from(message.before_grammar, vocab_size)
     return Sampling(**values)
 
 
@@ -54,6 +63,14 @@ def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
         return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
     except UnicodeDecodeError as error:
         raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error
+
+
+def _reasoning_from(message: sampling_pb2.ReasoningTokens, vocab_size: int) -> ReasoningTokens:
+    opening = message.open if message.HasField("open") else None
+    _in_vocabulary([*message.close, opening or 0], "sampling.before_grammar", vocab_size)
+    if not message.close:
+        raise InvalidRequest("reasoning without an end", field="sampling.before_grammar.close", bound="a token or more")
+    return ReasoningTokens(opening, tuple(message.close))
 
 
 def adapter_to(name: str, adapter: LoraSlot | None) -> common_pb2.Adapter | None:

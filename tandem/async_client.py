@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self, Unpack, overload
 import grpc
 import grpc.aio
 
-from tandem import results
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
 from tandem.grpc_errors import from_rpc
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc.channel import _Connection
 from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
+from tandem.rpc.stream_reader import StreamReader, completion, completions
 from tandem.rpc.unary_calls import (
     _AUDIT,
     _AUTOSCALING,
@@ -66,7 +66,7 @@ class AsyncClient(_Connection):
         `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
         """
         pieces = [piece async for piece in self.stream(prompt, n=n, timeout=timeout, **options)]
-        return results.completion(pieces) if n is None else results.completions(pieces)
+        return completion(pieces) if n is None else completions(pieces)
 
     def stream(
         self,
@@ -87,7 +87,7 @@ class AsyncClient(_Connection):
     async def _pieces(
         self, request: generation_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[Piece, None]:
-        reader = results.StreamReader()
+        reader = StreamReader()
         with _call_span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:

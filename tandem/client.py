@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Self, Unpack, overload
 
 import grpc
 
-from tandem import results
 from tandem.async_client import AsyncClient
 from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
 from tandem.grpc_errors import from_rpc
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc.channel import _Connection
 from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
+from tandem.rpc.stream_reader import StreamReader, completion, completions
 from tandem.rpc.unary_calls import (
     _AUDIT,
     _AUTOSCALING,
@@ -76,7 +76,7 @@ class Client(_Connection):
         `timeout` is in seconds, for the whole request; absent: the server's limit. Raises a TandemError.
         """
         pieces = list(self.stream(prompt, n=n, timeout=timeout, **options))
-        return results.completion(pieces) if n is None else results.completions(pieces)
+        return completion(pieces) if n is None else completions(pieces)
 
     def stream(
         self,
@@ -95,7 +95,7 @@ class Client(_Connection):
         return self._pieces(build_request(prompt, n=n, **options), _seconds(timeout))
 
     def _pieces(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Generator[Piece, None, None]:
-        reader = results.StreamReader()
+        reader = StreamReader()
         with _call_span("generate", self.target) as span:
             call = self._generate(request, timeout=timeout, metadata=(*self._metadata, *span.headers))
             try:

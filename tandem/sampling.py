@@ -85,6 +85,12 @@ class SamplingOptions(TypedDict, total=False):
     """The text ends before the first of these strings."""
     include_stop: Annotated[bool, Cli(None, "End after it instead.")]
     """The text ends with the stop string instead."""
+    allowed_token_ids: Iterable[int] | None
+    """Only these token ids can be chosen, at most 1024; the model's end token only if it is among them."""
+    bad_words: Sequence[str] | None
+    """No token completes the tokens that spell one of these, with or without a space before it."""
+    show_special_tokens: bool
+    """Special tokens, except the one that ends the completion, have text too."""
 
 
 class GrammarSpec(NamedTuple):
@@ -96,6 +102,13 @@ class GrammarSpec(NamedTuple):
     @property
     def field(self) -> str:
         return f"sampling.grammar.{self.kind}"
+
+
+class ReasoningTokens(NamedTuple):
+    """How to tell that a model reasons before its answer, and where that ends."""
+
+    open: int | None  # it reasons if this is the first generated token; None: it does, since the prompt ends so
+    close: tuple[int, ...]  # the tokens that end the reasoning, one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,9 @@ class Sampling:
     logprobs: int | None = None  # the number of alternatives for each token; None: no log probabilities
     prompt_logprobs: int | None = None  # likewise, for each token of the prompt but the first
     grammar: GrammarSpec | None = None
+    before_grammar: ReasoningTokens | None = None  # None: the grammar begins with the first generated token
+    allowed_token_ids: tuple[int, ...] = ()  # distinct; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its other ones, generated too
 
     @property
     def penalises(self) -> bool:
@@ -123,7 +139,12 @@ class Sampling:
     @property
     def adjusts(self) -> bool:
         """Whether any parameter changes the logits."""
-        return self.penalises or self.min_tokens > 0 or bool(self.logit_bias)
+        return self.penalises or self.restricts or self.min_tokens > 0 or bool(self.logit_bias)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether the client has excluded tokens."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
 
 OPTIONS: dict[str, Any] = get_type_hints(SamplingOptions, include_extras=True)

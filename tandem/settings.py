@@ -21,6 +21,8 @@ RESERVED_OUTPUT_TOKENS = 64
 PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
+MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127})*$"
+ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
 
 class Settings(BaseSettings):
@@ -30,6 +32,9 @@ class Settings(BaseSettings):
 
     model: str
     """A checkpoint folder or a hub id."""
+    served_model_name: Annotated[str, Field(pattern=MODEL_NAMES)] | None = None
+    """The model's name for clients, or several with commas between them: requests may use any, and `model` as well;
+    answers have the first. Absent: the folder's own name, without the path, or the hub id."""
     prefill: Annotated[int, Field(ge=0, le=1024)] = 1
     """Wanted prefill workers. 0: decode workers compute the prompts themselves, and the receipt says so."""
     decode: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -48,6 +53,12 @@ class Settings(BaseSettings):
     """Processes that have imported all libraries and wait to become a worker of either pool, so that a replacement, or
     a worker that the autoscaler wants, is ready seconds sooner. Each takes the memory of its libraries; it has no model
     and no device."""
+    reasoning_format: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """How the model writes its reasoning: a name of services/router/answer/answer_format.py, such as think, mistral or
+    harmony; `none`; or the two markers around it with a space between them. Absent: as the chat template shows."""
+    tool_call_format: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """How the model writes calls of tools: a name of services/router/answer/call_formats/registry.py, such as hermes or
+    mistral, or `none`. Absent: as the chat template shows."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
@@ -77,6 +88,9 @@ class Settings(BaseSettings):
     """The router's gRPC port; 0 picks a free one."""
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """The router's port for the OpenAI HTTP API; 0 picks a free one. Absent: no HTTP."""
+    cors_origins: Annotated[str, Field(pattern=ORIGINS)] | None = None
+    """Origins of web pages that may call the HTTP API from a browser, with commas between them, such as
+    https://chat.example.com; * is any. The dashboard is not included. Absent: none."""
     worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """A worker's gRPC port; 0 picks a free one, which several workers on one address need."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -195,6 +209,11 @@ class Settings(BaseSettings):
     """Jobs of the whole cluster that have not ended; more are refused."""
     max_tenant_jobs: Annotated[int, Field(ge=1, le=10_000_000)] = 1_000
     """Jobs of one tenant that have not ended, where `api_keys` names tenants."""
+    response_ttl_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 3600.0
+    """How long a response of /v1/responses can be read again and continued, unless it was sent with `store` false."""
+    max_tenant_response_mib: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Memory of the registry for the responses of one tenant; without `api_keys` for all responses together. Beyond it
+    the oldest ones are forgotten."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -203,6 +222,9 @@ class Settings(BaseSettings):
     cost of a stream."""
     max_prompt_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
     """Largest request message that the router reads, over gRPC and HTTP."""
+    allow_request_chat_template: bool = False
+    """Chat requests may bring their own Jinja template (`chat_template`). It runs in a sandbox, but it is a program: it
+    may take a thread of the router for ever, and all of its memory. For trusted clients only."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Interval of a worker's heartbeat to the registry."""
     heartbeat_ttl_s: Annotated[float, Field(gt=0, le=600)] = 3.0
@@ -212,6 +234,15 @@ class Settings(BaseSettings):
     start_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 900.0
     """`tandem up` restarts a worker that has completed no stage of its start for this long. Reading the weights is one
     stage."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names for clients; answers have the first. Looks at the file system where there is no setting."""
+        if self.served_model_name is not None:
+            return tuple(self.served_model_name.split(","))
+        folder = Path(self.model).expanduser()
+        is_path = folder.is_absolute() or self.model.startswith(".") or folder.is_dir()
+        return (Path(os.path.abspath(folder)).name or self.model if is_path else self.model,)
 
     @property
     def stretch(self) -> float:
@@ -281,9 +312,9 @@ def load(**overrides: Any) -> Settings:
             field="draft_model",
             bound="set exactly when speculation is draft",
         )
-    if settings.model in settings.adapters:
+    if taken := {settings.model, *settings.model_names} & settings.adapters.keys():
         raise SettingsError(
-            f"an adapter has the name of the model, {settings.model}",
+            f"an adapter has the name of the model, {min(taken)}",
             field="adapters",
             bound="names that differ from the model's",
         )

@@ -7,9 +7,11 @@ time: a worker that has the tokens continues exactly where another one stopped.
                   │         │             else / temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ draw(seed, position)
                   │         └── only tokens that the grammar allows; a stop token only where the text is complete
                   └── + logit_bias ─▶ repetition ─▶ frequency and presence ─▶ no stop token before min_tokens
+                      ─▶ only allowed_token_ids ─▶ no token that completes a bad word
 
-The grammar is applied last: no bias makes a token possible that it forbids. If no token is possible (a grammar that is
-complete before min_tokens, or one that needs a character which no token has), the request fails.
+What makes tokens impossible is applied last: no bias makes them possible again. If no token is possible (a grammar that
+is complete before min_tokens, one that needs a character which no token has, bad words that have all the allowed
+tokens), the request fails.
 
 The uniform number for a position picks from the cumulative distribution in the order of token ids. The distribution
 does not depend on the order, but this one makes the choice robust: a rounding difference in the logits moves the
@@ -60,7 +62,9 @@ def choose(
     asked = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
     raw = logits[asked] if asked else logits  # [asked, vocab], a copy
     adjust(logits, sequences)
-    failed = _mask(logits, sequences, filling) if filling else {}
+    failed = _without_tokens(logits, sequences)
+    if filling:
+        failed = _mask(logits, sequences, filling) | failed
     how, positions = [s.sampling for s in sequences], [len(s.tokens) for s in sequences]
     tokens = sample(logits, how, positions, compiled=compiled)
     failed |= {row: _unknown(sequences[row]) for row, token in enumerate(tokens) if token < 0}
@@ -88,6 +92,32 @@ def _mask(logits: torch.Tensor, sequences: Seq[Sequence], filling: structured_ou
     return failed
 
 
+def _without_tokens(logits: torch.Tensor, sequences: Seq[Sequence]) -> dict[int, TandemError]:
+    """The rows in which the client's own limits leave no token; ignore the logits of these."""
+    limited = [row for row, sequence in enumerate(sequences) if sequence.sampling.restricts]
+    if not limited:
+        return {}
+    best = logits[limited].amax(dim=-1).tolist()
+    failed: dict[int, TandemError] = {
+        row: _nothing_allowed(sequences[row])
+        for row, highest in zip(limited, best, strict=True)
+        if highest == -torch.inf
+    }
+    if failed:
+        logits[list(failed)] = 0.0  # as below
+    return failed
+
+
+def _nothing_allowed(sequence: Sequence) -> InvalidRequest:
+    field = "allowed_token_ids" if sequence.sampling.allowed_token_ids else "bad_words"
+    return InvalidRequest(
+        f"allowed_token_ids, bad_words and min_tokens together leave no token after {sequence.generated} tokens",
+        reason="NO_TOKEN_ALLOWED",
+        field=f"sampling.{field}",
+        bound="at least one possible token at every place",
+    )
+
+
 def _dead_end(sequence: Sequence) -> InvalidRequest:
     if sequence.generated < sequence.sampling.min_tokens:
         return InvalidRequest(
@@ -95,6 +125,13 @@ def _dead_end(sequence: Sequence) -> InvalidRequest:
             reason="GRAMMAR_DEAD_END",
             field="sampling.min_tokens",
             bound=f"at most {sequence.generated} with this grammar and seed",
+        )
+    if sequence.sampling.restricts:
+        return InvalidRequest(
+            f"allowed_token_ids and bad_words leave no token that fits the grammar after {sequence.generated} tokens",
+            reason="GRAMMAR_DEAD_END",
+            field="sampling.grammar",
+            bound="a grammar that the tokens which are left can write",
         )
     return InvalidRequest(
         f"no token of this model's vocabulary fits the grammar after {sequence.generated} tokens",
@@ -123,7 +160,8 @@ def logprobs(logits: torch.Tensor, tokens: Seq[int], tops: Seq[int]) -> list[Log
 
 
 def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-    """Bias, penalties and min_tokens, in place. Every entry is touched for itself, so that neighbours do not matter."""
+    """Bias, penalties, min_tokens and excluded tokens, in place. Every entry is touched for itself, so that neighbours
+    do not matter."""
     adjusted = [(row, sequence) for row, sequence in enumerate(sequences) if sequence.sampling.adjusts]
     if not adjusted:
         return
@@ -140,6 +178,31 @@ def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
     stops = [(row, token) for row, stop_ids in early for token in stop_ids if token < vocab]
     if stops:
         logits[_places(logits, *zip(*stops, strict=True))] = -torch.inf
+    if restricted := [(row, sequence) for row, sequence in adjusted if sequence.sampling.restricts]:
+        _restrict(logits, restricted)
+
+
+def _restrict(logits: torch.Tensor, restricted: Seq[tuple[int, Sequence]]) -> None:
+    allowed = [(row, s.sampling.allowed_token_ids) for row, s in restricted if s.sampling.allowed_token_ids]
+    if allowed:
+        at = _places(logits, *zip(*((row, token) for row, ids in allowed for token in ids), strict=True))
+        kept = logits[at]
+        logits[[row for row, _ in allowed]] = -torch.inf
+        logits[at] = kept
+    bad = [(row, token) for row, sequence in restricted for token in _completing(sequence)]
+    if bad:
+        logits[_places(logits, *zip(*bad, strict=True))] = -torch.inf
+
+
+def _completing(sequence: Sequence) -> list[int]:
+    """The tokens that would complete a bad word. Only generated tokens count as its beginning."""
+    tokens, generated = sequence.tokens, sequence.generated
+    return [
+        word[-1]
+        for word in sequence.sampling.bad_words
+        if len(word) == 1
+        or (len(word) <= generated + 1 and tokens[-1] == word[-2] and tuple(tokens[1 - len(word) :]) == word[:-1])
+    ]
 
 
 def _penalise(logits: torch.Tensor, penalised: Seq[tuple[int, Sequence]]) -> None:

@@ -17,19 +17,20 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from time import clock_gettime, pthread_getcpuclockid, thread_time
+from time import thread_time
 
+import numpy as np
 import structlog
 import torch
 import xgrammar
 
 from engine.core.sequence import Sequence
+from engine.decoding.native_thread import LeftBehind, NativeThread
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed, TandemError
-from tandem.sampling import GrammarSpec
+from tandem.sampling import GrammarSpec, ReasoningTokens
 
 log = structlog.get_logger(__name__)
 Compiled = xgrammar.CompiledGrammar
@@ -48,46 +49,6 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _WHERE = re.compile(r"^(\[[\d:]+\] )?\S+\.cc:\d+: ")  # what xgrammar puts in front of its sentences
 
 
-class _Thread(threading.Thread):
-    """Runs native calls, one after another. Its clock counts their CPU time in seconds."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.start()
-        self._clock = pthread_getcpuclockid(self.ident or 0)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def cpu_s(self) -> float:
-        """Only while it runs: ask before `leave`."""
-        return clock_gettime(self._clock)
-
-    def leave(self) -> None:
-        """It ends when its call does, if that ever happens."""
-        self._work.put(None)
-
-    def run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-
-class _LeftBehind:
-    """The threads of a process that were left in a call."""
-
-    def __init__(self) -> None:
-        self.threads: list[_Thread] = []
-
-    def add(self, thread: _Thread) -> None:
-        thread.leave()
-        self.threads.append(thread)
-
-    def count(self) -> int:
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-        return len(self.threads)
-
-
 class Grammars:
     """Compiles grammars for one vocabulary, and remembers them."""
 
@@ -100,8 +61,8 @@ class Grammars:
         self._refused: OrderedDict[GrammarSpec, TandemError] = OrderedDict()
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "grammar")  # requests that wait for the thread below
-        self._thread: _Thread | None = None
-        self.left_behind = _LeftBehind()
+        self._thread: NativeThread | None = None
+        self.left_behind = LeftBehind()
 
     def compile(self, spec: GrammarSpec) -> Future[Compiled]:
         """Raises InvalidRequest, PreconditionFailed (no tokenizer), Busy."""
@@ -143,7 +104,7 @@ class Grammars:
         return compiled
 
     def _bounded(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
-        thread = self._thread = self._thread or _Thread("grammar-compile")
+        thread = self._thread = self._thread or NativeThread("grammar-compile")
         done: Future[Compiled] = Future()
         ended = threading.Event()
 
@@ -275,28 +236,56 @@ def _refusal(spec: GrammarSpec, error: Exception) -> InvalidRequest:
 
 
 class Matcher:
-    """How far a sequence's generated tokens have been matched; derived from them alone."""
+    """How far a sequence's generated tokens have been matched; derived from them alone. Within reasoning before the
+    text every token may come, special ones included, but no stop token."""
 
-    __slots__ = ("_matcher", "matched")
+    __slots__ = ("_free", "_matcher", "_reasoning", "_recent", "_stop_ids", "matched")
 
-    def __init__(self, compiled: Compiled, stop_ids: Iterable[int]) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
+    def __init__(self, compiled: Compiled, stop_ids: Iterable[int], reasoning: ReasoningTokens | None = None) -> None:
+        self._stop_ids = sorted(stop_ids)
+        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._stop_ids)
+        self._reasoning = reasoning
+        self._free = reasoning is not None and reasoning.open is None  # the next token is part of the reasoning
+        self._recent: tuple[int, ...] = ()  # the last tokens of the reasoning, as many as end it
         self.matched = 0  # leading tokens of the sequence, its prompt included
 
     def fill(self, sequence: Sequence, bits: torch.Tensor, row: int) -> None:
         """Sets the bits of the tokens that may follow the sequence's: [rows, vocab / 32] int32. A stop token may follow
         only where the text is complete. Raises InternalError if the sequence's own tokens do not match the grammar."""
         for place in range(max(self.matched, sequence.prompt_len), len(sequence.tokens)):
-            if not self._matcher.accept_token(sequence.tokens[place]):
-                raise InternalError(f"token {place - sequence.prompt_len} does not fit the grammar of its sequence")
+            self._accept(sequence.tokens[place], place - sequence.prompt_len)
             self.matched = place + 1
+        if self._free:
+            bits[row] = -1
+            for token in self._stop_ids:
+                _set_bit(bits, row, token, False)
+            return
         self._matcher.fill_next_token_bitmask(bits, row)
+        if self._reasoning is not None and self._reasoning.open is not None and not sequence.generated:
+            _set_bit(bits, row, self._reasoning.open, True)
+
+    def _accept(self, token: int, place: int) -> None:
+        """The token at this place of the completion."""
+        reasoning = self._reasoning
+        if reasoning is not None and place == 0 and token == reasoning.open:
+            self._free = True
+        elif reasoning is not None and self._free:
+            self._recent = (*self._recent, token)[-len(reasoning.close) :]
+            self._free = self._recent != reasoning.close
+        elif not self._matcher.accept_token(token):
+            raise InternalError(f"token {place} does not fit the grammar of its sequence")
+
+
+def _set_bit(bits: torch.Tensor, row: int, token: int, value: bool) -> None:
+    words = bits[row].numpy().view(np.uint32)
+    bit = np.uint32(1 << (token % 32))
+    words[token // 32] = words[token // 32] | bit if value else words[token // 32] & ~bit
 
 
 def matcher_of(sequence: Sequence) -> Matcher:
     """Of a sequence with a grammar; made once, since it has a state."""
     if sequence.matcher is None:
-        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids)
+        sequence.matcher = Matcher(sequence.grammar, sequence.stop_ids, sequence.sampling.before_grammar)
     matcher: Matcher = sequence.matcher
     return matcher
 
@@ -366,17 +355,17 @@ class Masks:
     waits = 0
     """Odd while a step waits for its masks; a watchdog reads it on another thread."""
 
-    def __init__(self, left_behind: _LeftBehind | None = None) -> None:
-        self.left_behind = left_behind or _LeftBehind()
-        self._thread: _Thread | None = None
+    def __init__(self, left_behind: LeftBehind | None = None) -> None:
+        self.left_behind = left_behind or LeftBehind()
+        self._thread: NativeThread | None = None
 
     def begin(self, sequences: list[Sequence], vocab_size: int) -> Filling | None:
         """Starts to fill masks in the background; None when no sequence has a grammar."""
         rows = {row: sequence for row, sequence in enumerate(sequences) if sequence.grammar is not None}
         return Filling(self, rows, len(sequences), vocab_size) if rows else None
 
-    def thread(self) -> _Thread:
-        self._thread = self._thread or _Thread("grammar-masks")
+    def thread(self) -> NativeThread:
+        self._thread = self._thread or NativeThread("grammar-masks")
         return self._thread
 
     def leave(self) -> None:

@@ -37,6 +37,7 @@ class Generation:
         tracing: Tracing,
     ) -> None:
         self._settings = settings
+        self._model = settings.model_names[0]
         self._preprocessor = preprocessor
         self._rate_limits = rate_limits
         self._poison = poison
@@ -64,7 +65,7 @@ class Generation:
         arrived = monotonic()
         longest_s = self._settings.request_timeout_s
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
-        span = self._tracing.request(message, self._settings.model, headers)
+        span = self._tracing.request(message, self._model, headers)
         with self._metrics.request() as counted, span:
             timeline = RequestTimeline(arrived, span)
             tenant = tenant or self._rate_limits.who(authorization)
@@ -97,10 +98,12 @@ class Generation:
         fixed = generation_pb2.GenerateRequest()
         fixed.CopyFrom(message)
         fixed.request_id, fixed.priority = request.request_id, request.priority
-        fixed.token_ids.ids[:] = request.tokens
+        fixed.token_ids.ids[:] = request.tokens  # `suffix` stays: the tokens that end what fills a gap follow from it
         fixed.sampling.seed, fixed.sampling.max_tokens = request.sampling.seed, request.max_tokens
         if request.sampling.HasField("grammar"):  # a forced call's grammar is built from the chat, which is tokens now
             fixed.sampling.grammar.CopyFrom(request.sampling.grammar)
+        if request.reading is not None:
+            fixed.reading.CopyFrom(request.reading.message())
         return fixed
 
     async def _build(
@@ -119,7 +122,7 @@ class Generation:
     def _started(self, request: Request) -> generation_pb2.Started:
         return generation_pb2.Started(
             request_id=request.request_id,
-            model=self._settings.model,
+            model=self._model,
             prompt_tokens=request.prompt_len,
             choices=request.choices,
         )

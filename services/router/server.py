@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
+from cluster.state.response_store import ResponseStore
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
@@ -19,14 +20,18 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
+from services.router.frontend.anthropic.messages_api import MessagesApi
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_endpoint import GeneratingEndpoint
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai.openai_sampling import Defaults
+from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
+from services.router.frontend.openai.stored_responses import StoredResponses
 from services.router.generation import Generation
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
@@ -130,7 +135,23 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        self.http = Server(api.app(*self.dashboard.routes(), keys=keys), settings)
+        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
+        messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
+        responses = self._build_responses(endpoint, tokenizer, defaults)
+        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
+        self.http = Server(api.app(*doors, keys=keys), settings)
+
+    def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
+        settings = self.settings
+        self.response_store = ResponseStore(
+            settings.redis or "",
+            settings.cluster,
+            ttl_s=settings.response_ttl_s,
+            most_bytes=settings.max_tenant_response_mib * 1024 * 1024,
+        )
+        stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
+        preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
+        return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 
     async def start(self) -> None:
         await self.view.start()
@@ -170,6 +191,7 @@ class Router:
         await self.muxes.close()
         await self.channels.close()
         await self.journal.close()
+        await self.response_store.close()
         self.offload.close()
         await self.registry.close()
         if self._metrics_served:
@@ -226,7 +248,13 @@ async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) 
     """A router that listens on settings.port, and on settings.http_port if there is one. Raises SettingsError (port in
     use), CheckpointRefused (tokenizer)."""
     folder = await asyncio.to_thread(local_folder, settings.model)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load,
+        folder,
+        request_templates=settings.allow_request_chat_template,
+        reasoning=settings.reasoning_format,
+        calls=settings.tool_call_format,
+    )
     say("tokenizer loaded")
     router = Router(settings, worker_id, tokenizer, Defaults.load(folder))
     await router.start()

@@ -25,8 +25,21 @@ LONGEST_S = 1e9
 class Options(SamplingOptions, total=False):
     """What `generate` and `stream` take besides the prompt. Absent or None: the server's default."""
 
-    messages: Sequence[Mapping[str, str | bytes]] | None
-    """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template."""
+    messages: Sequence[Mapping[str, Any]] | None
+    """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template. Of an
+    assistant also "reasoning" and "tool_calls", of a tool "tool_call_id" and "name"."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Which the model may call, as in OpenAI's API. This and the next four options need `messages`."""
+    template_variables: Mapping[str, Any] | None
+    """For the chat template, for example {"enable_thinking": False} or {"reasoning_effort": "low"}."""
+    continue_last_message: bool | None
+    """The last message is an assistant's, and the answer goes on where it ends."""
+    without_generation_prompt: bool | None
+    """No generation prompt after the last message."""
+    chat_template: str | bytes | None
+    """Another chat template than the model's, if the server permits it, or the name of another one that it has."""
+    suffix: str | bytes | None
+    """The completion fills the gap between the prompt and this text, if the model's tokenizer has tokens for that."""
     adapter: str | None
     """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None
@@ -39,7 +52,8 @@ class Options(SamplingOptions, total=False):
     """To find the request again in logs; made up by the router when absent."""
 
 
-FIELDS = {"ttft_slo": "ttft_slo_seconds"}  # of the messages, where an option has another name
+# Fields of the messages, where an option has another name.
+FIELDS = {"ttft_slo": "ttft_slo_seconds", "chat_template": "template"}
 KINDS = {
     FieldDescriptor.TYPE_DOUBLE: "a number",
     FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
@@ -61,12 +75,20 @@ def build_request(
         if name not in Options.__annotations__ and name != "n":
             raise TypeError(f"build_request() got an unexpected keyword argument {name!r}")
         if value is not None:
-            message = request.sampling if name in request.sampling.DESCRIPTOR.fields_by_name else request
-            SETTERS.get(name, _set)(message, FIELDS.get(name, name), value)
+            SETTERS.get(name, _set)(_owner(request, name), FIELDS.get(name, name), value)
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         bound = f"at most {MAX_MESSAGE_BYTES} bytes"
         raise TooLarge(f"the request has {size} bytes; {bound} can be sent", field="prompt", bound=bound)
     return request
+
+
+def _owner(request: generation_pb2.GenerateRequest, name: str) -> Any:
+    """The message that has the option's field."""
+    if name in OF_CHATS:
+        if not request.HasField("chat"):  # setting it would replace the prompt
+            raise InvalidRequest(f"{name} belongs to a chat", field=name, bound="absent, or with messages")
+        return request.chat
+    return request.sampling if name in request.sampling.DESCRIPTOR.fields_by_name else request
 
 
 def _set_input(request: generation_pb2.GenerateRequest, prompt: Prompt | None, messages: Any) -> None:
@@ -119,6 +141,19 @@ def _add_stop_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -
     _add_ids(field, ids, sampling.stop_token_ids)
 
 
+def _add_allowed_ids(sampling: sampling_pb2.SamplingParams, field: str, ids: Any) -> None:
+    _add_ids(field, ids, sampling.allowed_token_ids)
+
+
+def _add_bad_words(sampling: sampling_pb2.SamplingParams, field: str, words: Any) -> None:
+    if isinstance(words, str | bytes):  # whose characters are not the words
+        raise _unencodable(field, words, "a list of strings")
+    try:
+        sampling.bad_words.extend([_bytes(field, word) for word in words])
+    except TypeError as error:
+        raise _unencodable(field, words, "a list of strings") from error
+
+
 def _add_bias(sampling: sampling_pb2.SamplingParams, field: str, bias: Any) -> None:
     try:
         sampling.logit_bias.update(bias)
@@ -159,12 +194,33 @@ def _add_grammar(sampling: sampling_pb2.SamplingParams, field: str, grammar: Any
         setattr(into, kind, _bytes(f"grammar.{kind}", value))
 
 
-def _add_message(field: str, message: Mapping[str, str | bytes], chat: generation_pb2.Chat) -> None:
+def _add_message(field: str, message: Mapping[str, Any], chat: generation_pb2.Chat) -> None:
     try:
-        role, content = message["role"], message["content"]
-    except (KeyError, TypeError) as error:
+        role, calls = message["role"], message.get("tool_calls")
+        content = (message.get("content") or "") if calls else message["content"]
+    except (KeyError, TypeError, AttributeError) as error:
         raise _unencodable(field, message, "an object with role and content") from error
-    _set(chat.messages.add(content=_bytes(f"{field}.content", content)), "role", role)
+    into = chat.messages.add(content=_bytes(f"{field}.content", content))
+    _set(into, "role", role)
+    for name in ("tool_call_id", "name"):
+        if message.get(name) is not None:
+            _set(into, name, message[name])
+    if message.get("reasoning") is not None:
+        into.reasoning = _bytes(f"{field}.reasoning", message["reasoning"])
+    if calls:
+        into.tool_calls = _json(f"{field}.tool_calls", calls)
+
+
+def _json(field: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _unencodable(field, value, "what JSON can hold") from error
+
+
+def _set_json(message: Any, field: str, value: Any) -> None:
+    if value:  # without entries it is absent
+        setattr(message, field, _json(field, value))
 
 
 SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
@@ -172,8 +228,15 @@ SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "logit_bias": _add_bias,
     "grammar": _add_grammar,
     "stop": _add_stops,
+    "allowed_token_ids": _add_allowed_ids,
+    "bad_words": _add_bad_words,
     "cache_salt": _set_bytes,
+    "tools": _set_json,
+    "template_variables": _set_json,
+    "chat_template": _set_bytes,
+    "suffix": _set_bytes,
 }
+OF_CHATS = ("tools", "template_variables", "continue_last_message", "without_generation_prompt", "chat_template")
 
 
 def _seconds(timeout: float | None) -> float | None:

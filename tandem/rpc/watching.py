@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem import results
 from tandem.errors import Unavailable
 from tandem.grpc_errors import from_rpc
 from tandem.results import Piece
 from tandem.rpc.request_builder import _set
+from tandem.rpc.stream_reader import StreamReader
 from tandem.rpc.unary_calls import _Question
 from tandem.v1 import jobs_pb2
 
@@ -25,7 +25,7 @@ class _Watching:
     def __init__(self, job_id: str, from_token: int) -> None:
         self._job_id = job_id
         self._failures = 0
-        self.reader = results.StreamReader(from_token)
+        self.reader = StreamReader(from_token)
 
     def request(self) -> jobs_pb2.WatchJobRequest:
         request = jobs_pb2.WatchJobRequest()
@@ -46,7 +46,7 @@ class _Watching:
         return min(0.1 * float(2**self._failures), MAX_WATCH_PAUSE_S)
 
 
-def _late(timeout: float | None, reader: results.StreamReader) -> str:
+def _late(timeout: float | None, reader: StreamReader) -> str:
     came = f"{reader.tokens} token{'s' * (reader.tokens != 1)} had come" if reader.tokens else "no token had come"
     return f"{'the deadline' if timeout is None else f'the deadline of {timeout:g} s'} passed; {came}"
 

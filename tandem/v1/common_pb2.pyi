@@ -26,22 +26,20 @@ PATH_DISAGGREGATED: Path
 PATH_LOCAL: Path
 
 class Grammar(_message.Message):
-    __slots__ = ("json_schema", "json", "regex", "ebnf", "choice", "calls", "after")
+    __slots__ = ("json_schema", "json", "regex", "ebnf", "choice", "calls")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     JSON_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     EBNF_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
-    AFTER_FIELD_NUMBER: _ClassVar[int]
     json_schema: bytes
     json: bool
     regex: bytes
     ebnf: bytes
     choice: Choices
     calls: Calls
-    after: bytes
-    def __init__(self, json_schema: _Optional[bytes] = ..., json: _Optional[bool] = ..., regex: _Optional[bytes] = ..., ebnf: _Optional[bytes] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ..., after: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, json_schema: _Optional[bytes] = ..., json: _Optional[bool] = ..., regex: _Optional[bytes] = ..., ebnf: _Optional[bytes] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("texts",)

@@ -17,7 +17,7 @@ from engine import kernels
 from engine.core.sequence import Sequence
 from engine.decoding import sampler
 from engine.decoding.sampler import adjust, choose, sample, uniform, weights
-from tandem.errors import InternalError
+from tandem.errors import InternalError, InvalidRequest
 from tandem.sampling import Sampling
 from tests.engine.stand_ins import Asked
 
@@ -189,6 +189,11 @@ def _adjusted(logits: list[float], prompt: list[int], generated: list[int], how:
     if len(generated) < how.min_tokens:
         for token in stop:
             result[token] = -math.inf
+    if how.allowed_token_ids:
+        result = [logit if token in how.allowed_token_ids else -math.inf for token, logit in enumerate(result)]
+    for *before, last in how.bad_words:
+        if generated[len(generated) - len(before) :] == before:
+            result[last] = -math.inf
     return result
 
 
@@ -201,6 +206,9 @@ MIXED = [
     Sampling(min_tokens=6),
     Sampling(min_tokens=5),
     Sampling(repetition_penalty=1.2, frequency_penalty=-2.0, logit_bias=((0, 1.0), (7, -3.5)), min_tokens=99),
+    Sampling(allowed_token_ids=(2, 3, 5, 7, 11, 13), min_tokens=6),
+    Sampling(bad_words=((4,), (6, 8), (1, 2, 3, 4, 5, 6, 7)), repetition_penalty=1.1),
+    Sampling(allowed_token_ids=tuple(range(3, 20)), bad_words=((5,), (5, 6)), logit_bias=((5, 100.0), (29, 100.0))),
 ]
 
 
@@ -266,14 +274,45 @@ def test_min_tokens_keeps_stop_tokens_away_and_then_lets_them_come() -> None:
         assert one.tokens[4] == 4
 
 
+def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed() -> None:
+    """However likely the others are, with any temperature. A word whose beginning is in the prompt is not completed by
+    the first token."""
+    logits = torch.zeros(1, 12)
+    logits[0, 9], logits[0, 4], logits[0, 5] = 90.0, 60.0, 50.0
+    how = {"allowed_token_ids": (1, 4, 5), "bad_words": ((4, 5), (4, 4), (5, 4, 1))}
+    for temperature in (0.0, 1.0):
+        one = sequence([4], [], Sampling(temperature=temperature, **how))
+        for _ in range(9):
+            one.append(choose(logits.clone(), [one])[0].token)
+        assert one.tokens[1] == 4, "the prompt's 4 does not count"
+        assert one.tokens[1:4] == [4, 1, 4]
+        assert set(one.tokens[1:]) == {1, 4}
+    free = sequence([4], [], Sampling())
+    assert choose(logits.clone(), [free])[0].token == 9, "the control"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_limits_that_leave_no_token_fail_their_request_only(alone: bool) -> None:
+    """With a status that says so, not as a fault of the weights."""
+    logits = torch.zeros(2, 12)
+    stuck = sequence([1], [], Sampling(allowed_token_ids=(3, 4), bad_words=((3,),), min_tokens=1), {4})
+    rows = [stuck] if alone else [stuck, sequence([1], [], Sampling(allowed_token_ids=(7,)))]
+    first, *others = choose(logits[: len(rows)].clone(), rows)
+    assert first.token is None
+    assert isinstance(first.error, InvalidRequest)
+    assert (first.error.reason, first.error.field) == ("NO_TOKEN_ALLOWED", "sampling.allowed_token_ids")
+    assert [one.token for one in others] == [7] * (not alone)
+
+
 def test_logprobs_are_the_models_own() -> None:
     """log_softmax of the raw logits, whatever bias, penalty or temperature chose the token, and only on request."""
-    raw = torch.randn(4, 50, generator=torch.Generator().manual_seed(8)) * 3
+    raw = torch.randn(5, 50, generator=torch.Generator().manual_seed(8)) * 3
     how = [
         Sampling(),
         Sampling(logprobs=0),
         Sampling(logprobs=5, temperature=1.0, logit_bias=((9, 100.0),)),
         Sampling(logprobs=20, repetition_penalty=2.0),
+        Sampling(logprobs=3, allowed_token_ids=(2, 3)),
     ]
     choices = choose(raw.clone(), [sequence(list(range(50)), [1], one) for one in how])
     expected = raw.double().log_softmax(-1)

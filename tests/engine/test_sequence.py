@@ -125,6 +125,8 @@ def test_a_tally_counts_what_was_generated_and_knows_what_the_prompt_holds() -> 
         ({"presence_penalty": 1.0}, True, True),
         ({"min_tokens": 1}, False, True),
         ({"logit_bias": ((3, 1.0),)}, False, True),
+        ({"allowed_token_ids": (3,)}, False, True),
+        ({"bad_words": ((3, 4),)}, False, True),
     ],
 )
 def test_only_what_changes_logits_is_said_to(given: Any, penalises: bool, adjusts: bool) -> None:
@@ -138,6 +140,7 @@ def test_who_asks_for_nothing_gets_the_models_own_choice() -> None:
     assert Sampling() == Sampling(
         temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0, frequency_penalty=0.0,
         presence_penalty=0.0, logit_bias=(), min_tokens=0, logprobs=None, prompt_logprobs=None, grammar=None,
+        allowed_token_ids=(), bad_words=(),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ EVERYTHING = Sampling(
     min_tokens=30,
     logprobs=3,
 )
+
+
+SOME = tuple(range(0, 200, 3))
+LIMITED = Sampling(allowed_token_ids=SOME, bad_words=(*((token, token) for token in SOME), (3,), (6, 9, 12)))
 
 
 class Oracle:
@@ -169,10 +174,10 @@ def test_greedy_tokens_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("drafts", ["itself", "similar"])
-@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.7, top_p=0.9), EVERYTHING], ids=lambda how: "")
+@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.7, top_p=0.9), EVERYTHING, LIMITED], ids=lambda how: "")
 def test_a_draft_model_changes_no_token(llama: ModelRunner, similar: ModelRunner, drafts: str, how: Sampling) -> None:
-    """Greedy, sampled, and with penalties, bias, min_tokens and logprobs on: a draft model, as good as the target or
-    worse, gives the stream of the same seed, with the same log probabilities."""
+    """Greedy, sampled, with penalties, bias, min_tokens and logprobs on, and with excluded tokens: a draft model, as
+    good as the target or worse, gives the stream of the same seed, with the same log probabilities."""
     prompts = [prompt * 3 for prompt in random_prompts(llama.vocab_size)]
     stop = frozenset([11])
     work = sequences(prompts, how, stop_ids=stop)
@@ -188,6 +193,10 @@ def test_a_draft_model_changes_no_token(llama: ModelRunner, similar: ModelRunner
             if one.logprob and other.logprob:
                 assert one.logprob.chosen == pytest.approx(other.logprob.chosen, abs=1e-4)
                 assert one.logprob.top == pytest.approx(other.logprob.top, abs=1e-4)
+    if how is LIMITED:
+        new = [one.tokens[one.prompt_len :] for one in again]
+        assert all(set(tokens) <= {*SOME} - {3} for tokens in new)
+        assert not any(left == right for tokens in new for left, right in pairwise(tokens))
     drafted, accepted = (sum(getattr(one, name) for one in again) for name in ("drafted", "accepted"))
     print(f"{drafts}: {accepted} of {drafted}")
     if drafts == "itself" and not how.adjusts:

@@ -26,9 +26,10 @@ from engine.decoding.structured_output import Grammars, Masks, Matcher, Vocabula
 from services.proto_convert import sampling_from
 from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Text, joined
-from services.router.preprocess import forced_calls, grammar_schema
+from services.router.preprocess import grammar_schema
+from services.router.preprocess.chat import forced_calls
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
-from tandem.sampling import GrammarSpec, Sampling
+from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -104,6 +105,9 @@ def write(spec: GrammarSpec, seed: int, length: int = 400, *, likes: bytes = b""
 
 
 INT, STR = {"type": "integer"}, {"type": "string"}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INT}, "required": ["kind", "lives"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}, "name": STR}, "required": ["kind"]}
+FISH = {"type": "object", "properties": {"fins": INT}, "required": ["fins"], "additionalProperties": False}
 KEPT: list[tuple[Any, list[str], list[str]]] = [
     ({}, ['"a"', '{"a": [1, null]}'], ["a", ""]),
     ({"type": ["string", "null"]}, ['"a"', "null"], ["1"]),
@@ -124,6 +128,28 @@ KEPT: list[tuple[Any, list[str], list[str]]] = [
     ({"enum": ["a", 1, None]}, ['"a"', "1", "null"], ['"b"', "2"]),
     ({"const": "a", "type": "string"}, ['"a"'], ['"b"']),
     ({"anyOf": [STR, INT]}, ['"a"', "1"], ["null"]),
+    ({"oneOf": [STR, INT, {"type": "null"}]}, ['"a"', "1", "null"], ["true", "1.5"]),
+    ({"oneOf": [{"enum": ["a", 1]}, {"const": 2}]}, ['"a"', "1", "2"], ["3"]),
+    (
+        {"oneOf": [CAT, DOG, FISH]},
+        ['{"kind": "cat", "lives": 9}', '{"kind": "wolf"}', '{"fins": 2}'],
+        ['{"kind": "cat"}', '{"kind": "cow"}', '{"kind": "dog", "lives": 9}', "{}"],
+    ),
+    (
+        {
+            "$defs": {"c": CAT, "d": DOG},
+            "type": "array",
+            "items": {
+                "discriminator": {"propertyName": "kind"},
+                "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}],
+            },
+        },
+        ['[{"kind": "cat", "lives": 9}, {"kind": "dog"}]'],
+        ['[{"kind": "cat"}]'],
+    ),
+    ({"type": "integer", "multipleOf": 7}, ["0", "-14", "7007"], ["8", "3.5"]),
+    ({"type": ["integer", "null"], "multipleOf": 1024}, ["2048", "null"], ["2047"]),
+    ({"type": "integer", "multipleOf": 5, "minimum": 7, "exclusiveMaximum": 1007}, ["10", "1005"], ["5", "11", "1010"]),
     ({"allOf": [INT]}, ["5"], ['"a"']),
     ({"type": "integer", "minimum": 3, "maximum": 10}, ["3", "10"], ["2", "11", "3.5"]),
     ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 10}, ["4", "9"], ["3", "10"]),
@@ -154,6 +180,15 @@ def test_a_schema_that_is_taken_is_kept(schema: Any, good: list[str], bad: list[
 # xgrammar compiles each of these and lets the text through: the router must not.
 PASSED_OVER: list[tuple[Any, str]] = [
     ({"type": "array", "items": INT, "uniqueItems": True}, "[1, 1]"),
+    ({"oneOf": [INT, {"type": "number"}]}, "5"),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [2.0]}]}, "2"),
+    ({"oneOf": [CAT, {"type": "object", "properties": {"kind": {"const": "cat"}}}]}, '{"kind": "cat", "lives": 1}'),
+    ({"type": "object", "oneOf": [{"properties": {"a": INT}}, {"properties": {"b": INT}}]}, "{}"),
+    ({"type": "integer", "multipleOf": 1025}, "4"),
+    ({"type": "number", "multipleOf": 2}, "3"),
+    ({"type": "integer", "multipleOf": 1.5}, "4"),
+    ({"type": ["integer", "number"], "multipleOf": 3}, "4"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 10_000}, "4"),
     ({"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 10}]}, "5"),
     ({"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 10}]}, "1"),
     ({"type": "integer", "multipleOf": 3, "minimum": 1}, "4"),
@@ -684,3 +719,62 @@ def test_no_token_of_a_masked_row_is_infinitely_likely() -> None:
     logits[0, 97] = 0.0
     assert step([sequence(GrammarSpec("regex", "a+"))], logits.clone())[0].token == 97
     assert step([sequence(GrammarSpec("regex", "b+"))], logits.clone())[0].token is None
+
+
+DIGITS = GrammarSpec("regex", "[0-9]+")
+OPEN, CLOSE = ord("<"), (ord(">"), ord("!"))
+
+
+def allowed(*, generated: str, opening: int | None, special: int = 280) -> tuple[set[int], bool]:
+    """The bytes that may follow, and whether a token without text may."""
+    row = torch.zeros((1, -(-VOCAB // 32)), dtype=torch.int32)
+    asked = sequence(DIGITS, generated, before_grammar=ReasoningTokens(opening, CLOSE))
+    matcher_of(asked).fill(asked, row, 0)
+    bits = [bool(row[0, token // 32] >> token % 32 & 1) for token in range(VOCAB)]
+    return {token for token in range(EOS + 1) if bits[token]}, bits[special]
+
+
+NUMBER = set(b"0123456789")
+
+
+def test_a_grammar_begins_where_the_reasoning_ends() -> None:
+    """Until then every token may come, special ones too, but none that would end the completion. The tokens that end
+    the reasoning need not be one."""
+    everything = set(range(256))
+    for text in ("", "1 <think", "a>", "a> !"):
+        assert allowed(generated=text, opening=None) == (everything, True)
+    assert allowed(generated="a>!", opening=None) == (NUMBER, False)
+    assert allowed(generated="a>!1", opening=None) == (NUMBER | {EOS}, False)
+    assert allowed(generated=">!1", opening=None) == (NUMBER | {EOS}, False)
+
+
+def test_a_model_that_may_reason_either_does_or_writes_what_fits() -> None:
+    """Its first token decides."""
+    assert allowed(generated="", opening=OPEN) == (NUMBER | {OPEN}, False)
+    assert allowed(generated="1", opening=OPEN) == (NUMBER | {EOS}, False)
+    assert allowed(generated="<a", opening=OPEN) == (set(range(256)), True)
+    assert allowed(generated="<a>!", opening=OPEN) == (NUMBER, False)
+
+
+def test_a_worker_that_takes_over_within_reasoning_goes_on_with_the_same_masks() -> None:
+    """All state is derived from the tokens, wherever the sequence was when it moved."""
+    text = "<a>b>!12"
+    asked = sequence(DIGITS, "", before_grammar=ReasoningTokens(OPEN, CLOSE))
+    stepwise = []
+    for byte in text.encode():
+        row = torch.zeros((1, -(-VOCAB // 32)), dtype=torch.int32)
+        matcher_of(asked).fill(asked, row, 0)
+        stepwise.append({token for token in range(EOS + 1) if row[0, token // 32] >> token % 32 & 1})
+        asked.tokens.append(byte)
+    assert stepwise == [allowed(generated=text[:count], opening=OPEN)[0] for count in range(len(text))]
+
+
+def test_reasoning_without_an_end_is_refused_by_the_worker() -> None:
+    """Else the grammar would never begin."""
+    message = sampling_pb2.Sampling(grammar=common_pb2.Grammar(json=True))
+    message.before_grammar.open = 5
+    with pytest.raises(InvalidRequest, match="without an end"):
+        sampling_from(message, VOCAB)
+    message.before_grammar.close.append(VOCAB)
+    with pytest.raises(InvalidRequest):
+        sampling_from(message, VOCAB)

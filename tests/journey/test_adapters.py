@@ -420,8 +420,8 @@ async def test_openai_clients_name_an_adapter_as_the_model(
                 return json.load(answer)["data"]
 
         listed = await asyncio.to_thread(models)
-        assert [one["id"] for one in listed] == [str(tiny), *given]
-        assert all(one["parent"] == str(tiny) for one in listed[1:])
+        assert [one["id"] for one in listed] == [tiny.name, *given]
+        assert all(one["parent"] == tiny.name for one in listed[1:])
         for name in ("red", "blue"):
             status, answer = await asyncio.to_thread(post, address, {**body, "model": name, "tandem_receipt": True})
             assert (status, answer["model"]) == (200, name)

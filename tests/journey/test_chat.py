@@ -38,7 +38,7 @@ class Told:
 def chat() -> Chat:
     client: Any = Told()
     told: list[Any] = []
-    return Chat(client, lambda text: None, told.append)
+    return Chat(client, lambda text: None, lambda text: None, told.append)
 
 
 def asked(chat: Chat) -> list[Any]:
@@ -87,7 +87,9 @@ async def test_a_conversation_with_a_cluster(inside: Any) -> None:
 
         def talk() -> None:
             with Client(cluster.router.address) as client:
-                Chat(client, said.append, told.append, {"max_tokens": 12}).run(["Once upon a time", "And then?"])
+                Chat(client, said.append, said.append, told.append, {"max_tokens": 12}).run(
+                    ["Once upon a time", "And then?"]
+                )
 
         await asyncio.to_thread(talk)
         assert "".join(said).strip()

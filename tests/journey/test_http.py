@@ -17,9 +17,9 @@ import jsonschema
 import openai
 import pytest
 
-from services.router.frontend import http_api, http_body, http_server
+from services.router.frontend import http_answers, http_body, http_server
 from services.router.frontend.openai.openai_sampling import Defaults
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.faults import Harm, hold_until
 from tests.support.stopwatch import Stopwatch
@@ -488,7 +488,7 @@ async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
         async def never(receive: Any) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(http_api, "_gone", never)
+        monkeypatch.setattr(http_answers, "_gone", never)
         await leave(it, stream)
         assert not await until(lambda: not any(it.cluster.held().values()), 1.0)
         await it.cluster.router.http.stop(0.0)
@@ -496,6 +496,11 @@ async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
 
 
 # ---- what goes wrong
+
+
+def allowed_tools(*names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
 
 
 BAD: list[tuple[str, Any, int, str | None]] = [
@@ -529,7 +534,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     ("temperature negative", {"temperature": -0.1}, 400, "temperature"),
     ("top_p 0", {"top_p": 0}, 400, "top_p"),
     ("top_k -2", {"top_k": -2}, 400, "top_k"),
-    ("seed negative", {"seed": -1}, 400, "seed"),
+    ("seed -2", {"seed": -2}, 400, "seed"),
     ("seed 2^64", {"seed": 2**64}, 400, "seed"),
     ("logprobs a million", {"logprobs": 10**6}, 400, "logprobs"),
     ("bias out of the vocabulary", {"logit_bias": {"99999999": 1}}, 400, "logit_bias[99999999]"),
@@ -561,6 +566,15 @@ BAD: list[tuple[str, Any, int, str | None]] = [
         "response_format.json_schema.not",
     ),
     ("a regex that is none", {"structured_outputs": {"regex": "("}}, 400, "structured_outputs.regex"),
+    ("no allowed token", {"allowed_token_ids": []}, 400, "allowed_token_ids"),
+    ("1,025 allowed tokens", {"allowed_token_ids": [1] * 1025}, 400, "allowed_token_ids"),
+    ("an allowed token that there is not", {"allowed_token_ids": [1, 10**6]}, 400, "allowed_token_ids[1]"),
+    ("a bad word of spaces", {"bad_words": ["x", " "]}, 400, "bad_words[1]"),
+    ("half a character as a bad word", b'{"prompt": "x", "bad_words": ["\\udfff"]}', 400, "bad_words[0]"),
+    ("129 bad words", {"bad_words": ["x"] * 129}, 400, "bad_words"),
+    ("a suffix for a model without", {"suffix": "x"}, 400, "suffix"),
+    ("a suffix of token ids", {"prompt": [1, 2], "suffix": "x"}, 400, "suffix"),
+    ("a suffix and echo", {"suffix": "x", "echo": True}, 400, "suffix"),
     ("no choice", {"guided_choice": []}, 400, "guided_choice.choice"),
     ("two grammars", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, 400, "guided_regex"),
     (
@@ -586,16 +600,20 @@ BAD: list[tuple[str, Any, int, str | None]] = [
 BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
     ("no messages", {"messages": []}, 400, "messages"),
     ("no role", {"messages": [{"content": "x"}]}, 400, "messages.0.role"),
-    ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content"),
+    ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]"),
     ("content 5", {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
     ("a lone surrogate", b'{"messages": [{"role": "user", "content": "\\udfff"}]}', 400, "messages[0].content"),
     ("a bad role", b'{"messages": [{"role": "\\udfff", "content": ""}]}', 400, "messages[0].role"),
     ("no call", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]"),
+    ("a template", {"messages": CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    ("a variable of ours", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs.tools"),
+    ("documents for a model without", {"messages": CHAT, "documents": [{"text": "x"}]}, 400, "documents"),
+    ("an effort of no kind", {"messages": CHAT, "reasoning_effort": "much"}, 400, "reasoning_effort"),
     (
-        "arguments that are no JSON",
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "a question to go on",
+        {"messages": CHAT[-1:], "continue_final_message": True},
         400,
-        "messages[0].tool_calls[0].function.arguments",
+        "continue_final_message",
     ),
     ("tools for a model without", {"messages": CHAT, "tools": [{"function": {"name": "f"}}]}, 400, "tools"),
     ("a tool without a name", {"messages": CHAT, "tools": [{"function": {}}]}, 400, "tools[0]"),
@@ -603,7 +621,9 @@ BAD_CHAT: list[tuple[str, Any, int, str | None]] = [
     ("a forced tool without tools", {"messages": CHAT, "tool_choice": "required"}, 400, "tool_choice"),
     ("a choice of no kind", {"messages": CHAT, "tool_choice": "sometimes"}, 400, "tool_choice"),
     ("a choice of no function", {"messages": CHAT, "tool_choice": {"type": "function"}}, 400, "tool_choice"),
-    ("calls one by one", {"messages": CHAT, "parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    ("no allowed tool", {"messages": CHAT, "tool_choice": allowed_tools()}, 400, "tool_choice.allowed_tools.tools"),
+    ("an unknown one", {"messages": CHAT, "tool_choice": allowed_tools("f")}, 400, "tool_choice.allowed_tools.tools"),
+    ("in an unknown way", {"messages": CHAT, "tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
     (
         "half a character in a tool",
         b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "\\ud800"}}]}',
@@ -874,7 +894,7 @@ async def test_the_small_endpoints_answer(door: Any) -> None:
     """Model list, health, version, and text to ids and back."""
     async with door() as it:
         (model,) = (await it.openai.models.list()).data
-        assert model.id == str(DEMO)
+        assert model.id == DEMO.name
         assert model.max_model_len == (await it.cluster.client.model_info()).max_context_tokens
         assert (await it.raw.get("/health")).status_code == 200
         assert (await it.raw.get("/version")).json()["version"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.router.frontend.openai import openai_answers, openai_protocol
+from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
 from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, generation_pb2
@@ -76,7 +76,7 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
         scores = choice["logprobs"]
         assert len(scores["content"] if kind == "chat" else scores["top_logprobs"]) == TOKENS
         assert choice["finish_reason"] == "length"
-    monkeypatch.setattr(openai_answers, "TOKENS_PER_SLICE", 10**6)
+    monkeypatch.setattr(logprobs_json, "TOKENS_PER_SLICE", 10**6)
     same, control = await made()
     assert json.loads(same)["choices"] == found
     assert worst < WORST_S

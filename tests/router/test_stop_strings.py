@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.answer.parts import Part, Text
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.output_reader import OutputReader
 from services.router.execution.stop_strings import StopStrings
@@ -83,6 +84,10 @@ def stretches(tokens: list[int], cuts: list[int], job: Request, logprobs: bool) 
     return made
 
 
+def text_of(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
 def read(
     text: str, stops: list[str], cuts: list[int], *, logprobs: bool = False, **how: int
 ) -> tuple[str, list[int], Request, list[float]]:
@@ -102,13 +107,13 @@ def read(
     reader, shown, ids, known = OutputReader(Detokenizer(TEXT), job), "", [], []
     for one in stretches(tokens, cuts, job, logprobs):
         job.tokens += one.token_ids
-        shown += reader.read(one)
+        shown += text_of(reader.read(one))
         ids += one.token_ids
         known += one.logprobs.chosen
         assert len(one.logprobs.top_ids) == 2 * len(one.logprobs.chosen)
         if job.stopped:
             break
-    return shown + reader.finish(), ids, job, known
+    return shown + text_of(reader.finish()), ids, job, known
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -144,7 +149,8 @@ def test_a_stop_token_is_not_text() -> None:
     tokens = [*TEXT.encode("the valu"), 0]
     job = Request("r", "r", [5, *tokens], 1, 1000, sampling_pb2.Sampling(), [0], b"", stops=("value", "<|end|>"))
     reader = OutputReader(Detokenizer(TEXT), job)
-    assert reader.read(decode_pb2.Tokens(token_ids=tokens)) + reader.finish() == "the valu"
+    parts = [*reader.read(decode_pb2.Tokens(token_ids=tokens)), *reader.finish()]
+    assert text_of(parts) == "the valu"
     assert not job.stopped
 
 

@@ -21,7 +21,7 @@ AWAITED = {
         "services/decode/prefill_peers.py",
         "_begin",
     ),  # every request that needs the source; one that failed is connected again
-    ("services/router/frontend/http_api.py", "__call__"),  # itself
+    ("services/router/frontend/http_answers.py", "__call__"),  # itself
     ("services/router/execution/request_executor.py", "completing"),  # the request's outbox
     ("cluster/supervisor.py", "run"),  # itself
     ("cluster/ray_actors.py", "prepare"),  # every call of prepare, and the launch

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import aclosing
 from typing import Any
 
@@ -430,6 +431,31 @@ def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
     assert [(message.role, message.content) for message in chat.messages] == [("user", b"Hi")]
 
 
+def test_what_belongs_to_a_chat_reaches_the_wire() -> None:
+    """Its template's variables and the rest, and of each message all that a template may read."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    request = build_request(
+        None,
+        messages=[
+            {"role": "assistant", "reasoning": "hm", "tool_calls": [call]},
+            {"role": "tool", "content": "5", "tool_call_id": "c", "name": "f"},
+        ],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        template_variables={"enable_thinking": False},
+        continue_last_message=True,
+        without_generation_prompt=True,
+        chat_template="{{ messages }}",
+    )
+    chat = request.chat
+    assert json.loads(chat.tools) == [{"type": "function", "function": {"name": "f"}}]
+    assert json.loads(chat.template_variables) == {"enable_thinking": False}
+    assert (chat.continue_last_message, chat.without_generation_prompt) == (True, True)
+    assert chat.template == b"{{ messages }}"
+    first, second = chat.messages
+    assert (first.reasoning, first.content, json.loads(first.tool_calls)) == (b"hm", b"", [call])
+    assert (second.content, second.tool_call_id, second.name) == (b"5", "c", "f")
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -461,6 +487,12 @@ def test_a_prompt_is_text_bytes_ids_or_messages() -> None:
         ("x", {"request_id": "\ud800"}, "request_id"),
         (None, {"messages": [{"role": "user"}]}, "chat.messages[0]"),
         (None, {"messages": [{"role": "user", "content": 5}]}, "chat.messages[0].content"),
+        (None, {"messages": [5]}, "chat.messages[0]"),
+        (None, {"messages": [{"role": "user", "content": "x", "reasoning": 5}]}, "chat.messages[0].reasoning"),
+        (None, {"messages": [], "template_variables": {"a": {1}}}, "template_variables"),
+        (None, {"messages": [], "continue_last_message": "yes"}, "continue_last_message"),
+        ("x", {"template_variables": {"enable_thinking": False}}, "template_variables"),
+        ([1], {"tools": []}, "tools"),
         (None, {}, "prompt"),
         ("x", {"messages": []}, "prompt"),
     ],

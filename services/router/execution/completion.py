@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from services.router.answer.part_messages import put_parts
 from services.router.execution.output_queue import OutputQueue
 from services.router.execution.output_reader import OutputReader
 from services.router.execution.request_timeline import RequestTimeline
@@ -63,10 +64,11 @@ class Completion:
             self.begun.set()  # this token was computed from the prompt's KV, so the KV is complete
         timeline.report(tokens)
         self._usage.generated(request.tenant, count)
-        text = self._reader.read(tokens)
+        parts = self._reader.read(tokens)
         response = generation_pb2.GenerateResponse()  # filled in place: copying a separate delta takes twice as long
         delta = response.delta
-        delta.index, delta.text, delta.choice, delta.last = first, text, request.choice, request.finish() is not None
+        put_parts(delta, parts)
+        delta.index, delta.choice, delta.last = first, request.choice, request.finish() is not None
         delta.token_ids.extend(tokens.token_ids)
         if tokens.HasField("logprobs"):
             delta.logprobs.CopyFrom(tokens.logprobs)
@@ -81,13 +83,15 @@ class Completion:
     def finish(self, model: str) -> None:
         """Sends the end of a complete journal: the rest of the text, and the receipt."""
         request, timeline = self.request, self.timeline
-        text = self._reader.finish()
+        parts = self._reader.finish()
         receipt = timeline.receipt(request, model)
+        receipt.reasoning_tokens = self._reader.reasoning_tokens
         if timeline.attempts:  # otherwise every token came from an earlier router
             self._usage.finished(receipt)
         finished = generation_pb2.Finished(
-            reason=request.finish(), text=text, receipt=receipt, choice=request.choice, stop=self._reader.stop
+            reason=request.finish(), receipt=receipt, choice=request.choice, stop=self._reader.stop
         )
+        put_parts(finished, parts)
         timeline.span.answered(finished)
         self._output.put(generation_pb2.GenerateResponse(finished=finished))
 

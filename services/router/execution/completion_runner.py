@@ -51,6 +51,7 @@ class CompletionRunner:
         poison: PoisonCheck,
     ) -> None:
         self._settings = settings
+        self._model = settings.model_names[0]
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._muxes = muxes
@@ -61,7 +62,7 @@ class CompletionRunner:
         try:
             while completion.request.finish() is None:
                 await self._place(completion, deadline)
-            completion.finish(self._settings.model)
+            completion.finish(self._model)
         finally:
             completion.begun.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from services.router.preprocess.tokenizer import Tokenizer
@@ -26,8 +26,11 @@ class Detokenizer:
     itself.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: Collection[int] = (), *, special: bool = False) -> None:
+        """`markers`: special tokens that are shown although they are special. `special`: all are."""
         self._tokenizer = tokenizer
+        self._markers = markers
+        self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._shown = ""  # the part of the window's text that was returned
@@ -35,8 +38,9 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         if self._tokenizer.backend is None:
             return ""
-        can_be, of_bytes = self._tokenizer.shown, self._tokenizer.bytes
-        shown = [token for token in ids if token < len(can_be) and can_be[token]]
+        can_be = self._tokenizer.known if self._special else self._tokenizer.shown
+        of_bytes = self._tokenizer.bytes
+        shown = [token for token in ids if token < len(can_be) and (can_be[token] or token in self._markers)]
         if not of_bytes:
             return self._of_words(shown) if shown else ""
         text = ""
@@ -70,5 +74,6 @@ class Detokenizer:
         if not self._window:
             return ""
         assert self._tokenizer.backend is not None
-        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=True)
+        # Special tokens that are not shown never come into the window.
+        text: str = self._tokenizer.backend.decode(self._window, skip_special_tokens=False)
         return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from services.router.answer.part_messages import parts_of, put_parts
 from tandem.errors import Cancelled
 from tandem.v1 import generation_pb2
 
@@ -55,5 +56,8 @@ def _follows(event: generation_pb2.GenerateResponse, delta: generation_pb2.Delta
 
 def _merge(delta: generation_pb2.Delta, later: generation_pb2.Delta) -> None:
     index, text = delta.index, delta.text + later.text
+    parts = [*parts_of(delta), *parts_of(later)] if delta.parts or later.parts else None
     delta.MergeFrom(later)  # appends lists; other fields take the later value
     delta.index, delta.text = index, text
+    if parts is not None:
+        put_parts(delta, parts)

@@ -1,7 +1,9 @@
-"""Turns the tokens of a completion into its text, cut at a stop string."""
+"""Turns the tokens of a completion into its answer: text, cut at a stop string, and the parts that the text has."""
 
 from __future__ import annotations
 
+from services.router.answer.answer_reader import AnswerReader
+from services.router.answer.parts import Part, Text
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request
@@ -9,44 +11,60 @@ from tandem.v1 import decode_pb2
 
 
 class OutputReader:
-    """Reads the chunks of one completion. Where the text ends does not depend on how the tokens were chunked."""
+    """Reads the chunks of one completion. Neither the answer nor where it ends depends on how the tokens were
+    chunked."""
 
     def __init__(self, detokenizer: Detokenizer, request: Request) -> None:
         self._detokenizer = detokenizer
         self._request = request
         self._stops = StopStrings(request.stops, include=request.include_stop)
+        self._reader: AnswerReader | None = request.reading.reader() if request.reading else None  # None: only text
+        self.reasoning_tokens = 0  # completion tokens before the end of the reasoning, its markers included
 
     @property
     def stop(self) -> str:
         """The stop string that ended the text; empty while none has."""
         return self._stops.hit or ""
 
-    def read(self, chunk: decode_pb2.Tokens) -> str:
-        """The text that can be shown now. Tokens after the one that completes a stop string are removed from the
+    def read(self, chunk: decode_pb2.Tokens) -> list[Part]:
+        """The parts that can be shown now. Tokens after the one that completes a stop string are removed from the
         chunk and from the journal."""
         request, tokens = self._request, list(chunk.token_ids)
         visible = tokens[:-1] if tokens[-1] in request.stop_ids else tokens  # a stop token is not in the text
-        if not request.stops:
-            return self._detokenizer.push(visible)
-        shown, first = "", request.generated - len(tokens)
+        if not request.stops and self._reader is None:
+            return [Text(self._detokenizer.push(visible))]
+        parts: list[Part] = []
+        first = request.generated - len(tokens)
         for count, token in enumerate(visible, 1):
             text = self._detokenizer.push([token])
             # Text before min_tokens cannot be part of a stop string.
-            shown += text if first + count < request.sampling.min_tokens else self._stops.push(text)
+            parts += self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
             if self._stops.hit is not None:
                 _keep(chunk, count)
                 request.stop_after(first + count)
                 break
-        return shown
+        return parts
 
-    def finish(self) -> str:
-        """The text held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
-        if self._stops.hit is not None:
-            return ""
-        tail = self._stops.push(self._detokenizer.finish())
-        if self._stops.hit is not None:
-            self._request.stopped = True
-        return tail + self._stops.finish()
+    def finish(self) -> list[Part]:
+        """What was held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
+        text = ""
+        if self._stops.hit is None:
+            text = self._stops.push(self._detokenizer.finish())
+            if self._stops.hit is not None:
+                self._request.stopped = True
+            text += self._stops.finish()
+        if self._reader is None:
+            return [Text(text)]
+        return [*self._reader.push(text), *self._reader.finish()]
+
+    def _parts(self, text: str) -> list[Part]:
+        """Of the text of one token."""
+        if self._reader is None:
+            return [Text(text)]
+        before = self._reader.inside
+        parts = self._reader.push(text)
+        self.reasoning_tokens += before or self._reader.inside
+        return parts
 
 
 def _keep(chunk: decode_pb2.Tokens, count: int) -> None:

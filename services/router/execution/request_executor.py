@@ -57,5 +57,6 @@ class RequestExecutor:
     def _completion(
         self, request: Request, timeline: RequestTimeline, output: OutputQueue, resume: ResumeState
     ) -> Completion:
-        reader = OutputReader(Detokenizer(self._tokenizer), request)
+        markers = self._tokenizer.marker_ids if request.reading else ()
+        reader = OutputReader(Detokenizer(self._tokenizer, markers, special=request.show_special), request)
         return Completion(request, timeline, reader, output, self._usage, resume.deltas[request.choice])

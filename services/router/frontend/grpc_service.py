@@ -35,7 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GetModelInfoResponse:
         facts = self._model.facts()
         return generation_pb2.GetModelInfoResponse(
-            model=self._settings.model,
+            model=self._settings.model_names[0],
             max_context_tokens=facts.context,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,

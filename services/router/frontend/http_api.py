@@ -5,9 +5,10 @@ answers, http_server.py handles connections, and tokens come from the same `gene
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import time
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
@@ -17,6 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.router.frontend.anthropic import messages_errors
+from services.router.frontend.cors import with_cors
 from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_answers import write
 from services.router.frontend.http_body import BodyReader
@@ -29,7 +32,7 @@ from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import checked_request_id
 from services.router.tenancy.api_keys import ApiKeys
-from tandem.errors import InvalidRequest, NotFound, TandemError
+from tandem.errors import InvalidRequest, NotFound, TandemError, Unauthenticated
 from tandem.settings import Settings
 from tandem.telemetry.metrics import CONTENT_TYPE, RouterMetrics
 
@@ -80,6 +83,7 @@ class Api:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/health", self.health),
@@ -88,7 +92,7 @@ class Api:
             ],
             exception_handlers={TandemError: _refusal, HTTPException: _no_such_endpoint},
         )
-        return KeyMiddleware(app, keys) if keys else app
+        return with_cors(KeyMiddleware(app, keys) if keys else app, self._settings.cors_origins)
 
     async def completions(self, request: Request) -> Response:
         return await self._endpoint.answer(request, partial(self._parsed, openai_protocol.Completions))
@@ -97,11 +101,20 @@ class Api:
         return await self._endpoint.answer(request, partial(self._parsed, openai_protocol.Chat))
 
     async def models(self, request: Request) -> Response:
-        base = self._settings.model
-        about = {"object": "model", "created": self._began, "owned_by": "tandem"}
+        names = (self._settings.model_names[0], *self._settings.adapters)
+        return JSONResponse({"object": "list", "data": [self._about(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them, by any of its names. Raises NotFound."""
+        if not request.path_params["name"]:
+            return await self.models(request)
+        name, _ = self._endpoint.resolve_model(request.path_params["name"])
+        return JSONResponse(self._about(name))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._began, "owned_by": "tandem"}
         about["max_model_len"] = self._model.facts().context
-        adapters = [{"id": name, **about, "parent": base} for name in self._settings.adapters]
-        return JSONResponse({"object": "list", "data": [{"id": base, **about}, *adapters]})
+        return {**about, "parent": self._settings.model_names[0]} if name in self._settings.adapters else about
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be served."""
@@ -153,17 +166,38 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
+                authorization = _authorization(scope)
                 self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
-                await write(send, error.http, openai_errors.error_body(error), headers)
+                await write(send, error.http, _body(scope["path"], error), headers)
                 return
+            others = [pair for pair in scope["headers"] if pair[0] not in (b"authorization", b"x-api-key")]
+            scope = {**scope, "headers": [*others, (b"authorization", authorization)]}
         await self._app(scope, receive, send)
 
 
+def _authorization(scope: Scope) -> bytes:
+    """The header that has the key: `authorization`, or made from `x-api-key`, which Anthropic's clients send. Raises
+    Unauthenticated for two different keys."""
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    found += [b"Bearer " + value.strip() for name, value in scope["headers"] if name == b"x-api-key"]
+    if len({re.sub(rb"^bearer +", b"Bearer ", value.strip(), flags=re.IGNORECASE) for value in found}) > 1:
+        raise Unauthenticated(
+            "the request has two different keys", field="x-api-key", bound="absent, or the same key as in authorization"
+        )
+    return found[0] if found else b""
+
+
 # ---- errors
+
+
+def _body(path: str, error: TandemError) -> bytes:
+    """In the shape that the clients of that path read."""
+    if path.startswith("/v1/messages"):
+        return messages_errors.error_body(error)
+    return openai_errors.error_body(error)
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -174,5 +208,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     """404 and 405 of the router of URLs, in the shape that every client reads."""
     assert isinstance(error, HTTPException)
-    body = openai_errors.error_body(NotFound(f"{request.method} {request.url.path:.100} is not served", field="url"))
+    path = request.url.path
+    body = _body(path, NotFound(f"{request.method} {path:.100} is not served", field="url"))
     return Response(body, error.status_code, error.headers, "application/json")

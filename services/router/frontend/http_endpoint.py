@@ -32,13 +32,18 @@ Parse = Callable[[bytes, str | None], Prepared]  # of the body and of x-request-
 
 class GeneratingEndpoint:
     def __init__(self, settings: Settings, generation: Generation, bodies: BodyReader) -> None:
-        self._settings = settings
+        self._names = settings.model_names
+        self._accepted = {*settings.model_names, settings.model}
+        self._adapters = tuple(settings.adapters)
         self._generation = generation
         self._bodies = bodies
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises what `parse` raises, and the errors of a body that is out of bounds."""
-        prepared = await self._bodies.read(request, parse, request.headers.get("x-request-id"))
+        return self.respond(request, await self._bodies.read(request, parse, request.headers.get("x-request-id")))
+
+    def respond(self, request: Request, prepared: Prepared) -> Response:
+        """Generates what was prepared for this request."""
         key, headers = request.headers.get("authorization"), request.headers.items
         events = merged_events(
             [
@@ -50,13 +55,11 @@ class GeneratingEndpoint:
         return kind(prepared.encoder, events, prepared.request_id)
 
     def resolve_model(self, name: str | None) -> tuple[str, str]:
-        """The model that a body names, and the adapter if that is one; absent: the base model. Raises NotFound."""
-        names = (self._settings.model, *self._settings.adapters)
-        model = name or self._settings.model
-        if model not in names:
-            raise NotFound(
-                f"there is no model {model!r:.140}; there are: {', '.join(names)}",
-                field="model",
-                bound=", ".join(names),
-            )
-        return model, model if model in self._settings.adapters else ""
+        """The name in the answer for the model that a request names, and the adapter if that is one; absent: the base
+        model. Raises NotFound."""
+        if name in self._adapters:
+            return name, name
+        if not name or name in self._accepted:
+            return self._names[0], ""
+        names = ", ".join((*self._names, *self._adapters))
+        raise NotFound(f"there is no model {name!r:.140}; there are: {names}", field="model", bound=names)

@@ -105,7 +105,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             kept_request = jobs_pb2.KeptJob.FromString(record.request).request
             started = generation_pb2.Started(
                 request_id=request.job_id,
-                model=self._settings.model,
+                model=self._settings.model_names[0],
                 prompt_tokens=len(kept_request.token_ids.ids),
                 choices=choices(kept_request),
             )

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any
 
+from services.router.preprocess.exclusive_schemas import MAX_ALTERNATIVES, ExclusiveSchemas
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2
 
@@ -18,13 +19,15 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 MAX_DEPTH = 32
 MAX_COUNT = 10_000  # of repetitions, multiplied
+MAX_MULTIPLE = 1024  # of multipleOf; xgrammar ignores a larger one
+MAX_MULTIPLE_RANGE = 1000  # numbers between the bounds beside multipleOf; with more xgrammar ignores it
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 AT_ROOT = {"$schema", "$id", "$defs", "definitions"}
 NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 OF_TYPE: dict[str, set[str]] = {
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": NUMBER,
+    "integer": NUMBER | {"multipleOf"},
     "number": NUMBER,
     "object": {"properties", "required", "additionalProperties", "minProperties", "maxProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
@@ -216,10 +219,29 @@ class _Schema:
                 raise self._refuse(f"{path}.{word}", "this number cannot be enforced", "anyOf: 1 to 256; allOf: 1")
             for index, option in enumerate(options):
                 self._node(option, f"{path}.{word}[{index}]".lstrip("."), depth + 1)
+        elif "oneOf" in words:
+            self._only(words, {"oneOf", "discriminator"}, path)
+            self._one_of(schema["oneOf"], f"{path}.oneOf".lstrip("."), depth)
         elif "enum" in words or "const" in words:
             self._values(schema, words, path)
         else:
             self._typed(schema, words, path, depth)
+
+    def _one_of(self, options: Any, path: str, depth: int) -> None:
+        if not isinstance(options, list) or not 1 <= len(options) <= MAX_ALTERNATIVES:
+            raise self._refuse(path, "this number cannot be enforced", f"1 to {MAX_ALTERNATIVES} schemas")
+        for index, option in enumerate(options):
+            self._node(option, f"{path}[{index}]", depth + 1)
+        try:
+            pair = ExclusiveSchemas(self._root).overlapping(options)
+        except RecursionError as error:  # a listed value
+            raise self._refuse(path, "it is nested too deeply", f"at most {MAX_DEPTH} levels") from error
+        if pair:
+            raise self._refuse(
+                path,
+                f"a value may fit both {pair[0]} and {pair[1]}, which would not be excluded",
+                "schemas of different types, values or required properties; anyOf otherwise",
+            )
 
     def _only(self, words: set[str], allowed: set[str], path: str) -> None:
         for word in sorted(words - allowed):
@@ -266,6 +288,8 @@ class _Schema:
             bound = schema[word]
             if type(bound) not in ((int,) if "integer" in types else (int, float)) or not abs(bound) <= 2**53:
                 raise self._refuse(f"{path}.{word}".lstrip("."), f"it is {bound!r}"[:100], "a number up to 2^53")
+        if "multipleOf" in words:
+            self._multiple_of(schema, types, path)
         if len(words & {"pattern", "format"}) + bool(words & {"minLength", "maxLength"}) > 1:
             raise self._refuse(path, "only one can be enforced", "pattern, format, or minLength and maxLength")
         if "pattern" in words:
@@ -276,6 +300,24 @@ class _Schema:
             self._properties(schema, path, depth)
         if "array" in types:
             self._items(schema, words, path, depth)
+
+    def _multiple_of(self, schema: dict[str, Any], types: list[str], path: str) -> None:
+        multiple = schema["multipleOf"]
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        high = schema.get("maximum", schema.get("exclusiveMaximum"))
+        bounded = low is not None and high is not None and 0 <= high - low <= MAX_MULTIPLE_RANGE
+        if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE or "number" in types:
+            raise self._refuse(
+                f"{path}.multipleOf".lstrip("."),
+                "this multiple would not be enforced",
+                f"1 to {MAX_MULTIPLE}, an integer, and for integers",
+            )
+        if (low is not None or high is not None) and not bounded:
+            raise self._refuse(
+                f"{path}.multipleOf".lstrip("."),
+                "with these bounds it would not be enforced",
+                f"no bounds, or both and at most {MAX_MULTIPLE_RANGE} apart",
+            )
 
     def _pattern(self, pattern: Any, path: str) -> None:
         if not isinstance(pattern, str):
@@ -311,4 +353,4 @@ class _Schema:
             self._node(rest, f"{path}.items".lstrip("."), depth + 1)
 
 
-_KNOWN = {"$ref", "anyOf", "allOf", "enum", "const", "type"}.union(*OF_TYPE.values())
+_KNOWN = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type"}.union(*OF_TYPE.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.preprocess.offload import Offload
+from services.router.preprocess.offload import MEDIUM_BYTES, Offload
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, build_request
 from services.router.preprocess.served_model import ServedModel
 from services.router.preprocess.tokenizer import Tokenizer
@@ -26,4 +26,7 @@ class Preprocessor:
         """`fixed`: the router made the message itself, from a request that it had validated. Raises InvalidRequest,
         NotFound, NoWorker, and Busy when no thread came free."""
         about = message, self._tokenizer, self._model.facts(), default_max_tokens, fixed
-        return await self._offload.run(tenant, message.ByteSize(), build_request, *about)
+        size = message.ByteSize()
+        if message.chat.template:  # a program, which may run for long whatever its size
+            size = max(size, MEDIUM_BYTES + 1)
+        return await self._offload.run(tenant, size, build_request, *about)

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from services.router.preprocess import forced_calls, grammar_schema, validation
-from services.router.preprocess.prompt import prompt_tokens, tools_of
+from services.router.answer.reading import Reading
+from services.router.preprocess import grammar_schema, validation
+from services.router.preprocess.chat import forced_calls
+from services.router.preprocess.chat.prompt import prompt_tokens, tools_of
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
@@ -34,6 +36,7 @@ class Request:
     salt: bytes
     stops: tuple[str, ...] = ()
     include_stop: bool = False
+    show_special: bool = False  # tokens in the text
     choice: int = 0  # of `choices` completions of this prompt
     choices: int = 1
     stopped: bool = False  # by a stop string: the journal is complete
@@ -44,6 +47,7 @@ class Request:
     priority: int = 0  # the smaller, the more urgent
     ttft_s: float | None = None  # a first token later than this is useless to the client
     notes: list[str] = field(default_factory=list)
+    reading: Reading | None = None  # of the answer's parts; None: it is only text
 
     @property
     def generated(self) -> int:
@@ -112,13 +116,20 @@ def build_request(
     validation.check_adapter(message.adapter, model)
     validation.check_salt(message.cache_salt)
     sampling = validation.sampling(params, model.vocab_size)
-    tokens = prompt_tokens(message, tokenizer, model)
+    tokens, rendered_end = prompt_tokens(message, tokenizer, model, fixed=fixed)
+    reading = _reading(message, tokenizer, rendered_end)
     max_tokens = validation.max_tokens(params, len(tokens), model.context, default_max_tokens)
     validation.check_min_tokens(params.min_tokens, max_tokens)
     validation.check_prompt_logprobs(params, len(tokens))
     stop_ids = validation.stop_ids(params, model)
+    if message.suffix and tokenizer.infilling and not params.ignore_eos:
+        stop_ids += tokenizer.infilling.ends
+    for word in validation.bad_words(params, has_tokenizer=tokenizer.backend is not None):
+        sampling.bad_words.extend(sampling_pb2.BadWord(token_ids=ids) for ids in tokenizer.spellings(word))
     if (grammar := _grammar(message, tokenizer, stop_ids, fixed)) is not None:
         sampling.grammar.CopyFrom(grammar)
+        if (reasoning := _before_grammar(reading, tokenizer)) is not None:
+            sampling.before_grammar.CopyFrom(reasoning)
     choices = validation.completions(params)
     validation.check_priority(message.priority)
     return Request(
@@ -133,10 +144,46 @@ def build_request(
         ttft_s=validation.ttft_objective(message),
         stops=validation.stop_strings(params, has_tokenizer=tokenizer.backend is not None),
         include_stop=params.include_stop,
+        show_special=params.show_special_tokens,
         choices=choices,
         adapter=message.adapter,
         priority=message.priority,
+        reading=reading,
     )
+
+
+def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rendered_end: str) -> Reading | None:
+    """How the answer is read: as the message says, or as the template of its chat writes."""
+    answer_format, chat = tokenizer.answer_format, message.chat
+    if message.HasField("reading"):
+        wanted = message.reading
+        tools = tools_of(wanted.tools, "reading.tools")
+        reading = Reading(answer_format, tools, wanted.begins_in_reasoning, wanted.one_call)
+    elif message.WhichOneof("input") == "chat" and not chat.raw:
+        one_call = chat.HasField("parallel_calls") and not chat.parallel_calls
+        begins_inside = answer_format.begins_inside(rendered_end, continued=chat.continue_last_message)
+        reading = Reading(answer_format, tools_of(chat.tools), begins_inside, one_call)
+    else:
+        return None
+    return reading if reading.finds_parts else None
+
+
+def _before_grammar(reading: Reading | None, tokenizer: Tokenizer) -> sampling_pb2.ReasoningTokens | None:
+    """The reasoning that may come before a text that fits a grammar. Raises InvalidRequest where its end could not be
+    told from the tokens."""
+    if reading is None or not reading.format.reasons:
+        return None
+    opening, close = tokenizer.reasoning_ids()
+    if reading.begins_inside and not close:
+        raise InvalidRequest(
+            "this model's prompt ends within reasoning, whose end is not a token of its own; turn the reasoning off,"
+            ' for example with chat_template_kwargs {"enable_thinking": false}',
+            field="sampling.grammar",
+            bound="absent while this model reasons",
+        )
+    if not close or (opening is None and not reading.begins_inside):
+        return None
+    return sampling_pb2.ReasoningTokens(open=None if reading.begins_inside else opening, close=close)
 
 
 def _grammar(
@@ -169,8 +216,15 @@ def _grammar(
             bound="absent with a grammar",
         )
     offered = tools_of(message.chat.tools)
-    if not offered or tokenizer.calls is None:
+    calls_format = tokenizer.answer_format.calls
+    if not offered or calls_format is None:
         raise InvalidRequest(
             "tool_choice forces a call, but there are no tools", field="chat.tool_choice", bound="absent without tools"
         )
-    return forced_calls.forced(offered, message.chat.tool_choice, tokenizer.calls)
+    if calls_format not in forced_calls.FORMATS:
+        raise InvalidRequest(
+            "this model writes calls with special tokens, which no grammar can force",
+            field="chat.tool_choice",
+            bound="absent with this model",
+        )
+    return forced_calls.forced(offered, message.chat.tool_choice, calls_format)

@@ -8,7 +8,9 @@ from typing import Any
 
 import tokenizers
 
-from services.router.preprocess.chat_template import ChatTemplate, load_template
+from services.router.answer.answer_format import PLAIN, AnswerFormat
+from services.router.preprocess import infilling
+from services.router.preprocess.chat.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 # Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
@@ -22,9 +24,18 @@ MAX_COMPOSED = 4  # characters that a normalizer may compose into one
 class Tokenizer:
     """The tokenizer of one checkpoint. A checkpoint without one still serves token ids."""
 
-    def __init__(self, backend: tokenizers.Tokenizer | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer | None,
+        template: ChatTemplate | None,
+        answer_format: AnswerFormat = PLAIN,
+    ) -> None:
+        """`answer_format`: how the model writes reasoning and calls."""
         self.backend = backend
         self.template = template
+        self.answer_format = answer_format
+        self.marker_ids: frozenset[int] = frozenset()  # special tokens by which the answer's parts are told apart
+        self.infilling = None if backend is None else infilling.of(backend)
         self._texts: dict[int, str] = {}  # of single tokens
         if backend is not None:
             backend.no_truncation()
@@ -35,15 +46,30 @@ class Tokenizer:
             self.shown = bytearray(self.known_ids)
             for token in vocabulary.values():
                 self.shown[token] = 1
+            self.known = bytes(self.shown)  # by id: whether there is such a token
             for token, added in backend.get_added_tokens_decoder().items():
                 self.shown[token] = not added.special
             self.bytes = _bytes(backend)
+            self.marker_ids = frozenset(
+                token
+                for token, added in backend.get_added_tokens_decoder().items()
+                if added.special and added.content in answer_format.markers
+            )
             # A token's name has at least as many characters as its text.
             self._longest = max(map(len, vocabulary)) * (MAX_COMPOSED if backend.normalizer else 1)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Raises CheckpointRefused for files that are there but cannot be read."""
+    def load(
+        cls,
+        folder: Path,
+        *,
+        request_templates: bool = False,
+        reasoning: str | None = None,
+        calls: str | None = None,
+    ) -> Tokenizer:
+        """`request_templates`: a request may bring its own chat template. `reasoning` and `calls`: the formats in which
+        the model writes; None: as its template shows. Raises CheckpointRefused for files that are there but cannot be
+        read, SettingsError for a format that is unknown."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None, None)
@@ -51,12 +77,22 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise CheckpointRefused(f"{path} is not a readable tokenizer: {error}") from error
-        return cls(tokenizer, load_template(folder))
+        template = load_template(folder, from_requests=request_templates)
+        if template is None:
+            return cls(tokenizer, None)
+        answer_format = AnswerFormat.of_template(
+            template.tool_source, knows_tools=template.knows_tools, reasoning=reasoning, calls=calls
+        )
+        return cls(tokenizer, template, answer_format)
 
-    @property
-    def calls(self) -> str | None:
-        """How the model writes calls of tools."""
-        return self.template.calls if self.template else None
+    def reasoning_ids(self) -> tuple[int | None, list[int]]:
+        """The token that begins the model's reasoning, and those that end it. None and empty where they are no tokens
+        of their own."""
+        opening, close = self.answer_format.reasoning_markers
+        backend = self._need()
+        tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
+        ends = close in tokens or self.answer_format.harmony
+        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if ends else []
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
@@ -77,6 +113,14 @@ class Tokenizer:
             text = self._texts[token_id] = self.decode([token_id])
         return text
 
+    def spellings(self, word: str) -> list[list[int]]:
+        """The tokens that spell the word at the beginning of a text, and those after a space. Spaces before the word do
+        not count. (Of a bad word vLLM takes both too, the second only where it has as many tokens as the first.)
+        Raises InvalidRequest without a tokenizer."""
+        bare = word.lstrip()
+        found = [self.encode(text, special=False) for text in (bare, f" {bare}")]
+        return [ids for place, ids in enumerate(found) if ids and ids not in found[:place]]
+
     def at_least(self, text: str, most: int) -> int | None:
         """A lower bound over `most` on the text's number of tokens, found without tokenising all of it; None if there
         may be fewer. Then `encode` costs at most UNCHECKED_BYTES * `most` tokens. Raises InvalidRequest without a
@@ -94,7 +138,9 @@ class Tokenizer:
                 return count
         return None
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL
+    ) -> str:
         """The conversation as the model reads it. Raises InvalidRequest without a template, or if it refuses."""
         if self.template is None:
             raise InvalidRequest(
@@ -102,7 +148,13 @@ class Tokenizer:
                 field="chat",
                 bound="text or token_ids instead",
             )
-        return self.template.render(messages, tools)
+        if tools and self.answer_format.calls is None:
+            raise InvalidRequest(
+                "the model's calls of tools have no known format; the setting tool_call_format can name it",
+                field="chat.tools",
+                bound="absent with this model",
+            )
+        return self.template.render(messages, tools, how)
 
     def _need(self) -> tokenizers.Tokenizer:
         if self.backend is None:

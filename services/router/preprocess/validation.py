@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from services.router.preprocess.served_model import ModelFacts
 from tandem.errors import InvalidRequest, NotFound
@@ -19,6 +19,9 @@ MAX_BIASES = 300
 MAX_PROMPT_LOGPROBS = 2**18  # prompt tokens x (1 + alternatives): some 2 MB, one message that any gRPC client takes
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_ALLOWED_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
 MAX_N = 16
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = -1000, 0, 1000
 MAX_TOKENS_FIELD = "sampling.max_tokens"
@@ -101,6 +104,30 @@ def stop_strings(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) ->
     return tuple(stops)
 
 
+def bad_words(params: sampling_pb2.SamplingParams, *, has_tokenizer: bool) -> list[str]:
+    if params.bad_words and not has_tokenizer:
+        raise InvalidRequest(
+            "this checkpoint has no tokenizer.json, so no tokens are known to spell a bad word",
+            field="sampling.bad_words",
+            bound="absent with this model; logit_bias takes token ids",
+        )
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise out_of_bounds("sampling.bad_words", f"{len(params.bad_words)} words", f"at most {MAX_BAD_WORDS} words")
+    words = [utf8(value, f"sampling.bad_words[{index}]", "a word") for index, value in enumerate(params.bad_words)]
+    for index, word in enumerate(words):
+        if len(word) > MAX_BAD_WORD_CHARACTERS or not word.strip():
+            bound = f"1 to {MAX_BAD_WORD_CHARACTERS} characters, not only spaces"
+            raise out_of_bounds(f"sampling.bad_words[{index}]", f"{len(word)} characters long", bound)
+    return words
+
+
+def _allowed_ids(ids: Collection[int], vocab_size: int) -> list[int]:
+    if len(ids) > MAX_ALLOWED_IDS:
+        bound = f"at most {MAX_ALLOWED_IDS} ids"
+        raise out_of_bounds("sampling.allowed_token_ids", f"{len(ids)} ids", bound)
+    return sorted(set(token_ids(ids, "sampling.allowed_token_ids", vocab_size)))
+
+
 def sampling(params: sampling_pb2.SamplingParams, vocab_size: int) -> sampling_pb2.Sampling:
     """The parameters for a worker, with defaults filled in."""
     sampling = sampling_pb2.Sampling()
@@ -113,6 +140,7 @@ def sampling(params: sampling_pb2.SamplingParams, vocab_size: int) -> sampling_p
     sampling.seed = params.seed if params.HasField("seed") else secrets.randbits(63)
     sampling.min_tokens = min(max(0, params.min_tokens), 2**32 - 1)  # checked once max_tokens is known
     sampling.logit_bias.update(_logit_bias(params.logit_bias, vocab_size))
+    sampling.allowed_token_ids.extend(_allowed_ids(params.allowed_token_ids, vocab_size))
     return sampling
 
 

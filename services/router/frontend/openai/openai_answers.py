@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.answer.call_formats.registry import reader_of
-from services.router.answer.parts import CallArguments, CallBegin, PartReader, Text
+from services.router.answer.part_messages import parts_of
+from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning
 from services.router.frontend.http_answers import Events
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai.logprobs_json import Scored, joined_json, scored_tokens
 from services.router.frontend.openai.openai_protocol import Chat, Completions
 from services.router.frontend.openai.openai_sampling import Sampled, StreamOptions
 from services.router.preprocess.tokenizer import Tokenizer
@@ -22,11 +21,7 @@ from tandem import results
 from tandem.errors import TandemError
 from tandem.v1 import common_pb2, generation_pb2
 
-MIN_LOGPROB = -9999.0  # log probability: JSON has no infinity
 DONE = "data: [DONE]\n\n"
-TOKENS_PER_SLICE = 32  # tokens whose log probabilities become JSON between two looks at the event loop
-
-Scored = tuple[int, float | None, dict[int, float]]  # a token, its log probability, and those of the likeliest ones
 
 
 @dataclass(slots=True)
@@ -37,7 +32,6 @@ class Choice:
     letters: int = 0
     begun: bool = False
     calls: int = 0  # of tools, begun so far
-    reader: PartReader | None = None  # where tools are offered
     held: generation_pb2.Delta | None = None  # the last delta, which is sent together with the finish reason
 
 
@@ -47,6 +41,7 @@ class Piece:
 
     choice: Choice
     text: str = ""
+    parts: list[Part] = field(default_factory=list)  # all of it; `text` is the text of these
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Scored] = field(default_factory=list)
     prompt_logprobs: list[Scored] = field(default_factory=list)
@@ -76,7 +71,7 @@ class Answer(ABC):
         self._requests = requests
         self._each = body.n or 1  # completions of each prompt
         self._choices: dict[int, Choice] = {}
-        self._prompt_tokens = self._cached_tokens = self._tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._tokens = self._reasoning_tokens = 0
         options = body.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage or options.continuous_usage_stats)
         self._usage_always = bool(options.continuous_usage_stats)
@@ -124,6 +119,7 @@ class Answer(ABC):
             if piece is not None:
                 merged = pieces.setdefault(piece.choice.index, Piece(piece.choice))
                 merged.text += piece.text
+                merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
                 merged.logprobs += piece.logprobs
                 merged.prompt_logprobs += piece.prompt_logprobs
@@ -153,7 +149,7 @@ class Answer(ABC):
             more += f',"logprobs":{await self.scores(piece)}'
         if self._body.prompt_logprobs is not None:
             del fields["prompt_logprobs"]
-            more += f',"prompt_logprobs":[{await _joined(self._of_prompt, piece.prompt_logprobs)}]'
+            more += f',"prompt_logprobs":[{await joined_json(self._of_prompt, piece.prompt_logprobs)}]'
         return f"{encode(fields)[:-1]}{more}}}"
 
     def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
@@ -181,19 +177,22 @@ class Answer(ABC):
         if delta.index == 0:
             self._begin(piece, delta, prompt)
         piece.text += delta.text
+        piece.parts += parts_of(delta)
         if self._body.return_token_ids or delta.last:
             piece.token_ids += delta.token_ids
         if delta.HasField("logprobs"):
-            piece.logprobs += _logprobs(delta.token_ids, delta.logprobs)
+            piece.logprobs += scored_tokens(delta.token_ids, delta.logprobs)
 
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         """What stands before the first token."""
         if delta.HasField("prompt_logprobs"):
             first, *rest = delta.prompt_logprobs.token_ids
-            piece.prompt_logprobs = [(first, None, {}), *_logprobs(rest, delta.prompt_logprobs.logprobs)]
+            piece.prompt_logprobs = [(first, None, {}), *scored_tokens(rest, delta.prompt_logprobs.logprobs)]
 
     def _finish(self, piece: Piece, finished: generation_pb2.Finished) -> None:
         piece.text += finished.text
+        piece.parts += parts_of(finished)
+        self._reasoning_tokens += finished.receipt.reasoning_tokens
         stopped = finished.reason == common_pb2.FINISH_REASON_STOP
         piece.finish = "stop" if stopped else "length"
         last = piece.token_ids[-1] if piece.token_ids else None
@@ -239,7 +238,7 @@ class Answer(ABC):
             "completion_tokens": self._tokens,
             "total_tokens": self._prompt_tokens + self._tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
     def _token(self, token_id: int) -> str:
@@ -262,6 +261,11 @@ class CompletionsAnswer(Answer):
 
     message = chunk
 
+    def _piece(self, index: int, event: generation_pb2.GenerateResponse) -> Piece | None:
+        if self._body.only_echo:
+            _remove_completion(event)
+        return super()._piece(index, event)
+
     def _begin(self, piece: Piece, delta: generation_pb2.Delta, prompt: int) -> None:
         super()._begin(piece, delta, prompt)
         if not self._body.echo:
@@ -280,7 +284,7 @@ class CompletionsAnswer(Answer):
             at += len(token)
         chosen = [chosen for _, chosen, _ in piece.logprobs]
         fields = {"tokens": tokens, "token_logprobs": chosen, "text_offset": offsets}
-        return f'{encode(fields)[:-1]},"top_logprobs":[{await _joined(self._top, piece.logprobs)}]}}'
+        return f'{encode(fields)[:-1]},"top_logprobs":[{await joined_json(self._top, piece.logprobs)}]}}'
 
     def _top(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, float] | None:
         """By text: of several tokens with the same text the likeliest is shown. The chosen token is always shown."""
@@ -298,55 +302,56 @@ class ChatAnswer(Answer):
     _body: Chat
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._read(piece)
-        delta: dict[str, Any] = {"content": content}
-        if not piece.choice.begun:
-            piece.choice.begun = True
-            delta = {"role": "assistant", **delta}
+        fields = self._fields(piece)
+        calls = fields.pop("tool_calls", [])
+        delta = {name: text for name, text in fields.items() if text}
         if calls:
             delta["tool_calls"] = calls
+        if not delta:
+            delta = {"content": ""}
+        if not piece.choice.begun:
+            piece.choice.begun = True
+            delta = {"role": "assistant", "content": "", **delta}
         return {"index": piece.choice.index, "delta": delta, **self._rest(piece)}
 
     def message(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._read(piece)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            calls = [{key: value for key, value in call.items() if key != "index"} for call in calls]
-            message |= {"content": content if content.strip() else None, "tool_calls": calls}
-        return {"index": piece.choice.index, "message": message, **self._rest(piece)}
+        fields = self._fields(piece)
+        if calls := fields.get("tool_calls"):
+            fields["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+            fields["content"] = fields["content"] if fields["content"].strip() else None
+        return {"index": piece.choice.index, "message": {"role": "assistant", **fields}, **self._rest(piece)}
 
-    def _read(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The text of the piece, and the calls in it: of each that it begins its id and name, and what came of the
-        arguments."""
-        choice, calls = piece.choice, list[dict[str, Any]]()
-        if not self._body.offers_tools or self._tokenizer.calls is None:
-            return piece.text, calls
-        if choice.reader is None:
-            choice.reader = reader_of(self._tokenizer.calls, json.loads(self._requests[0].chat.tools))
-        content = ""
-        for part in choice.reader.push(piece.text) + (choice.reader.finish() if piece.finish else []):
+    def _fields(self, piece: Piece) -> dict[str, Any]:
+        """The content, and where there are any the reasoning and the calls: of each call that the piece begins its id
+        and name, and what came of the arguments."""
+        reasoning, calls = "", list[dict[str, Any]]()
+        for part in piece.parts:
             match part:
+                case Reasoning(text):
+                    reasoning += text
                 case CallBegin(id, name):
                     function = {"name": name, "arguments": ""}
-                    calls.append({"index": choice.calls, "id": id, "type": "function", "function": function})
-                    choice.calls += 1
+                    calls.append({"index": piece.choice.calls, "id": id, "type": "function", "function": function})
+                    piece.choice.calls += 1
                 case CallArguments(text):
                     if not calls:
-                        calls.append({"index": choice.calls - 1, "function": {"arguments": ""}})
+                        calls.append({"index": piece.choice.calls - 1, "function": {"arguments": ""}})
                     calls[-1]["function"]["arguments"] += text
-                case Text(text):
-                    content += text
-        if choice.calls and piece.finish == "stop" and not self._body.names_tool:
+        if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool:
             piece.finish = "tool_calls"
+        content = piece.text
         if content.isspace() and self._body.forced() is not None:
             content = ""  # space between calls
-        return content, calls
+        fields: dict[str, Any] = {"content": content}
+        if reasoning:  # the names of DeepSeek's API, and of vLLM and OpenRouter
+            fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        return fields | ({"tool_calls": calls} if calls else {})
 
     def _rest(self, piece: Piece) -> dict[str, Any]:
         return {"logprobs": None, "finish_reason": piece.finish, **self._extras(piece)}
 
     async def scores(self, piece: Piece) -> str:
-        return f'{{"content":[{await _joined(self._logprob, piece.logprobs)}]}}'
+        return f'{{"content":[{await joined_json(self._logprob, piece.logprobs)}]}}'
 
     def _logprob(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
         return {**self._scored(token, chosen), "top_logprobs": [self._scored(*likely) for likely in top.items()]}
@@ -363,19 +368,12 @@ def answer(
     return kind(body, request_id, model, tokenizer, requests)
 
 
-async def _joined(make: Callable[..., Any], scored: Sequence[Scored]) -> str:
-    """The items as JSON, joined by commas; encoded in slices, so that other streams are relayed meanwhile."""
-    parts = []
-    for at in range(0, len(scored), TOKENS_PER_SLICE):
-        parts += [encode(make(*score)) for score in scored[at : at + TOKENS_PER_SLICE]]
-        await asyncio.sleep(0)
-    return ",".join(parts)
-
-
-def _logprobs(ids: Sequence[int], message: common_pb2.Logprobs) -> Iterator[Scored]:
-    """For each token its id, its log probability, and those of the likeliest ones, likeliest first."""
-    each = len(message.top_ids) // max(1, len(message.chosen))
-    for place, (token, chosen) in enumerate(zip(ids, message.chosen, strict=True)):
-        part = slice(place * each, (place + 1) * each)
-        top = zip(message.top_ids[part], (max(value, MIN_LOGPROB) for value in message.top[part]), strict=True)
-        yield token, max(chosen, MIN_LOGPROB), dict(top)
+def _remove_completion(event: generation_pb2.GenerateResponse) -> None:
+    """Leaves what belongs to the prompt."""
+    if event.HasField("delta"):
+        del event.delta.token_ids[:]
+        event.delta.text = ""
+        event.delta.ClearField("logprobs")
+    elif event.HasField("finished"):
+        event.finished.text = event.finished.stop = ""
+        event.finished.reason = common_pb2.FINISH_REASON_LENGTH

@@ -9,7 +9,10 @@ from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
 from tandem.errors import Busy, TandemError, Unavailable
 from tandem.grpc_errors import NAME_BYTES, shown
 
-OPENAI_CODES = {CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}  # OpenAI's codes, on which clients switch
+OPENAI_CODES = {  # OpenAI's codes, on which clients switch
+    CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded",
+    "PREVIOUS_RESPONSE_NOT_FOUND": "previous_response_not_found",
+}
 
 
 def error_body(error: TandemError) -> bytes:
@@ -17,17 +20,14 @@ def error_body(error: TandemError) -> bytes:
 
 
 def _error(error: TandemError) -> dict[str, Any]:
+    return {"error": error_fields(error)}
+
+
+def error_fields(error: TandemError) -> dict[str, Any]:
     """OpenAI's shape. `code` is the stable reason, `param` the field."""
     kind = "server_error" if error.http >= 500 else "rate_limit_error" if error.http == 429 else "invalid_request_error"
     message, param = shown(error.message.removeprefix("sampling.").removeprefix("chat.")), _param(error.field)
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": param,
-            "code": OPENAI_CODES.get(error.reason, error.reason),
-        }
-    }
+    return {"message": message, "type": kind, "param": param, "code": OPENAI_CODES.get(error.reason, error.reason)}
 
 
 def error_event(error: TandemError) -> bytes:

@@ -7,23 +7,31 @@ services/router/preprocess.
 
 from __future__ import annotations
 
-import json
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from services.router.frontend import json_body
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import Kind, encode
 from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Defaults, Int64, List, Sampled, to_bytes
-from services.router.preprocess import json_limits
+from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
+from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
-from services.router.preprocess.prompt import MAX_MESSAGES, MAX_TOOLS
-from services.router.preprocess.validation import MAX_BIASES, MAX_REQUEST_ID, MAX_STOP_IDS, MAX_STOPS, over_context
+from services.router.preprocess.validation import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_REQUEST_ID,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    over_context,
+)
 from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import generation_pb2, sampling_pb2
 
 MAX_PROMPTS = 128
+MAX_DOCUMENTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of /v1/completions when absent, as in OpenAI's API
 REST_OF_CONTEXT = 2**31  # likewise of /v1/chat/completions: validation reduces it to the rest of the context
 # Maximum lengths of lists in a body. The bounds are those of preprocess; checked here, no item need be parsed.
@@ -34,28 +42,36 @@ MAX_ITEMS = {
     "stop_token_ids": MAX_STOP_IDS,
     "logit_bias": MAX_BIASES,
     "guided_choice": MAX_CHOICES,
+    "documents": MAX_DOCUMENTS,
+    "allowed_token_ids": MAX_ALLOWED_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
+# The body's names for fields of the proto's Chat; other names are the same.
+CHAT_FIELDS = {
+    "chat.template_variables.documents": "documents",
+    "chat.template_variables": "chat_template_kwargs",
+    "chat.continue_last_message": "continue_final_message",
+    "chat.template": "chat_template",
 }
 
 
 # Fields that are not supported, with the values that have no effect. Other unknown fields are ignored, as OpenAI's own
 # servers do; ignoring one of these would change the answer.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
     "use_beam_search": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "kv_transfer_params": (),
+}
+
+
+# Parts of a message that are not text, in OpenAI's API and vLLM's.
+OTHER_MEDIA = {
+    *("image_url", "image_embeds", "input_image", "input_audio", "audio_url", "video_url"),
+    *("file", "input_file"),
 }
 
 
@@ -63,6 +79,7 @@ class Completions(Sampled):
     """POST /v1/completions."""
 
     prompt: Any
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Int64 | None = None
 
@@ -81,7 +98,14 @@ class Completions(Sampled):
                 if self.prompt_logprobs not in (None, self.logprobs):
                     raise wrong("prompt_logprobs", str(self.prompt_logprobs), "absent or logprobs, with echo")
                 params.prompt_logprobs = self.logprobs
+        if self.only_echo:
+            params.max_tokens = 1  # generated, since a request ends with a token, and not shown
         return params
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt is scored and nothing else, as evaluation harnesses request it."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
         """`prompt` is a text, a list of token ids, or a list of one of these."""
@@ -90,7 +114,10 @@ class Completions(Sampled):
             prompts = [prompts]
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise wrong("prompt", f"{len(prompts)} prompts", f"1 to {MAX_PROMPTS} prompts")
-        return [_prompt(prompt, context) for prompt in prompts]
+        if self.suffix and self.echo:
+            raise wrong("suffix", "set with echo", "absent with echo")
+        suffix = {"suffix": to_bytes(self.suffix)} if self.suffix else {}
+        return [{**_prompt(prompt, context), **suffix} for prompt in prompts]
 
 
 class Message(BaseModel):
@@ -101,6 +128,8 @@ class Message(BaseModel):
     tool_calls: List[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as newer vLLM and OpenRouter name it
 
 
 class Chat(Sampled):
@@ -113,6 +142,12 @@ class Chat(Sampled):
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    documents: List[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     default_max_tokens: ClassVar[int] = REST_OF_CONTEXT
     input_name: ClassVar[str] = "messages"
@@ -129,10 +164,41 @@ class Chat(Sampled):
 
     def inputs(self, context: int) -> list[dict[str, Any]]:
         messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
-        tools = to_bytes(encode(self.tools)) if self.offers_tools else b""
-        return [{"chat": generation_pb2.Chat(messages=messages, tools=tools, tool_choice=self.forced())}]
+        offered = self.offered()
+        tools = to_bytes(encode(offered)) if offered else b""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise wrong("add_generation_prompt", "true with continue_final_message", "absent or false with it")
+        variables = self.template_variables()
+        chat = generation_pb2.Chat(
+            messages=messages,
+            tools=tools,
+            tool_choice=self.forced(),
+            template_variables=to_bytes(encode(variables)) if variables else b"",
+            continue_last_message=bool(self.continue_final_message),
+            without_generation_prompt=self.add_generation_prompt is False,
+            template=to_bytes(self.chat_template or ""),
+        )
+        if self.parallel_tool_calls is False:
+            chat.parallel_calls = False
+        return [{"chat": chat}]
+
+    def template_variables(self) -> dict[str, Any]:
+        """As vLLM passes them on: where `chat_template_kwargs` has the same name, it prevails."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            if self.reasoning_effort not in EFFORTS:
+                raise wrong("reasoning_effort", "of an unknown kind", f"one of {', '.join(EFFORTS)}")
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.documents:
+            variables["documents"] = self.documents
+        return variables | (self.chat_template_kwargs or {})
 
     def named(self, error: TandemError) -> TandemError:
+        for ours, theirs in CHAT_FIELDS.items():
+            if error.field is not None and (error.field == ours or error.field.startswith(f"{ours}.")):
+                error.message = error.message.replace(ours, theirs)
+                error.field = theirs + error.field.removeprefix(ours)
+                break
         if error.field is not None and error.field.startswith(GRAMMAR_FIELD) and self.forced() is not None:
             error.message = error.message.replace(f"{GRAMMAR_FIELD}.calls", "tools")
             error.field = "tools"
@@ -144,26 +210,33 @@ class Chat(Sampled):
 
     @property
     def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, dict)
+        return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call. Raises InvalidRequest if tool_choice allows one that there is not."""
+        tools = (self.tools or []) if self.tool_choice != "none" else []
+        match self.tool_choice:
+            case {"type": "allowed_tools", "allowed_tools": {"tools": list(allowed)}}:
+                names = {name for tool in tools if (name := _function_name(tool)) is not None}
+                chosen = [_function_name(tool) for tool in allowed]
+                if not chosen or not names.issuperset(chosen):
+                    raise wrong("tool_choice.allowed_tools.tools", "empty or unknown", "a list of functions in tools")
+                return [tool for tool in tools if _function_name(tool) in chosen]
+        return tools
 
     def forced(self) -> generation_pb2.ToolChoice | None:
         """The calls that the answer must consist of; None if no call is forced. A named tool is called once, as in
         OpenAI's API."""
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
-            case None | "none" | "auto":
-                if not parallel:
-                    raise wrong("parallel_tool_calls", "false", "absent or true unless tool_choice forces a call")
+            case None | "none" | "auto" | {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list()}}:
                 return None
-            case "required":
+            case "required" | {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": list()}}:
                 return generation_pb2.ToolChoice(several=parallel)
             case {"type": "function", "function": {"name": str(name)}}:
                 return generation_pb2.ToolChoice(name=_clean(name, "tool_choice"))
-        kinds = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        kinds = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
         raise wrong("tool_choice", "of an unknown kind", kinds)
-
-
-Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kind:
@@ -171,12 +244,7 @@ def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kin
     fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
         _check_fields(fields)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"{name}: {first['msg']}", field=name, bound=first["msg"]) from error
+    return json_body.validated(fields, kind)
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
@@ -202,40 +270,41 @@ def _prompt(prompt: object, context: int) -> dict[str, Any]:
 
 
 def _message(message: Message, where: str) -> generation_pb2.ChatMessage:
-    calls = [_with_object(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     return generation_pb2.ChatMessage(
         role=_clean(message.role, f"{where}.role"),
         content=_content(message.content, f"{where}.content"),
-        tool_calls=to_bytes(encode(calls)) if calls else b"",
+        tool_calls=to_bytes(encode(message.tool_calls)) if message.tool_calls else b"",
         tool_call_id=_clean(message.tool_call_id or "", f"{where}.tool_call_id"),
         name=_clean(message.name or "", f"{where}.name"),
+        reasoning=to_bytes(message.reasoning_content or message.reasoning or ""),
     )
 
 
-def _with_object(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call in the form that templates expect: its arguments as an object, where OpenAI's API has JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
-        return call
-    where = f"{where}.function.arguments"
-    json_limits.check(to_bytes(text), name=where)
-    try:
-        arguments = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise wrong(where, "not readable JSON", "JSON") from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
 def _content(content: Any, where: str) -> bytes:
-    """A message's text: a string, or parts of type text."""
+    """A message's text: a string, or parts of type text, or of what an assistant refused."""
     if content is None or isinstance(content, str):
         return to_bytes(content or "")
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    known = [text for text in texts if isinstance(text, str)]
-    if len(known) < len(parts):
-        raise InvalidRequest(f"{where} is not text", field=where, bound="a string, or a list of parts of type text")
-    return to_bytes("".join(known))
+    bound = "a string, or a list of parts of type text"
+    if not isinstance(content, list):
+        return to_bytes(_part(content, where, bound))
+    return to_bytes("".join(_part(part, f"{where}[{index}]", bound) for index, part in enumerate(content)))
+
+
+def _part(part: Any, where: str, bound: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "refusal") and isinstance(text := part.get(kind), str):
+        return text
+    if kind in OTHER_MEDIA:
+        about = f"{where} is of type {kind}; this server serves text only, and its model would not see it"
+        raise InvalidRequest(about, field=where, bound=bound)
+    raise InvalidRequest(f"{where} is not text", field=where, bound=bound)
+
+
+def _function_name(tool: object) -> str | None:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _clean(text: str, where: str) -> str:

@@ -24,7 +24,7 @@ GRAMMAR_FIELD = "sampling.grammar"
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-UInt64 = Annotated[int, Field(ge=0, lt=2**64)]
+Seed = Annotated[int, Field(ge=-1, lt=2**64)]  # -1: random, as in vLLM
 TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON object's keys are strings
 
 
@@ -85,7 +85,7 @@ class Sampled(Numbers, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = None
-    seed: UInt64 | None = None
+    seed: Seed | None = None
     ignore_eos: bool | None = None
     min_tokens: Int64 | None = None
     n: Int64 | None = None
@@ -93,6 +93,9 @@ class Sampled(Numbers, ABC):
     stop: str | List[str] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: List[Int64] | None = None
+    allowed_token_ids: List[Int64] | None = None
+    bad_words: List[str] | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: dict[TokenKey, float] | None = None
     prompt_logprobs: Int64 | None = None
     response_format: dict[str, Any] | None = None
@@ -119,6 +122,10 @@ class Sampled(Numbers, ABC):
 
     def sampling(self, defaults: Defaults) -> sampling_pb2.SamplingParams:
         fields = {name: value for name in SHARED_FIELDS if (value := getattr(self, name)) is not None}
+        if self.seed == -1:
+            del fields["seed"]
+        if self.allowed_token_ids == []:
+            raise wrong("allowed_token_ids", "empty", "absent, or at least one id")
         usual = {"temperature": 1.0, **defaults.model_dump(exclude_none=True)}
         params = sampling_pb2.SamplingParams(**{**usual, **fields})
         if params.top_k == -1:  # "off" in vLLM's API
@@ -130,6 +137,8 @@ class Sampled(Numbers, ABC):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params.stop.extend(to_bytes(stop) for stop in stops if stop or len(stops) > 1)  # "" alone is ignored
         params.include_stop = bool(self.include_stop_str_in_output)
+        params.bad_words.extend(map(to_bytes, self.bad_words or ()))
+        params.show_special_tokens = self.skip_special_tokens is False
         if (named_grammar := self.grammar()) is not None:
             params.grammar.CopyFrom(named_grammar[1])
         return params
@@ -178,7 +187,7 @@ class Sampled(Numbers, ABC):
 SHARED_FIELDS = tuple(
     field.name
     for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name in Sampled.model_fields and field.name != "stop"
+    if field.name in Sampled.model_fields and field.name not in ("stop", "bad_words")
 )
 
 

@@ -1,7 +1,7 @@
 """Forces the calls of tools that an answer consists of, by a grammar, in the format of the model.
 
-A grammar allows no special token: where a marker is one in the checkpoint's tokenizer, the grammar has it written in
-letters. Mistral's and Llama's markers always are, so a form without them is forced, which their readers know as well.
+A grammar allows no special token: where a marker is one in the checkpoint's tokenizer, the grammar has it written
+letter by letter. Mistral's and Llama's markers always are, so a form without them is forced, which their readers know.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ _FORMS = {
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
 }
+
+
+FORMATS = tuple(_FORMS)
 
 
 def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: str) -> common_pb2.Grammar:

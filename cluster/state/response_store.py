@@ -1,0 +1,138 @@
+"""Responses that clients may read again or continue, stored so that any router can serve them. All Redis keys of
+responses are in this file:
+
+    tandem:{<cluster>}:response:<tenant>/<id>     hash: `input`, JSON of the conversation's items before the answer, and
+                                                  `response`, the response object as JSON; expires
+    tandem:{<cluster>}:responses:<tenant>         sorted set: id of each -> when it expires, in ms
+    tandem:{<cluster>}:response-bytes:<tenant>    hash: id of each -> its bytes; under the empty name, those of all
+
+No tenant's name contains `/`. A response has the whole conversation before it, so it can be continued after the earlier
+ones have expired or been deleted. Times are the server's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.state.redis_store import RedisStore
+from tandem.errors import NotFound, TooLarge
+
+MAX_CONNECTIONS = 8
+OWN_BYTES = 512  # that a response takes beside its content
+EXPIRED_PER_SCRIPT = 64  # expired responses whose entries one script removes
+
+PUT = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local id, ttl, most, size, prefix = ARGV[1], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local total = tonumber(redis.call('HGET', KEYS[3], '') or '0')
+local function forget(old)
+  total = total - tonumber(redis.call('HGET', KEYS[3], old) or '0')
+  redis.call('HDEL', KEYS[3], old)
+  redis.call('ZREM', KEYS[2], old)
+  redis.call('DEL', prefix .. old)
+end
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, ARGV[8])) do forget(old) end
+while total + size > most do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0)[1]
+  if not oldest then break end
+  forget(oldest)
+end
+redis.call('HSET', KEYS[1], 'input', ARGV[2], 'response', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ttl)
+redis.call('ZADD', KEYS[2], now + ttl, id)
+redis.call('HSET', KEYS[3], id, size, '', total + size)
+redis.call('PEXPIRE', KEYS[2], ttl)
+redis.call('PEXPIRE', KEYS[3], ttl)
+return 'kept'
+"""
+DELETE = """
+local known = redis.call('DEL', KEYS[1])
+local size = redis.call('HGET', KEYS[3], ARGV[1])
+if size then
+  redis.call('HINCRBY', KEYS[3], '', -size)
+  redis.call('HDEL', KEYS[3], ARGV[1])
+  redis.call('ZREM', KEYS[2], ARGV[1])
+end
+return known
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """Both as JSON: the items before the answer, and the response object, whose `output` has those of the answer."""
+
+    input: bytes
+    response: bytes
+
+
+class ResponseStore:
+    """Every call is bounded and raises Unavailable when Redis does not answer."""
+
+    def __init__(self, url: str, cluster: str, *, ttl_s: float, most_bytes: int) -> None:
+        """`ttl_s`: how long a response is kept; `most_bytes`: of all responses of one tenant, beyond which the oldest
+        ones are removed."""
+        self._ttl_ms, self._most = int(ttl_s * 1000), most_bytes
+        self._prefix = f"tandem:{{{cluster}}}"
+        self._store = RedisStore(url, most=MAX_CONNECTIONS)
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    async def check(self) -> None:
+        """Raises Unavailable while nothing could be stored."""
+        async with self._store.connection() as client:
+            await client.ping()
+
+    async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
+        """Raises TooLarge for one that is larger than all of a tenant's may be together."""
+        size = len(input_items) + len(response) + OWN_BYTES
+        if size > self._most:
+            raise TooLarge(
+                f"the response and its conversation have {size} bytes, over {self._most}: send `store` false",
+                reason="RESPONSE_TOO_LARGE",
+                field="store",
+                bound=f"false for conversations over {self._most} bytes (max_tenant_response_mib)",
+            )
+        prefix = self._key(tenant, "")
+        more = [self._ttl_ms, self._most, size, prefix, EXPIRED_PER_SCRIPT]
+        await self._store.run(PUT, self._keys(tenant, response_id), [response_id, input_items, response, *more])
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises NotFound."""
+        found = await self._fields(tenant, response_id, "input", "response")
+        return StoredResponse(*found)
+
+    async def response(self, tenant: str, response_id: str) -> bytes:
+        """The response object alone. Raises NotFound."""
+        return (await self._fields(tenant, response_id, "response"))[0]
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises NotFound."""
+        if not int(await self._store.run(DELETE, self._keys(tenant, response_id), [response_id])):
+            raise _unknown(response_id)
+
+    async def _fields(self, tenant: str, response_id: str, *names: str) -> list[bytes]:
+        async with self._store.connection() as client:
+            found: list[bytes | None] = await client.hmget(self._key(tenant, response_id), names)
+        known = [value for value in found if value is not None]
+        if len(known) < len(names):
+            raise _unknown(response_id)
+        return known
+
+    def _key(self, tenant: str, response_id: str) -> str:
+        return f"{self._prefix}:response:{tenant}/{response_id}"
+
+    def _keys(self, tenant: str, response_id: str) -> list[str]:
+        about = [f"{self._prefix}:responses:{tenant}", f"{self._prefix}:response-bytes:{tenant}"]
+        return [self._key(tenant, response_id), *about]
+
+
+def _unknown(response_id: str) -> NotFound:
+    return NotFound(
+        f"there is no response {response_id!r:.140}; responses are forgotten after response_ttl_s, or sooner if newer"
+        " ones need the room",
+        reason="NO_SUCH_RESPONSE",
+        field="response_id",
+        bound="the id of a response that is kept",
+    )

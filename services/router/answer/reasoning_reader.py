@@ -1,0 +1,248 @@
+"""Splits an answer into the model's reasoning and the rest, by the markers around the reasoning.
+
+    "<think>\\nshort\\n</think>\\n\\nYes."  ─▶  Reasoning("short"), Text("Yes.")
+
+The markers are text here: whoever turns tokens into text keeps those visible that are special tokens. The servers of
+the field (vLLM's reasoning parsers, SGLang's detectors) find the same markers; they differ in what they do with the
+white space beside them, see ReasoningReader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from services.router.answer.parts import CallBegin, Part, PartReader, Reasoning, Text
+
+SPACE = " \t\r\n"
+MAX_SPACE = 64  # characters of white space beside a marker that are dropped with it
+MAX_CALL = 4096  # characters from a call's marker on, by which it must be known whether a call begins
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The texts around the reasoning. Any of `open` begins it, any of `close` ends it."""
+
+    open: tuple[str, ...]
+    close: tuple[str, ...]
+    answer: tuple[str, str] | None = None  # before and after the answer, with models that mark it too
+    tokens: tuple[str, ...] = ()  # special tokens of which these texts consist, where a text is not one token
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (*self.open, *self.close, *(self.answer or ()), *self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CallsWithin:
+    """How a call is told that begins before the reasoning has been closed."""
+
+    markers: tuple[str, ...]
+    reader: Callable[[], PartReader]  # of calls
+    names: frozenset[str]  # of the tools that were offered
+
+
+class State(Enum):
+    BEGIN = auto()  # nothing but white space has come
+    OPENED = auto()  # nothing but white space has come since the marker
+    REASONING = auto()
+    CALL = auto()  # within the reasoning, after a marker that may begin a call
+    CLOSED = auto()  # nothing but white space has come since the marker
+    ANSWER = auto()  # within the markers around the answer
+    TEXT = auto()  # no marker can follow
+
+
+class ReasoningReader:
+    """Reads Reasoning, then Text.
+
+    The opening marker counts only at the beginning of the answer, after white space or not; a later one is text. Where
+    the prompt ends with it (`begins_inside`), one that the model writes again is dropped. An answer that ends within
+    the reasoning is all reasoning. A closing marker without reasoning is text.
+
+    White space beside a marker belongs to the marker: none is shown at the beginning and at the end of the reasoning,
+    nor lines without text before the answer, whose own indentation stays. (vLLM and SGLang pass line ends on, so their
+    answers of Qwen3 begin with two; llama.cpp drops them as this does.)
+
+    With `calls`, a call that the model begins within the reasoning ends it: models forget the closing marker, and
+    clients would never see the call (vLLM's issue 39056; SGLang and vLLM's parser for Qwen3 do the same). Since
+    reasoning also mentions markers, this takes the beginning of a call that can be read, of a tool that was offered.
+    """
+
+    def __init__(self, markers: Markers, *, begins_inside: bool = False, calls: CallsWithin | None = None) -> None:
+        self._markers = markers
+        self._calls = calls
+        self._state = State.OPENED if begins_inside else State.BEGIN
+        self._steps: dict[State, Callable[[list[Part]], bool]] = {
+            State.BEGIN: self._begin,
+            State.OPENED: self._opened,
+            State.REASONING: self._reasoning,
+            State.CALL: self._call,
+            State.CLOSED: self._closed,
+            State.ANSWER: self._answer,
+            State.TEXT: self._text,
+        }
+        self._held = ""
+        self._line_ended = False  # in the white space after the last marker
+        self._in_answer = False  # its opening marker has come, and its closing one has not
+        self._probe: PartReader | None = None
+        self._space = self._probed = 0  # characters of the held text: before the call's marker, that the probe has read
+
+    @property
+    def inside(self) -> bool:
+        """The reasoning has begun and has not ended."""
+        return self._state in (State.OPENED, State.REASONING, State.CALL)
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._steps[self._state](parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        held, self._held = self._held, ""
+        if self._state is State.CALL and self._probe is not None and self._is_call(self._probe.finish()):
+            self._state = State.TEXT
+            return [Text(held[self._space :])]
+        if self._state is State.CLOSED and not held.strip(SPACE):
+            return []
+        return [Reasoning(held) if self.inside else Text(held)] if held else []
+
+    # ---- One step each: takes what it can from the held text; false when it needs more.
+
+    def _begin(self, parts: list[Part]) -> bool:
+        body = self._held.lstrip(SPACE)
+        space = len(self._held) - len(body)
+        answer = self._markers.answer[:1] if self._markers.answer else ()
+        if space <= MAX_SPACE:
+            if marker := _first(body, self._markers.open):
+                self._go(State.OPENED, body[len(marker) :])
+                return True
+            if marker := _first(body, answer):
+                self._in_answer = True
+                self._go(State.CLOSED, body[len(marker) :])
+                return True
+            if _may_become(body, (*self._markers.open, *answer)):
+                return False
+        self._go(State.TEXT, self._held)
+        return True
+
+    def _opened(self, parts: list[Part]) -> bool:
+        self._held = self._held.lstrip(SPACE)
+        if marker := _first(self._held, self._markers.open):
+            self._held = self._held[len(marker) :]
+            return True
+        if _may_become(self._held, self._markers.open):
+            return False
+        self._go(State.REASONING, self._held)
+        return True
+
+    def _reasoning(self, parts: list[Part]) -> bool:
+        ends = self._markers.close + (self._calls.markers if self._calls else ())
+        found = _find(self._held, ends)
+        end = found[0] if found else len(self._held) - begun(self._held, ends)
+        end -= _space_before(self._held, end)
+        parts.append(Reasoning(self._held[:end]))
+        self._held = self._held[end:]
+        if found is None:
+            return False
+        _, marker = found
+        self._space = self._held.index(marker)
+        if marker in self._markers.close:
+            self._go(State.CLOSED, self._held[self._space + len(marker) :])
+        elif self._calls is not None:
+            self._probe, self._probed = self._calls.reader(), self._space
+            self._state = State.CALL
+        return True
+
+    def _call(self, parts: list[Part]) -> bool:
+        assert self._probe is not None
+        most = self._space + MAX_CALL
+        is_call = self._is_call(self._probe.push(self._held[self._probed : most]))
+        self._probed = min(len(self._held), most)
+        if is_call is None and self._probed < most:
+            return False
+        if is_call:
+            self._go(State.TEXT, self._held[self._space :])
+        else:
+            parts.append(Reasoning(self._held[: self._space + 1]))
+            self._go(State.REASONING, self._held[self._space + 1 :])
+        return True
+
+    def _is_call(self, parts: Sequence[Part]) -> bool | None:
+        """Whether what was read from the marker on is a call; None: not known yet."""
+        first = next((part for part in parts if isinstance(part, CallBegin) or part.text), None)
+        if first is None:
+            return None
+        return isinstance(first, CallBegin) and self._calls is not None and first.name in self._calls.names
+
+    def _closed(self, parts: list[Part]) -> bool:
+        body = self._held.lstrip(SPACE)
+        space = self._held[: len(self._held) - len(body)]
+        opening = self._markers.answer[:1] if self._markers.answer and not self._in_answer else ()
+        if marker := _first(body, opening):
+            self._in_answer = True
+            self._go(State.CLOSED, body[len(marker) :])
+            return True
+        self._line_ended = self._line_ended or "\n" in space
+        indentation = space.rpartition("\n")[2][-MAX_SPACE:]
+        if _may_become(body, opening):
+            self._held = indentation + body
+            return False
+        body = indentation + body if self._line_ended else body
+        self._go(State.ANSWER if self._in_answer else State.TEXT, body)
+        return True
+
+    def _answer(self, parts: list[Part]) -> bool:
+        ends = self._markers.answer[1:] if self._markers.answer else ()
+        found = _find(self._held, ends)
+        end = found[0] if found else len(self._held) - begun(self._held, ends)
+        space = _space_before(self._held, end)
+        parts.append(Text(self._held[: end - space]))
+        self._held = self._held[end - space :]
+        if found is None:
+            return False
+        self._in_answer = False
+        self._go(State.CLOSED, self._held[space + len(found[1]) :])
+        return True
+
+    def _text(self, parts: list[Part]) -> bool:
+        parts.append(Text(self._held))
+        self._held = ""
+        return False
+
+    def _go(self, state: State, rest: str) -> None:
+        self._state, self._held, self._line_ended = state, rest, False
+
+
+def _first(text: str, markers: Sequence[str]) -> str | None:
+    """The marker with which the text begins."""
+    return next((marker for marker in markers if text.startswith(marker)), None)
+
+
+def _may_become(text: str, markers: Sequence[str]) -> bool:
+    """The text is empty or the beginning of a marker."""
+    return not text or any(marker.startswith(text) for marker in markers)
+
+
+def _find(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """The place of the marker that is complete first, and the marker."""
+    found = [(at + len(marker), at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found)[1:] if found else None
+
+
+def begun(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest suffix of the text that is a marker's beginning."""
+    longest = max((len(marker) for marker in markers), default=1)
+    return next((size for size in range(min(longest - 1, len(text)), 0, -1) if _ends_with(text[-size:], markers)), 0)
+
+
+def _ends_with(suffix: str, markers: Sequence[str]) -> bool:
+    return any(len(marker) > len(suffix) and marker.startswith(suffix) for marker in markers)
+
+
+def _space_before(text: str, end: int) -> int:
+    """The number of characters of white space before the place, up to MAX_SPACE."""
+    before = text[max(0, end - MAX_SPACE) : end]
+    return len(before) - len(before.rstrip(SPACE))

@@ -1,0 +1,237 @@
+"""Translates events of Generate to the Responses API: one response object, or its server-sent events.
+
+    created, in_progress ─▶ each item: output_item.added, content_part.added, deltas, done, content_part.done,
+    output_item.done ─▶ completed, incomplete or failed
+
+An item ends where the next part of the answer is of another kind. A response that is to be stored is stored before its
+last event is sent: whoever has `response.completed` can continue it, on any router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from time import time
+from typing import Any
+
+from services.router.answer.part_messages import parts_of
+from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text
+from services.router.frontend.http_answers import Events
+from services.router.frontend.json_body import encode
+from services.router.frontend.openai import openai_errors
+from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
+from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
+from services.router.frontend.openai.responses_output import (
+    CallItem,
+    CustomCallItem,
+    Event,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+)
+from services.router.frontend.openai.responses_tools import Tool
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem import results
+from tandem.errors import InternalError, TandemError
+from tandem.v1 import common_pb2, generation_pb2
+
+Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
+
+
+class ResponsesAnswer:
+    """Encodes the events of one request."""
+
+    def __init__(self, body: Responses, response_id: str, shown: str, tokenizer: Tokenizer, keep: Keep | None) -> None:
+        """`shown`: what the response object repeats of its request, a JSON object. Without `keep` it is not stored."""
+        self._body = body
+        self._streams = bool(body.stream)
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._id = response_id
+        self._head = encode({"id": response_id, "object": "response", "created_at": int(time())})[:-1]
+        self._shown = shown[1:-1]
+        self._sequence = 0  # of the next event
+        self._items: list[OutputItem] = []
+        self._ended: list[str] = []  # JSON of the items that have ended; at most the last one has not
+        self._scores = ""  # log probabilities of tokens whose text has not come yet
+        self._prompt_tokens = self._tokens = 0
+        self._receipt = generation_pb2.Receipt()
+
+    def named(self, error: TandemError) -> TandemError:
+        """The error with the field names of the request."""
+        return self._body.named(error)
+
+    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
+        """Status, body and headers of an answer that has not begun."""
+        return error.http, openai_errors.error_body(error), openai_errors.error_headers(error)
+
+    def error_event(self, error: TandemError) -> bytes:
+        """The end of a stream that has begun: what clients of either kind look for."""
+        about = openai_errors.error_fields(error)
+        text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
+        code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
+        failure = {"code": code, "message": about["message"]}
+        return (text + self._lifecycle("failed", self._response("failed", error=failure))).encode()
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        """The event as server-sent events; none before the first token."""
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._prompt_tokens = event.started.prompt_tokens
+            return b""
+        text = self._begin() if self._sequence == 0 else ""
+        text += await self._take(event)
+        if kind == "finished":
+            status, response = await self._end(event.finished)
+            text += self._lifecycle(status, response)
+        return text.encode()
+
+    async def collect(self, events: Events) -> bytes:
+        """The response object."""
+        response = ""
+        async for _, event in events:
+            kind = event.WhichOneof("event")
+            if kind == "started":
+                self._prompt_tokens = event.started.prompt_tokens
+                continue
+            await self._take(event)
+            if kind == "finished":
+                _, response = await self._end(event.finished)
+        return response.encode()
+
+    # ---- parts
+
+    async def _take(self, event: generation_pb2.GenerateResponse) -> str:
+        """What the event adds to the stream."""
+        if event.HasField("delta"):
+            self._tokens += len(event.delta.token_ids)
+            parts = parts_of(event.delta)
+            if event.delta.HasField("logprobs"):
+                await self._score(event.delta, parts)
+            return "".join(map(self._add, parts))
+        text = "".join(map(self._add, parts_of(event.finished)))
+        self._receipt = event.finished.receipt
+        stopped = event.finished.reason == common_pb2.FINISH_REASON_STOP
+        if not self._items:  # clients look for a message
+            text += self._open(MessageItem(self._new_id(MessageItem)))
+        return text + self._close("completed" if stopped else "incomplete")
+
+    def _add(self, part: Part) -> str:
+        item = self._items[-1] if self._items else None
+        text = ""
+        match part:
+            case CallBegin():
+                return self._turn_to(self._call(part))
+            case Text() if not isinstance(item, MessageItem):
+                text = self._turn_to(MessageItem(self._new_id(MessageItem)))
+            case Reasoning() if not isinstance(item, ReasoningItem):
+                seals = self._body.includes(SEALED_REASONING)
+                text = self._turn_to(ReasoningItem(self._new_id(ReasoningItem), seals=seals))
+            case CallArguments() if not isinstance(item, CallItem):
+                raise InternalError("arguments came without a call")
+        return text + self._grow(part.text)
+
+    def _grow(self, more: str) -> str:
+        item = self._items[-1]
+        item.add(more)
+        if isinstance(item, MessageItem):
+            item.score(self._scores)
+            self._scores = ""
+        return self._about(item, item.grown(more)) if self._streams else ""
+
+    def _turn_to(self, item: OutputItem) -> str:
+        return (self._close("completed") if self._items else "") + self._open(item)
+
+    def _open(self, item: OutputItem) -> str:
+        self._items.append(item)
+        if not self._streams:
+            return ""
+        added = ("output_item.added", f'"item":{item.json("in_progress")}')
+        return self._about(None, [added]) + self._about(item, item.begun())
+
+    def _close(self, status: str) -> str:
+        """Ends the last item."""
+        item = self._items[-1]
+        if isinstance(item, MessageItem):
+            item.score(self._scores)
+        self._scores = ""
+        text = self._about(item, item.done()) if self._streams else ""
+        self._ended.append(item.json(status))
+        return text + (self._about(None, [("output_item.done", f'"item":{self._ended[-1]}')]) if self._streams else "")
+
+    def _new_id(self, kind: type[OutputItem]) -> str:
+        """An id that no other item has: the response's, and the item's place."""
+        return f"{kind.prefix}_{self._id.removeprefix('resp_')}{len(self._items):04x}"
+
+    def _call(self, call: CallBegin) -> OutputItem:
+        tool = self._body.tools_read.by_name.get(call.name, Tool(call.name))
+        kind = CustomCallItem if tool.custom else CallItem
+        return kind(self._new_id(kind), call, tool)
+
+    async def _score(self, delta: generation_pb2.Delta, parts: Sequence[Part]) -> None:
+        """Keeps the log probabilities for the text that they are of. Those of a delta that has reasoning or calls are
+        dropped: it is unknown which of its tokens are text."""
+        if any(not isinstance(part, Text) for part in parts):
+            self._scores = ""
+            return
+        scores = await joined_json(self._scored, list(scored_tokens(delta.token_ids, delta.logprobs)))
+        self._scores += f",{scores}" if self._scores and scores else scores
+
+    def _scored(self, token: int, chosen: float | None, top: dict[int, float]) -> dict[str, Any]:
+        return {**self._one(token, chosen), "top_logprobs": [self._one(*likely) for likely in top.items()]}
+
+    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._tokenizer.token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    # ---- the response object and its events
+
+    def _begin(self) -> str:
+        response = self._response("in_progress")
+        return self._lifecycle("created", response) + self._lifecycle("in_progress", response)
+
+    async def _end(self, finished: generation_pb2.Finished) -> tuple[str, str]:
+        """Stores the response. Returns its status, and the object."""
+        stopped = finished.reason == common_pb2.FINISH_REASON_STOP
+        status = "completed" if stopped else "incomplete"
+        response = self._response(status)
+        if self._keep is not None:
+            await self._keep(response.encode())
+        return status, response
+
+    def _response(self, status: str, error: dict[str, Any] | None = None) -> str:
+        output = list(self._ended)
+        if len(output) < len(self._items):
+            output.append(self._items[-1].json("incomplete"))
+        about: dict[str, Any] = {
+            "status": status,
+            "completed_at": int(time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+        if self._body.tandem_receipt and status in ("completed", "incomplete"):
+            about["tandem_receipt"] = results.receipt(self._receipt).to_dict()
+        return f'{self._head},{encode(about)[1:-1]},"output":[{",".join(output)}],{self._shown}}}'
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self._prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self._receipt.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": self._receipt.reasoning_tokens},
+            "total_tokens": self._prompt_tokens + self._tokens,
+        }
+
+    def _lifecycle(self, name: str, response: str) -> str:
+        return self._event(f"response.{name}", f'"response":{response}', "")
+
+    def _about(self, item: OutputItem | None, events: list[Event]) -> str:
+        """The events of the last item."""
+        place = f',"output_index":{len(self._items) - 1}'
+        if item is not None:
+            place += f',"item_id":{encode(item.id)}'
+        return "".join(self._event(f"response.{kind}", fields, place) for kind, fields in events)
+
+    def _event(self, kind: str, fields: str, place: str) -> str:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number}{place},{fields}}}\n\n'

@@ -1,0 +1,149 @@
+"""The endpoints of the Responses API.
+
+POST    /v1/responses                    a response, streamed or not
+GET     /v1/responses/{id}               a stored one
+DELETE  /v1/responses/{id}
+GET     /v1/responses/{id}/input_items   the items before its answer
+POST    /v1/responses/{id}/cancel        400: no response runs in the background
+"""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.state.response_store import StoredResponse
+from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
+from services.router.frontend.json_body import to_json
+from services.router.frontend.openai import openai_protocol
+from services.router.frontend.openai.openai_sampling import Defaults
+from services.router.frontend.openai.responses_answer import ResponsesAnswer
+from services.router.frontend.openai.responses_body import Responses
+from services.router.frontend.openai.stored_responses import StoredResponses, conversation
+from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.offload import Offload
+from services.router.preprocess.served_model import ServedModel
+from services.router.preprocess.tokenizer import Tokenizer
+from services.router.preprocess.validation import checked_request_id
+from tandem.errors import InvalidRequest
+
+PATH = "/v1/responses"
+
+
+class ResponsePreparation:
+    """From a parsed body to what is generated. Its work on long bodies belongs on a thread."""
+
+    def __init__(
+        self,
+        endpoint: GeneratingEndpoint,
+        stored: StoredResponses,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        defaults: Defaults,
+    ) -> None:
+        self._endpoint = endpoint
+        self._stored = stored
+        self._model = model
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+
+    def prepared(self, body: Responses, request_id: str | None, tenant: str, before: StoredResponse | None) -> Prepared:
+        """`before`: the response that the body continues. Raises InvalidRequest, NotFound for a model that there is
+        not."""
+        model, adapter = self._endpoint.resolve_model(body.model)
+        request_id = checked_request_id(request_id or body.request_id or "")
+        response_id = f"resp_{secrets.token_hex(24)}"
+        count = iter(range(2**31))
+        items = body.begin(
+            lambda prefix: f"{prefix}_{response_id[5:]}{next(count):04x}", conversation(before) if before else []
+        )
+        context = self._model.facts().context
+        requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
+        encoded, shown = _encoded(items, "input"), _encoded(body.shown(model, requests[0].sampling), "body")
+        keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
+        encoder = ResponsesAnswer(body, response_id, shown.decode(), self._tokenizer, keep)
+        return Prepared(requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
+
+
+class ResponsesApi:
+    def __init__(
+        self,
+        endpoint: GeneratingEndpoint,
+        preparation: ResponsePreparation,
+        stored: StoredResponses,
+        bodies: BodyReader,
+        offload: Offload,
+    ) -> None:
+        self._endpoint = endpoint
+        self._preparation = preparation
+        self._stored = stored
+        self._bodies = bodies
+        self._offload = offload
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, self.create, methods=["POST"]),
+            Route(PATH + "/{id}", self.retrieve, methods=["GET"]),
+            Route(PATH + "/{id}", self.delete, methods=["DELETE"]),
+            Route(PATH + "/{id}/input_items", self.input_items, methods=["GET"]),
+            Route(PATH + "/{id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        tenant = self._stored.tenant(request)
+        request_id = request.headers.get("x-request-id")
+        body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
+        if prepared is None:
+            before = await self._stored.previous(tenant, body.previous_response_id or "")
+            about = (body, request_id, tenant, before)
+            size = len(before.input) + len(before.response)
+            prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
+        elif body.stores:
+            await self._stored.check()  # rather than after the answer has been computed
+        return self._endpoint.respond(request, prepared)
+
+    def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[Responses, Prepared | None]:
+        """The body, and what is to be generated unless it continues another response."""
+        body = openai_protocol.parse(raw, Responses)
+        if body.previous_response_id:
+            return body, None
+        return body, self._preparation.prepared(body, request_id, tenant, None)
+
+    async def retrieve(self, request: Request) -> Response:
+        for name in ("stream", "starting_after"):
+            if request.query_params.get(name, "false").lower() != "false":
+                raise InvalidRequest(
+                    f"{name} is not served: a stored response has ended, and comes as one object",
+                    field=name,
+                    bound="absent",
+                )
+        return Response(await self._stored.response(request, request.path_params["id"]), media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["id"]
+        await self._stored.delete(request, response_id)
+        return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        return Response(await self._stored.page(request, request.path_params["id"]), media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        await self._stored.response(request, request.path_params["id"])
+        raise InvalidRequest(
+            "only a response with `background` true can be cancelled, and none is; close the connection instead",
+            field="response_id",
+            bound="the id of a response in the background",
+        )
+
+
+def _encoded(value: object, name: str) -> bytes:
+    """As JSON. Raises InvalidRequest for lone surrogates, which JSON permits in a body and UTF-8 does not."""
+    try:
+        return to_json(value)
+    except UnicodeEncodeError as error:
+        raise wrong(name, "not valid Unicode in one of its texts", "valid Unicode") from error

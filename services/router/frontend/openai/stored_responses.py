@@ -1,0 +1,118 @@
+"""The stored responses of the tenant that asks: another tenant's id is unknown."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from starlette.requests import Request
+
+from cluster.state.response_store import ResponseStore, StoredResponse
+from services.router.frontend.json_body import to_json
+from services.router.frontend.openai.responses_items import Item
+from services.router.preprocess import json_limits
+from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.offload import Offload
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import NotFound, TooLarge
+from tandem.settings import Settings
+
+ID_PATTERN = re.compile(r"resp_[0-9a-f]{48}")
+MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of one page; OpenAI's bounds
+
+
+class StoredResponses:
+    def __init__(self, settings: Settings, store: ResponseStore, rate_limits: RateLimits, offload: Offload) -> None:
+        self._most = settings.max_prompt_bytes
+        self._store = store
+        self._rate_limits = rate_limits
+        self._offload = offload
+
+    def tenant(self, request: Request) -> str:
+        """Raises Unauthenticated."""
+        return self._rate_limits.who(request.headers.get("authorization")).name
+
+    async def check(self) -> None:
+        """Raises Unavailable while no response could be stored."""
+        await self._store.check()
+
+    async def put(self, tenant: str, response_id: str, input_items: bytes, response: bytes) -> None:
+        await self._store.put(tenant, response_id, input_items, response)
+
+    async def response(self, request: Request, response_id: str) -> bytes:
+        """The response object as JSON. Raises NotFound."""
+        return await self._store.response(self.tenant(request), _checked(response_id))
+
+    async def delete(self, request: Request, response_id: str) -> None:
+        """Raises NotFound."""
+        await self._store.delete(self.tenant(request), _checked(response_id))
+
+    async def page(self, request: Request, response_id: str) -> bytes:
+        """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest."""
+        tenant, query = self.tenant(request), request.query_params
+        limit, newest_first = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_PAGE):
+            raise wrong("limit", "out of bounds", f"1 to {MAX_PAGE}")
+        if newest_first not in ("asc", "desc"):
+            raise wrong("order", "unknown", "asc or desc")
+        found = await self._store.get(tenant, _checked(response_id))
+        about = (found.input, int(limit[:4]), newest_first == "desc", query.get("after"))
+        return await self._offload.run(tenant, len(found.input), _page, *about)
+
+    async def previous(self, tenant: str, response_id: str) -> StoredResponse:
+        """The response that a request continues. Raises NotFound with OpenAI's code, TooLarge."""
+        try:
+            found = await self._store.get(tenant, _checked(response_id))
+        except NotFound as error:
+            raise NotFound(
+                error.message, reason="PREVIOUS_RESPONSE_NOT_FOUND", field="previous_response_id", bound=error.bound
+            ) from error
+        size = len(found.input) + len(found.response)
+        if size > self._most:
+            raise TooLarge(
+                f"the conversation has {size} bytes, over {self._most}",
+                field="previous_response_id",
+                bound=f"a conversation of at most {self._most} bytes (max_prompt_bytes)",
+            )
+        return found
+
+
+def conversation(stored: StoredResponse) -> list[Item]:
+    """The items of a stored response: those before it, and its own. Long ones belong on a thread. Raises InvalidRequest
+    if they have more parts than a body may have."""
+    for part in (stored.input, stored.response):
+        json_limits.check(part, name="previous_response_id")
+    items: list[Item] = json.loads(stored.input)
+    return [*items, *json.loads(stored.response)["output"]]
+
+
+def _page(encoded: bytes, limit: int, newest_first: bool, after: str | None) -> bytes:
+    items: list[Item] = json.loads(encoded)
+    if newest_first:
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise wrong("after", "unknown", "the id of an item of this response")
+        items = items[places[-1] + 1 :]
+    page: dict[str, Any] = {
+        "object": "list",
+        "data": items[:limit],
+        "first_id": items[0]["id"] if items else "",
+        "last_id": items[:limit][-1]["id"] if items else "",
+        "has_more": len(items) > limit,
+    }
+    return to_json(page)
+
+
+def _checked(response_id: str) -> str:
+    """Raises NotFound for what is no id of a response."""
+    if not ID_PATTERN.fullmatch(response_id):
+        raise NotFound(
+            f"{response_id!r:.140} is not the id of a response",
+            reason="NO_SUCH_RESPONSE",
+            field="response_id",
+            bound="the id of a response that is kept",
+        )
+    return response_id

@@ -1,0 +1,104 @@
+"""Which alternatives of a `oneOf` certainly exclude each other."""
+
+from __future__ import annotations
+
+import json
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from services.router.preprocess.exclusive_schemas import MAX_ALTERNATIVES, ExclusiveSchemas
+from services.router.preprocess.grammar_schema import check_schema
+from tandem.errors import InvalidRequest
+
+INT, STR, ANY = {"type": "integer"}, {"type": "string"}, {}
+
+
+def object_of(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties) if required is None else required,
+    }
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [INT, STR, {"type": "null"}, {"type": ["boolean", "array"]}],
+        [{"const": "a"}, {"enum": ["b", 1]}, {"const": True}],
+        [{"const": "a"}, INT],
+        [object_of(kind={"const": "a"}), object_of(kind={"enum": ["b", "c"]})],
+        [object_of(at=object_of(kind={"const": 1})), object_of(at=object_of(kind={"const": 2}))],
+        [closed(object_of(a=INT)), closed(object_of(b=INT))],
+        [object_of(a=INT), object_of(b=INT)],  # neither writes the other's property
+        [object_of(a=INT), object_of(a=STR)],
+        [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"}],
+    ],
+    ids=lambda value: json.dumps(value)[:70],
+)
+def test_alternatives_that_exclude_each_other_pass(alternatives: list[Any]) -> None:
+    """Other types, other values, a required property that the other one lacks, a discriminator at any level."""
+    root = {"$defs": {"one": object_of(k={"const": 1}), "two": object_of(k={"const": 2})}, "oneOf": alternatives}
+    assert ExclusiveSchemas(root).overlapping(alternatives) is None
+    check_schema(root, "schema")
+
+
+@pytest.mark.parametrize(
+    "alternatives",
+    [
+        [INT, {"type": "number"}],
+        [{"const": 1}, {"const": 1.0}],
+        [{"const": [1, {"a": 2}]}, {"const": [1.0, {"a": 2.0}]}],
+        [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}],
+        [{"const": "a"}, STR],
+        [ANY, INT],
+        [object_of([], kind={"const": "a"}), object_of([], kind={"const": "b"})],  # not required: {} is both
+        [object_of(a=INT), object_of(["a"], a=INT, b=STR)],
+        [{**object_of(a=INT), "additionalProperties": True}, object_of(b=INT)],
+        [{**object_of(a=INT), "additionalProperties": {}}, object_of(b=INT)],
+        [{"type": "array", "items": INT}, {"type": "array", "items": STR}],  # [] is both
+        [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/one"}],
+    ],
+    ids=lambda value: json.dumps(value)[:70],
+)
+def test_alternatives_that_may_overlap_are_refused_by_name(alternatives: list[Any]) -> None:
+    """A text of the first may be valid under the second, which xgrammar would not notice."""
+    root = {"$defs": {"one": object_of(k={"const": 1})}, "oneOf": alternatives}
+    with pytest.raises(InvalidRequest, match="would not be excluded") as caught:
+        check_schema(root, "schema")
+    assert caught.value.field == "schema.oneOf"
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "x", [INT] * (MAX_ALTERNATIVES + 1), [INT, 5]])
+def test_alternatives_of_another_kind_or_number_are_refused(value: Any) -> None:
+    """The field names the place."""
+    with pytest.raises(InvalidRequest) as caught:
+        check_schema({"oneOf": value}, "schema")
+    assert caught.value.field.startswith("schema.oneOf")
+
+
+def test_references_in_a_circle_come_to_an_end() -> None:
+    """And prove nothing."""
+    root: dict[str, Any] = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    assert ExclusiveSchemas(root).overlapping([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]) is not None
+
+
+def test_many_alternatives_of_much_to_compare_take_little_time() -> None:
+    """The largest number, each with many properties of several levels, that differ at the last."""
+
+    def alternative(number: int) -> dict[str, Any]:
+        inner = object_of(
+            **{f"p{place}": object_of(x=INT, y={"enum": [f"same{n}" for n in range(4)]}) for place in range(8)}
+        )
+        return object_of(**{f"q{place}": inner for place in range(4)}, z={"const": number})
+
+    alternatives = [alternative(number) for number in range(MAX_ALTERNATIVES)]
+    began = thread_time()
+    assert ExclusiveSchemas({"oneOf": alternatives}).overlapping(alternatives) is None
+    assert thread_time() - began < 0.5
