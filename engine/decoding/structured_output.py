@@ -212,7 +212,9 @@ def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
 
 def _calls(separator: str | None, calls: list[tuple[str, str, str]], style: str = "json") -> str:
     """The grammar as xgrammar's structural tag. Each schema stays separate, so that `$ref` keeps its meaning."""
-    how = {"type": "json_schema", "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
+    # Beside a value without quotes, white space cannot be told from the value's own: the reader tries it without.
+    spaces = MAX_WHITESPACE if style == "json" else 1
+    how = {"type": "json_schema", "style": style, "max_whitespace_cnt": spaces}
     tags = [
         {"type": "tag", "begin": before, "content": {**how, "json_schema": json.loads(arguments)}, "end": after}
         for before, arguments, after in calls

@@ -41,6 +41,6 @@ def test_nothing_but_refusals(name: str) -> None:
 
 def test_control_a_bug_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of calls that depends on how the text was cut."""
-    monkeypatch.setattr("services.router.preprocess.tool_calls._begun", lambda text: 0)
+    monkeypatch.setattr("services.router.answer.call_formats.scanner.Ends.begun", lambda self, text, at: 0)
     with pytest.raises(AssertionError):
         calls(TARGETS["calls"][1][0])

@@ -193,8 +193,10 @@ class MistralCalls(ObjectCalls):
                 return False
             else:
                 break
+        if not is_name(name):
+            return False
         yield from self._in.space()
-        if not is_name(name) or (yield from self._in.peek()) != "{":
+        if (yield from self._in.peek()) != "{":
             return False
         self._begin(name, id)
         yield from self._in.nested(self._pass, self.ends)

@@ -40,6 +40,11 @@ class Ends:
                 return size
         return 0
 
+    def begins(self, text: str, at: int) -> bool:
+        """Whether text[at:] is the beginning of one of the texts, and not all of it."""
+        rest = text[at : at + self._longest]
+        return any(end.startswith(rest) and end != rest for end in self.texts)
+
 
 NOTHING = Ends()
 
@@ -60,6 +65,8 @@ class _JsonPlace:
             if match is None:
                 return len(text) - (0 if last or self._quoted else ends.begun(text, at)), ""
             at, found = match.end(), match[0]
+            if not self._quoted and not last and ends.begins(text, match.start()):
+                return match.start(), ""  # a bracket, or the beginning of an end
             if self._quoted and found == "\\":
                 self._escaped = at == len(text)  # the character after the backslash has not come
                 at = min(at + 1, len(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from services.router.answer.call_formats.python_literal import json_of_python
@@ -12,50 +13,92 @@ from services.router.answer.call_formats.scanner import MAX_HELD, Emit
 MAX_DEPTH = 4  # references and alternatives within each other, in a schema
 MAX_OPTIONS = 16
 _REF = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
-_KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+_TYPES = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
-def parameter_types(tools: list[Any], function: str, parameter: str) -> frozenset[str] | None:
-    """The JSON types that a parameter of an offered function may have; None: any."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a parameter may be, as far as that tells how to read it."""
+
+    types: frozenset[str] = frozenset()  # of JSON; empty: any
+    exact: bool = False  # a string of it has a pattern, a format, or few values: space beside it is none of it
+    longest: int | None = None  # characters of a string; None: any number
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is a string that can be passed on before its end is known."""
+        return self.types == frozenset({"string"}) and not self.exact and self.longest is None
+
+    def string(self, text: str) -> str:
+        """The string, of the text where it stands; a grammar allows one white space beside it on each side."""
+        if self.exact:
+            return text.strip()
+        for candidate in (text, text.rstrip(), text.lstrip(), text.strip()):
+            if self.longest is None or len(candidate) <= self.longest:
+                return candidate
+        return text
+
+
+ANY = Kind()
+
+
+def parameter_kind(tools: list[Any], function: str, parameter: str) -> Kind:
+    """Of a parameter of an offered function."""
     for tool in tools:
         if tool["function"]["name"] == function:
             schema = tool["function"].get("parameters")
             properties = schema.get("properties") if isinstance(schema, dict) else None
-            return _types(properties.get(parameter), schema, 0) if isinstance(properties, dict) else None
-    return None
+            return _kind(properties.get(parameter), schema, 0) if isinstance(properties, dict) else ANY
+    return ANY
 
 
-def _types(schema: Any, root: Any, depth: int) -> frozenset[str] | None:
+def _kind(schema: Any, root: Any, depth: int) -> Kind:
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return None
+        return ANY
     if isinstance(schema.get("$ref"), str) and (target := _REF.fullmatch(schema["$ref"])):
         definitions = root.get(target[1])
-        return _types(definitions.get(target[2]), root, depth + 1) if isinstance(definitions, dict) else None
-    if "type" in schema:
-        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return frozenset(name for name in names if isinstance(name, str)) or None
+        return _kind(definitions.get(target[2]), root, depth + 1) if isinstance(definitions, dict) else ANY
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return frozenset(_OF_PYTHON.get(type(value), "null") for value in values) or None
+        return Kind(frozenset(_OF_PYTHON.get(type(value), "null") for value in values), exact=True)
+    if "type" in schema:
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        longest = schema.get("maxLength")
+        return Kind(
+            frozenset(name for name in names if isinstance(name, str)),
+            exact="pattern" in schema or "format" in schema,
+            longest=longest if isinstance(longest, int) else None,
+        )
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            found = [_types(option, root, depth + 1) for option in schema[word][:MAX_OPTIONS]]
-            return frozenset().union(*(types for types in found if types)) if all(found) else None
-    return None
+            return _joined([_kind(option, root, depth + 1) for option in schema[word][:MAX_OPTIONS]])
+    return ANY
+
+
+def _joined(kinds: list[Kind]) -> Kind:
+    if not all(kind.types for kind in kinds):
+        return ANY
+    strings = [kind for kind in kinds if "string" in kind.types]
+    lengths = [kind.longest for kind in strings if kind.longest is not None]
+    return Kind(
+        frozenset().union(*(kind.types for kind in kinds)),
+        exact=any(kind.exact for kind in strings),
+        longest=max(lengths) if lengths and len(lengths) == len(strings) else None,
+    )
 
 
 class TypedValue:
     """Converts one value that arrives in pieces. A string is passed on as it comes, anything else when it is complete:
     as JSON if it is JSON, or Python's way to write it, and otherwise as a string."""
 
-    def __init__(self, types: frozenset[str] | None, emit: Emit) -> None:
-        self._types = types
+    def __init__(self, kind: Kind, emit: Emit) -> None:
+        self._kind = kind
         self._emit = emit
         self._pieces: list[str] | None = []  # of a value that is no string; None: what comes is passed on
         self._size = 0
         self._string = False
-        if types == frozenset({"string"}):
+        if kind.streams:
             self._go_on_as_string()
 
     def push(self, text: str) -> None:
@@ -69,7 +112,7 @@ class TypedValue:
 
     def end(self) -> None:
         if self._pieces is not None:
-            self._emit(_json("".join(self._pieces), self._types))
+            self._emit(_json("".join(self._pieces), self._kind))
         elif self._string:
             self._emit('"')
 
@@ -81,7 +124,7 @@ class TypedValue:
     def _give_up(self) -> None:
         """Passes on an incomplete value."""
         text = "".join(self._pieces or ()).strip()
-        if "string" not in (self._types or ()) and (text[:1] in ("{", "[") or as_json(text) is not None):
+        if "string" not in self._kind.types and (text[:1] in ("{", "[") or as_json(text) is not None):
             self._pieces = None
             self._emit(text)
         else:
@@ -98,17 +141,19 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json(text: str, types: frozenset[str] | None) -> str:
+def _json(text: str, kind: Kind) -> str:
+    if kind.types == frozenset({"string"}):
+        return f'"{escaped(kind.string(text))}"'
     value = as_json(text.strip())
     if value is None:
         value = as_json(json_of_python(text.strip()))
-    if value is None or (types is not None and "string" in types and not _fits(value, types - {"string"})):
-        return f'"{escaped(text)}"'
+    if value is None or ("string" in kind.types and not _fits(value, kind.types - {"string"})):
+        return f'"{escaped(kind.string(text))}"'
     return value
 
 
 def _fits(value: str, types: frozenset[str]) -> bool:
-    kind = _KINDS.get(value[0]) or ("integer" if re.fullmatch(r"-?\d+", value) else "number")
+    kind = _TYPES.get(value[0]) or ("integer" if re.fullmatch(r"-?\d+", value) else "number")
     return kind in types or (kind == "integer" and "number" in types)
 
 

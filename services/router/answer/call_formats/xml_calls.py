@@ -22,7 +22,7 @@ from typing import ClassVar
 from services.router.answer.call_formats.call_reader import CallReader, is_name
 from services.router.answer.call_formats.json_calls import NAME
 from services.router.answer.call_formats.scanner import MAX_NAME, NOTHING, Ends, Steps
-from services.router.answer.call_formats.typed_value import TypedValue, parameter_types
+from services.router.answer.call_formats.typed_value import TypedValue, parameter_kind
 
 _QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
 
@@ -68,7 +68,7 @@ class XmlCalls(CallReader):
             self._in.hold()
 
     def _value(self, name: str, key: str) -> Steps[None]:
-        value = TypedValue(parameter_types(self._tools, name, key), self._pass)
+        value = TypedValue(parameter_kind(self._tools, name, key), self._pass)
         end = yield from self._in.upto(self.value_ends, value.push)
         if not end:
             value.cut()
