@@ -52,12 +52,12 @@ class StoredResponses:
         """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest."""
         tenant, query = self.tenant(request), request.query_params
         limit, newest_first = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_PAGE):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
             raise wrong("limit", "out of bounds", f"1 to {MAX_PAGE}")
         if newest_first not in ("asc", "desc"):
             raise wrong("order", "unknown", "asc or desc")
         found = await self._store.get(tenant, _checked(response_id))
-        about = (found.input, int(limit[:4]), newest_first == "desc", query.get("after"))
+        about = (found.input, int(limit), newest_first == "desc", query.get("after"))
         return await self._offload.run(tenant, len(found.input), _page, *about)
 
     async def previous(self, tenant: str, response_id: str) -> StoredResponse:
