@@ -58,7 +58,8 @@ def _grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
             calls = [
                 [part.decode() for part in (call.before, call.arguments, call.after)] for call in message.calls.any
             ]
-            return GrammarSpec(kind, json.dumps([separator, calls]))
+            style = [message.calls.style] if message.calls.HasField("style") else []
+            return GrammarSpec(kind, json.dumps([separator, calls, *style]))
         return GrammarSpec(kind, "" if kind == "json" else getattr(message, kind).decode())
     except UnicodeDecodeError as error:
         raise InvalidRequest("not UTF-8", field=f"sampling.grammar.{kind}", bound="valid UTF-8") from error

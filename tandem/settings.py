@@ -21,7 +21,7 @@ RESERVED_OUTPUT_TOKENS = 64
 PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
-MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}){0,15}$"
+MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127})*$"
 ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
 

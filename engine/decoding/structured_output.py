@@ -210,9 +210,9 @@ def _compiled(spec: GrammarSpec, vocabulary: Vocabulary) -> Compiled:
     raise ValueError(f"no kind of grammar is named {spec.kind}")
 
 
-def _calls(separator: str | None, calls: list[tuple[str, str, str]]) -> str:
+def _calls(separator: str | None, calls: list[tuple[str, str, str]], style: str = "json") -> str:
     """The grammar as xgrammar's structural tag. Each schema stays separate, so that `$ref` keeps its meaning."""
-    how = {"type": "json_schema", "max_whitespace_cnt": MAX_WHITESPACE}
+    how = {"type": "json_schema", "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
     tags = [
         {"type": "tag", "begin": before, "content": {**how, "json_schema": json.loads(arguments)}, "end": after}
         for before, arguments, after in calls

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -112,6 +113,11 @@ class Http(Target):
                     raise await _error(answer)
                 models = (await answer.json())["data"]
             chosen = next((entry for entry in models if entry["id"] == (self._wanted or entry["id"])), None)
+            if chosen is None and self._wanted:  # it may be listed under its first name only
+                async with self._session.get(
+                    f"{self.address}/v1/models/{quote(self._wanted)}", timeout=timeout
+                ) as answer:
+                    chosen = await answer.json() if answer.status == 200 else None
             if chosen is None:
                 raise Unavailable(f"{self.address} serves no {self._wanted or 'model'}")
             self.model, self.context = chosen["id"], chosen.get("max_model_len")

@@ -20,6 +20,7 @@ from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
+from services.router.frontend.anthropic.messages_api import MessagesApi
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
@@ -134,10 +135,13 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        responses = self._build_responses(tokenizer, defaults)
-        self.http = Server(api.app(*self.dashboard.routes(), *responses.routes(), keys=keys), settings)
+        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
+        messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
+        responses = self._build_responses(endpoint, tokenizer, defaults)
+        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
+        self.http = Server(api.app(*doors, keys=keys), settings)
 
-    def _build_responses(self, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
+    def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
         settings = self.settings
         self.response_store = ResponseStore(
             settings.redis or "",
@@ -146,7 +150,6 @@ class Router:
             most_bytes=settings.max_tenant_response_mib * 1024 * 1024,
         )
         stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
-        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
         preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 

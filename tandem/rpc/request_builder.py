@@ -38,6 +38,8 @@ class Options(SamplingOptions, total=False):
     """No generation prompt after the last message."""
     chat_template: str | bytes | None
     """Another chat template than the model's, if the server permits it, or the name of another one that it has."""
+    suffix: str | bytes | None
+    """The completion fills the gap between the prompt and this text, if the model's tokenizer has tokens for that."""
     adapter: str | None
     """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None
@@ -232,6 +234,7 @@ SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "tools": _set_json,
     "template_variables": _set_json,
     "chat_template": _set_bytes,
+    "suffix": _set_bytes,
 }
 OF_CHATS = ("tools", "template_variables", "continue_last_message", "without_generation_prompt", "chat_template")
 

@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\xa2\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\x0cH\x00\x12\x0e\n\x04json\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\x0cH\x00\x12$\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12!\n\x05\x63\x61lls\x18P \x01(\x0b\x32\x10.tandem.v1.CallsH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\x0c\"K\n\x05\x43\x61lls\x12\x1c\n\x03\x61ny\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Call\x12\x16\n\tseparator\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_separator\"8\n\x04\x43\x61ll\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x0c\x12\x11\n\targuments\x18\x03 \x01(\x0c\"8\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"l\n\x0eTransferReport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x05 \x01(\x01\"o\n\rPrefillTiming\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\"D\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"A\n\x0bLedgerEntry\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x13\n\x0b\x61ge_seconds\x18\x03 \x01(\x01\"\xa2\x01\n\x06Ledger\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.tandem.v1.WorkerRef\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\'\n\x07\x65ntries\x18\x06 \x03(\x0b\x32\x16.tandem.v1.LedgerEntry\x12\x0e\n\x06\x66\x61ults\x18\x07 \x03(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*D\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x16\n\x12PATH_DISAGGREGATED\x10\x01\x12\x0e\n\nPATH_LOCAL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\xa2\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\x0cH\x00\x12\x0e\n\x04json\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\x0cH\x00\x12$\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x12.tandem.v1.ChoicesH\x00\x12!\n\x05\x63\x61lls\x18P \x01(\x0b\x32\x10.tandem.v1.CallsH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\x0c\"i\n\x05\x43\x61lls\x12\x1c\n\x03\x61ny\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Call\x12\x16\n\tseparator\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x12\n\x05style\x18\x64 \x01(\tH\x01\x88\x01\x01\x42\x0c\n\n_separatorB\x08\n\x06_style\"8\n\x04\x43\x61ll\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x0c\x12\x11\n\targuments\x18\x03 \x01(\x0c\"8\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x03(\x02\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"l\n\x0eTransferReport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x05 \x01(\x01\"o\n\rPrefillTiming\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\"D\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"A\n\x0bLedgerEntry\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x13\n\x0b\x61ge_seconds\x18\x03 \x01(\x01\"\xa2\x01\n\x06Ledger\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.tandem.v1.WorkerRef\x12\r\n\x05total\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\'\n\x07\x65ntries\x18\x06 \x03(\x0b\x32\x16.tandem.v1.LedgerEntry\x12\x0e\n\x06\x66\x61ults\x18\x07 \x03(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*D\n\x04Path\x12\x14\n\x10PATH_UNSPECIFIED\x10\x00\x12\x16\n\x12PATH_DISAGGREGATED\x10\x01\x12\x0e\n\nPATH_LOCAL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=992
-  _globals['_FINISHREASON']._serialized_end=1087
-  _globals['_PATH']._serialized_start=1089
-  _globals['_PATH']._serialized_end=1157
+  _globals['_FINISHREASON']._serialized_start=1022
+  _globals['_FINISHREASON']._serialized_end=1117
+  _globals['_PATH']._serialized_start=1119
+  _globals['_PATH']._serialized_end=1187
   _globals['_GRAMMAR']._serialized_start=38
   _globals['_GRAMMAR']._serialized_end=200
   _globals['_CHOICES']._serialized_start=202
   _globals['_CHOICES']._serialized_end=226
   _globals['_CALLS']._serialized_start=228
-  _globals['_CALLS']._serialized_end=303
-  _globals['_CALL']._serialized_start=305
-  _globals['_CALL']._serialized_end=361
-  _globals['_LOGPROBS']._serialized_start=363
-  _globals['_LOGPROBS']._serialized_end=419
-  _globals['_ADAPTER']._serialized_start=421
-  _globals['_ADAPTER']._serialized_end=465
-  _globals['_TRANSFERREPORT']._serialized_start=467
-  _globals['_TRANSFERREPORT']._serialized_end=575
-  _globals['_PREFILLTIMING']._serialized_start=577
-  _globals['_PREFILLTIMING']._serialized_end=688
-  _globals['_WORKERREF']._serialized_start=690
-  _globals['_WORKERREF']._serialized_end=758
-  _globals['_LEDGERENTRY']._serialized_start=760
-  _globals['_LEDGERENTRY']._serialized_end=825
-  _globals['_LEDGER']._serialized_start=828
-  _globals['_LEDGER']._serialized_end=990
+  _globals['_CALLS']._serialized_end=333
+  _globals['_CALL']._serialized_start=335
+  _globals['_CALL']._serialized_end=391
+  _globals['_LOGPROBS']._serialized_start=393
+  _globals['_LOGPROBS']._serialized_end=449
+  _globals['_ADAPTER']._serialized_start=451
+  _globals['_ADAPTER']._serialized_end=495
+  _globals['_TRANSFERREPORT']._serialized_start=497
+  _globals['_TRANSFERREPORT']._serialized_end=605
+  _globals['_PREFILLTIMING']._serialized_start=607
+  _globals['_PREFILLTIMING']._serialized_end=718
+  _globals['_WORKERREF']._serialized_start=720
+  _globals['_WORKERREF']._serialized_end=788
+  _globals['_LEDGERENTRY']._serialized_start=790
+  _globals['_LEDGERENTRY']._serialized_end=855
+  _globals['_LEDGER']._serialized_start=858
+  _globals['_LEDGER']._serialized_end=1020
 # @@protoc_insertion_point(module_scope)

@@ -48,12 +48,14 @@ class Choices(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Calls(_message.Message):
-    __slots__ = ("any", "separator")
+    __slots__ = ("any", "separator", "style")
     ANY_FIELD_NUMBER: _ClassVar[int]
     SEPARATOR_FIELD_NUMBER: _ClassVar[int]
+    STYLE_FIELD_NUMBER: _ClassVar[int]
     any: _containers.RepeatedCompositeFieldContainer[Call]
     separator: bytes
-    def __init__(self, any: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., separator: _Optional[bytes] = ...) -> None: ...
+    style: str
+    def __init__(self, any: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., separator: _Optional[bytes] = ..., style: _Optional[str] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("before", "after", "arguments")

@@ -171,6 +171,10 @@ def chosen(name: str) -> st.SearchStrategy[Any]:
         )
     if name == "otlp_endpoint":
         return st.sampled_from(["http://otel-collector.monitoring:4317", "https://traces:4317/"])
+    if name == "served_model_name":
+        return st.sampled_from(["chat", "team/chat,chat"])
+    if name == "cors_origins":
+        return st.sampled_from(["*", "https://chat.example.com,http://localhost:3000"])
     if name == "adapters":
         return st.dictionaries(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,9}\Z"), st.just("/models/a"), max_size=2)
     return st.sampled_from(["/models/llama", "org/name", 'a "quoted" $(NAME)', "{{ .Values }}"])

@@ -24,8 +24,10 @@ from engine.core.sequence import Sequence
 from engine.decoding.sampler import choose
 from engine.decoding.structured_output import Grammars, Masks, Matcher, Vocabulary, _compiled, matcher_of, vocabulary
 from services.proto_convert import sampling_from
-from services.router.preprocess import grammar_schema, tool_calls
-from services.router.preprocess.tool_calls import Format
+from services.router.answer.call_formats import registry
+from services.router.answer.parts import CallArguments, CallBegin, Text, joined
+from services.router.preprocess import grammar_schema
+from services.router.preprocess.chat import forced_calls
 from tandem.errors import Busy, InternalError, InvalidRequest, PreconditionFailed
 from tandem.sampling import GrammarSpec, ReasoningTokens, Sampling
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
@@ -287,33 +289,63 @@ BOTH = {
 FUNCTIONS = [{"function": {"name": name, "parameters": parameters}} for name, parameters in BOTH.items()]
 
 
-def calls_of(format: Format, **choice: Any) -> GrammarSpec:
-    grammar = tool_calls.forced(FUNCTIONS, generation_pb2.ToolChoice(**choice), format)
+def calls_of(format: str, **choice: Any) -> GrammarSpec:
+    grammar = forced_calls.forced(FUNCTIONS, generation_pb2.ToolChoice(**choice), format)
     spec = sampling_from(sampling_pb2.Sampling(grammar=grammar), VOCAB).grammar
     assert spec is not None
     return spec
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3"])
-def test_what_is_written_where_calls_are_forced_is_calls(format: Format) -> None:
+def read(format: str, text: str, tools: list[Any] = FUNCTIONS) -> tuple[str, list[tuple[str, Any]]]:
+    """What is no call, and the calls."""
+    shown, found = "", list[tuple[str, str]]()
+    reader = registry.reader_of(format, tools)
+    for part in joined(reader.push(text) + reader.finish()):
+        match part:
+            case Text(text):
+                shown += text
+            case CallBegin(_, name):
+                found.append((name, ""))
+            case CallArguments(text):
+                found[-1] = (found[-1][0], text)
+    return shown, found
+
+
+@pytest.mark.parametrize("format", registry.NAMES)
+def test_what_is_written_where_calls_are_forced_is_calls(format: str) -> None:
     """A model with constant logits writes only calls of the functions, with arguments of their schemas: one, or several
-    where allowed, of any function or of the named one."""
+    where allowed, of any function or of the named one. Each format reads what it forces."""
     found: dict[Any, list[list[str]]] = {}
     for choice, seed in itertools.product([{}, {"several": True}, {"name": "no"}], range(8)):
-        text, ended = write(calls_of(format, **choice), seed, likes=b"\n;")
-        reader = tool_calls.CallReader(format)
-        shown = reader.push(text) + reader.finish()
-        for call in reader.calls:
-            jsonschema.validate(json.loads(call.arguments), BOTH[call.name] or {"const": {}})
+        text, ended = write(calls_of(format, **choice), seed, 800, likes=b"\n;")
+        shown, calls = read(format, text)
         if ended:
+            for name, arguments in calls:
+                jsonschema.validate(json.loads(arguments), BOTH[name] or {"const": {}})
             assert not shown.strip()
-            found.setdefault(str(choice), []).append([call.name for call in reader.calls])
+            found.setdefault(str(choice), []).append([name for name, _ in calls])
     one, several, named = found.values()
     assert {len(names) for names in one} == {len(names) for names in named} == {1}
     assert min(map(len, several)) == 1
     assert max(map(len, several)) > 1
     assert {names[0] for names in one} == {*BOTH}
     assert {names[0] for names in named} == {"no"}
+
+
+@pytest.mark.parametrize("format", ["qwen3_coder", "glm"])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(schema=st.recursive(LEAVES, branches, max_leaves=4), seed=st.integers(0, 2**32))
+def test_arguments_without_quotes_are_read_as_their_schema_wants(format: str, schema: Any, seed: int) -> None:
+    """Of whatever type: what a grammar lets a model write as tags becomes JSON that the schema finds valid."""
+    properties = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    tools = [{"function": {"name": "f", "parameters": properties}}]
+    grammar = forced_calls.forced(tools, generation_pb2.ToolChoice(), format)
+    spec = sampling_from(sampling_pb2.Sampling(grammar=grammar), VOCAB).grammar
+    assert spec is not None
+    text, ended = write(spec, seed, likes=b"</")
+    if ended:
+        [(_, arguments)] = read(format, text, tools)[1]
+        jsonschema.Draft202012Validator(properties).validate(json.loads(arguments))
 
 
 def test_calls_are_matched_again_from_their_tokens() -> None:

@@ -17,9 +17,9 @@ import jsonschema
 import openai
 import pytest
 
-from services.router.frontend import http_api, http_body, http_server
+from services.router.frontend import http_answers, http_body, http_server
 from services.router.frontend.openai.openai_sampling import Defaults
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.faults import Harm, hold_until
 from tests.support.stopwatch import Stopwatch
@@ -488,7 +488,7 @@ async def test_a_client_that_hangs_up_frees_every_block_within_a_second(
         async def never(receive: Any) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(http_api, "_gone", never)
+        monkeypatch.setattr(http_answers, "_gone", never)
         await leave(it, stream)
         assert not await until(lambda: not any(it.cluster.held().values()), 1.0)
         await it.cluster.router.http.stop(0.0)

@@ -12,7 +12,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from loadtest.loadgen.targets import Http
 from services.router.frontend import cors
+from tandem.errors import Unavailable
 from tests.support.templates import HERMES
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -292,3 +294,14 @@ async def test_only_allowed_tools_are_shown_to_the_model_and_called(door: Any, t
         for choice in ("auto", "none", None):
             await chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
         await chat(parallel_tool_calls=False)
+
+
+async def test_a_load_client_may_name_the_model_by_its_path(door: Any) -> None:
+    """Which is not in the list: it finds the name there is for it, and none for a model that there is not."""
+    async with door() as it:
+        address = f"http://{it.cluster.router.http.address}"
+        async with Http(address, str(DEMO)) as target:
+            assert target.model == DEMO.name
+        with pytest.raises(Unavailable, match="serves no /nowhere"):
+            async with Http(address, "/nowhere"):
+                pass

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.router.preprocess.chat_template import ChatTemplate, Rendering, load_template
+from services.router.preprocess.chat.chat_template import ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.templates import HERMES
 
@@ -123,11 +123,12 @@ def test_offered_tools_choose_the_template_for_tools(tmp_path: Path, files: Any)
     assert template is not None
     assert template.render([USER]) == "plain é"
     if len(files) == 1 or "tool_use" in files:
-        assert template.calls == "hermes"
+        assert template.knows_tools
+        assert template.tool_source == HERMES
         assert template.render([USER], TOOLS) == expected(HERMES, [USER], TOOLS)
         assert template.render([USER], how=Rendering(template="tool_use")) == expected(HERMES, [USER])
     else:
-        assert template.calls is None
+        assert not template.knows_tools
 
 
 def test_a_checkpoint_without_a_default_template_has_no_chat(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ HARMONY = (
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_has_every_name_under_which_templates_look_for_it(name: str) -> None:
     """It is prompt.py that names it; a template reads its own name."""
-    from services.router.preprocess.prompt import _messages
+    from services.router.preprocess.chat.prompt import _messages
     from tandem.v1 import generation_pb2
 
     message = generation_pb2.ChatMessage(role="assistant", content=b"x", reasoning="é".encode())

@@ -111,6 +111,8 @@ def test_a_header_without_an_end_is_bounded() -> None:
         parts = read([answer])
         assert "".join(text for _, text in parts).count("x") == size
         assert read(list(answer)) == parts
+        answer = f"<|channel|>final{'x' * size}<|constrain|>{'y' * MAX_HEADER}"
+        assert read([answer]) == read(list(answer)) == [("says", "x" * size + "y" * MAX_HEADER)]
     reader = HarmonyReader(offers_tools=True)
     for _ in range(50_000):
         reader.push("to=")

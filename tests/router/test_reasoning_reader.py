@@ -127,6 +127,20 @@ def test_a_call_of_an_offered_tool_ends_the_reasoning(answer: str, reasoning: st
     assert read([answer], PAIRED, True) == of(ending[0].rstrip() if ending[1] else ending[0], ending[2].lstrip())
 
 
+def test_a_call_that_is_known_at_the_end_alone_is_a_call_too() -> None:
+    """The end of the answer may complete what tells that it is one."""
+
+    class Late(Calls):
+        def push(self, text: str) -> list[Part]:
+            return []
+
+        def finish(self) -> list[Part]:
+            return [CallBegin("id", "f")]
+
+    for names, parts in (("f", of("a", "[f")), ("g", of("a [f", ""))):
+        assert read(["a [", "f"], PAIRED, True, CallsWithin(("[",), Late, frozenset(names))) == parts
+
+
 def test_a_call_that_stays_unknown_does_not_hold_the_reasoning_forever() -> None:
     """After MAX_CALL characters the marker was only mentioned; the same for every cut."""
 

@@ -13,7 +13,7 @@ from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import SEALED, sealed
 from services.router.frontend.openai.responses_tools import custom_input
-from services.router.preprocess.prompt import MAX_TOOLS
+from services.router.preprocess.chat.prompt import MAX_TOOLS
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers
 
 from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
 from services.router.preprocess import tokenizer as texts
-from services.router.preprocess.chat_template import ChatTemplate
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import CheckpointRefused, InvalidRequest
@@ -279,3 +279,25 @@ def test_a_template_that_fails_refuses_the_messages(source: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(source, {}).render([{"role": "user", "content": deep}])
     assert caught.value.field == "chat.messages"
+
+
+def test_a_bad_word_is_spelled_at_a_beginning_and_after_a_space() -> None:
+    """Spaces before it do not count, and one spelling is not there twice."""
+    assert TEXT.backend is not None
+    for word in ("heapq", "   heapq"):
+        first, second = TEXT.spellings(word)
+        assert TEXT.decode(first) == "heapq"
+        assert TEXT.decode(second) == " heapq"
+    text = FALLBACK["llama"]
+    assert text.spellings("") == [text.encode(" ", special=False)]
+
+
+def test_special_tokens_are_shown_to_whom_wants_them() -> None:
+    """Between words and between bytes, as the whole text decodes."""
+    text = FALLBACK["llama"]
+    assert text.backend is not None
+    word, begin = text.backend.token_to_id("\u2581ab"), text.backend.token_to_id("<s>")
+    ids = [word, begin, BYTE + 0x41, begin, word, 10**6]
+    stream = Detokenizer(text, special=True)
+    assert "".join([*(stream.push([token]) for token in ids), stream.finish()]) == "ab<s>A<s> ab"
+    assert streamed(text, ids, [1] * len(ids)) == "abA ab"

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services.router.preprocess.tool_calls import CallReader, Format, forced, format_of
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.router.preprocess.chat_template import ChatTemplate
-from services.router.preprocess.tool_calls import CallReader, Format, forced, format_of
+from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.templates import HERMES, LLAMA

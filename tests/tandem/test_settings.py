@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +83,56 @@ def test_adapters_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TANDEM_ADAPTERS", "a=folder")
     with pytest.raises(SettingsError, match="JSON"):
         settings.load(model="m")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"model": "Qwen/Qwen3-0.6B"}, ("Qwen/Qwen3-0.6B",)),
+        ({"model": "/models/Qwen3-0.6B/"}, ("Qwen3-0.6B",)),
+        ({"model": "./small"}, ("small",)),
+        ({"model": "/"}, ("/",)),
+        ({"model": "/models/x", "served_model_name": "chat"}, ("chat",)),
+        ({"model": "/models/x", "served_model_name": "team/chat,chat"}, ("team/chat", "chat")),
+    ],
+)
+def test_a_model_has_the_names_that_are_given_or_the_last_part_of_its_path(
+    given: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    """A path outside of this machine's folders included; a hub id is a name as it is."""
+    assert settings.load(**given).model_names == names
+
+
+def test_a_folder_that_looks_like_a_hub_id_has_the_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system decides."""
+    (tmp_path / "demo/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "demo")
+    assert settings.load(model="demo/model").model_names == ("demo/model",)
+    monkeypatch.chdir(tmp_path)
+    assert settings.load(model="demo/model").model_names == ("model",)
+    monkeypatch.chdir(tmp_path / "demo/model")
+    assert settings.load(model=".").model_names == ("model",)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"served_model_name": ""}, "served_model_name"),
+        ({"served_model_name": "a,,b"}, "served_model_name"),
+        ({"served_model_name": "a b"}, "served_model_name"),
+        ({"served_model_name": "x" * 129}, "served_model_name"),
+        ({"served_model_name": "a,poet", "adapters": {"poet": "p"}}, "adapters"),
+        ({"model": "/models/poet", "adapters": {"poet": "p"}}, "adapters"),
+        ({"cors_origins": "chat.example.com"}, "cors_origins"),
+        ({"cors_origins": "https://chat.example.com/"}, "cors_origins"),
+        ({"cors_origins": "*,https://chat.example.com"}, "cors_origins"),
+        ({"cors_origins": "https://*.example.com"}, "cors_origins"),
+    ],
+)
+def test_names_and_origins_that_mean_nothing_are_refused(given: dict[str, Any], field: str) -> None:
+    """Empty, with spaces, the name of an adapter; origins with a path, without a scheme, or of a pattern."""
+    with pytest.raises(SettingsError) as caught:
+        settings.load(**{"model": "m", **given})
+    assert caught.value.field == field

@@ -12,7 +12,8 @@ TOOLS = [{"name": TOOL["name"], "description": TOOL["description"], "input_schem
 
 
 def messages() -> object:
-    options = {"model": MODEL, "max_tokens": 16, "messages": MESSAGES, "system": "Be short.", "temperature": 0.0}
+    options = {"model": MODEL, "max_tokens": 16, "messages": MESSAGES, "system": "Be short."}
+    options["extra_body"] = {"temperature": 0.0}  # which the package no longer has
     whole = client.messages.create(**options)
     with client.messages.stream(**options) as stream:
         text = "".join(stream.text_stream)

@@ -113,9 +113,11 @@ class AnswerFormat:
         white space. With `continued` the answer goes on with the model's own message: its reasoning has an opening
         marker without a closing one after it. A marker before other text counts only then, since users write markers
         too."""
+        opening: tuple[str, ...]
+        close: tuple[str, ...]
         if self.harmony:
-            opening: tuple[str, ...] = (f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",)
-            close: tuple[str, ...] = harmony_reader.ENDS
+            opening = (f"{harmony_reader.CHANNEL}analysis{harmony_reader.MESSAGE}",)
+            close = harmony_reader.ENDS
         elif self.reasoning:
             opening, close = self.reasoning.open, self.reasoning.close
         else:

@@ -81,13 +81,13 @@ class Generating(Response, ABC):
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         status, body, headers = self._answer.refusal(error)
-        await write(send, status, body, {"x-request-id": self._request_id, **headers})
+        await write(send, status, body, {**id_headers(self._request_id), **headers})
 
 
 class Collected(Generating):
     async def _send(self, events: Events, send: Send) -> None:
         body = await self._answer.collect(events)
-        await write(send, 200, body, {"x-request-id": self._request_id})
+        await write(send, 200, body, id_headers(self._request_id))
 
 
 class Streaming(Generating):
@@ -101,8 +101,8 @@ class Streaming(Generating):
                 continue
             if not self._started:
                 self._started = True
-                headers = {"content-type": "text/event-stream; charset=utf-8", "x-request-id": self._request_id}
-                await send(_head(200, {**headers, "cache-control": "no-cache"}))
+                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                await send(_head(200, {**headers, **id_headers(self._request_id)}))
             await send({"type": "http.response.body", "body": message, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -112,6 +112,11 @@ class Streaming(Generating):
             return
         log.warning("stream.failed", request=self._request_id, error=error.message)
         await send({"type": "http.response.body", "body": self._answer.error_event(error), "more_body": False})
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """As OpenAI's clients read it, and as Anthropic's do."""
+    return {"x-request-id": request_id, "request-id": request_id}
 
 
 def _head(status: int, headers: dict[str, str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.router.frontend.anthropic import messages_errors
 from services.router.frontend.cors import with_cors
 from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_answers import write
@@ -170,7 +171,7 @@ class KeyMiddleware:
                 self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
-                await write(send, error.http, openai_errors.error_body(error), headers)
+                await write(send, error.http, _body(scope["path"], error), headers)
                 return
             others = [pair for pair in scope["headers"] if pair[0] not in (b"authorization", b"x-api-key")]
             scope = {**scope, "headers": [*others, (b"authorization", authorization)]}
@@ -192,6 +193,13 @@ def _authorization(scope: Scope) -> bytes:
 # ---- errors
 
 
+def _body(path: str, error: TandemError) -> bytes:
+    """In the shape that the clients of that path read."""
+    if path.startswith("/v1/messages"):
+        return messages_errors.error_body(error)
+    return openai_errors.error_body(error)
+
+
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     return Response(openai_errors.error_body(error), error.http, openai_errors.error_headers(error), "application/json")
@@ -200,5 +208,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
 async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     """404 and 405 of the router of URLs, in the shape that every client reads."""
     assert isinstance(error, HTTPException)
-    body = openai_errors.error_body(NotFound(f"{request.method} {request.url.path:.100} is not served", field="url"))
+    path = request.url.path
+    body = _body(path, NotFound(f"{request.method} {path:.100} is not served", field="url"))
     return Response(body, error.status_code, error.headers, "application/json")

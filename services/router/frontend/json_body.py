@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from services.router.preprocess import json_limits
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from tandem.errors import InvalidRequest
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
@@ -24,6 +29,16 @@ def read(body: bytes, most_numbers: int = MAX_NUMBERS) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong("body", f"a JSON {type(value).__name__}", "a JSON object")
     return value
+
+
+def validated(fields: dict[str, Any], kind: type[Kind]) -> Kind:
+    """Raises InvalidRequest for the first error; the message contains none of the body's content."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{name}: {first['msg']}", field=name, bound=first["msg"]) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

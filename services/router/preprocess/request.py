@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from services.router.answer.reading import Reading
-from services.router.preprocess import grammar_schema, tool_calls, validation
-from services.router.preprocess.prompt import prompt_tokens, tools_of
+from services.router.preprocess import grammar_schema, validation
+from services.router.preprocess.chat import forced_calls
+from services.router.preprocess.chat.prompt import prompt_tokens, tools_of
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
@@ -160,7 +161,7 @@ def _reading(message: generation_pb2.GenerateRequest, tokenizer: Tokenizer, rend
         reading = Reading(answer_format, tools, wanted.begins_in_reasoning, wanted.one_call)
     elif message.WhichOneof("input") == "chat" and not chat.raw:
         one_call = chat.HasField("parallel_calls") and not chat.parallel_calls
-        begins_inside = answer_format.begins_inside(rendered_end)
+        begins_inside = answer_format.begins_inside(rendered_end, continued=chat.continue_last_message)
         reading = Reading(answer_format, tools_of(chat.tools), begins_inside, one_call)
     else:
         return None
@@ -220,4 +221,10 @@ def _grammar(
         raise InvalidRequest(
             "tool_choice forces a call, but there are no tools", field="chat.tool_choice", bound="absent without tools"
         )
-    return tool_calls.forced(offered, message.chat.tool_choice, calls_format)  # type: ignore[arg-type]
+    if calls_format not in forced_calls.FORMATS:
+        raise InvalidRequest(
+            "this model writes calls with special tokens, which no grammar can force",
+            field="chat.tool_choice",
+            bound="absent with this model",
+        )
+    return forced_calls.forced(offered, message.chat.tool_choice, calls_format)

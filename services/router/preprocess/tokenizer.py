@@ -10,7 +10,7 @@ import tokenizers
 
 from services.router.answer.answer_format import PLAIN, AnswerFormat
 from services.router.preprocess import infilling
-from services.router.preprocess.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
+from services.router.preprocess.chat.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 
 # Texts of at most this many bytes per token of the context are tokenised without a check: that costs at most
@@ -91,7 +91,8 @@ class Tokenizer:
         opening, close = self.answer_format.reasoning_markers
         backend = self._need()
         tokens = {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
-        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if close in tokens else []
+        ends = close in tokens or self.answer_format.harmony
+        return tokens.get(opening), backend.encode(close, add_special_tokens=False).ids if ends else []
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids, with the special tokens that the model expects around plain text unless `special` is off. Raises
@@ -113,8 +114,9 @@ class Tokenizer:
         return text
 
     def spellings(self, word: str) -> list[list[int]]:
-        """The tokens that spell the word at the beginning of a text, and those after a space: what vLLM takes for a bad
-        word. Spaces before the word do not count. Raises InvalidRequest without a tokenizer."""
+        """The tokens that spell the word at the beginning of a text, and those after a space. Spaces before the word do
+        not count. (Of a bad word vLLM takes both too, the second only where it has as many tokens as the first.)
+        Raises InvalidRequest without a tokenizer."""
         bare = word.lstrip()
         found = [self.encode(text, special=False) for text in (bare, f" {bare}")]
         return [ids for place, ids in enumerate(found) if ids and ids not in found[:place]]

@@ -98,6 +98,11 @@ class ObjectCalls(CallReader):
                 self._show(self._in.release())
                 return
 
+    def _more(self) -> Steps[bool]:
+        """Whether anything but white space, which is read, follows a comma between two calls."""
+        yield from self._in.space()
+        return (yield from self._in.peek()) != ""
+
 
 class HermesCalls(ObjectCalls):
     openers = Ends("<tool_call>")
@@ -165,17 +170,17 @@ class MistralCalls(ObjectCalls):
             self._in.hold()
             yield from self._in.space()
             separator = yield from self._in.literal((",", "]", "}"))
-            if separator == "}":  # one too many
-                continue
-            if separator == "]":
+            if separator == "":
+                self._in.back()
+                return True
+            if separator == "]" or (separator == "," and not (yield from self._more())):
                 self._in.drop()
                 return True
-            if separator == ",":
-                yield from self._in.space()
-                if (yield from self._in.literal(("{",))) and (yield from self._object(marked=marked)):
-                    continue
-            self._in.back() if separator == "" else self._show(self._in.release())
-            return True
+            if separator == "}":  # one too many
+                continue
+            if not (yield from self._in.literal(("{",))) or not (yield from self._object(marked=marked)):
+                self._show(self._in.release())
+                return True
 
     def _named(self) -> Steps[bool]:
         """NAME[ARGS]{...}, NAME[CALL_ID]ID[ARGS]{...} or NAME{...}."""

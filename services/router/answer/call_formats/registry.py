@@ -7,17 +7,31 @@ from typing import Any
 
 from services.router.answer.call_formats.call_reader import CallReader
 from services.router.answer.call_formats.json_calls import HermesCalls, Llama3Calls, MistralCalls
+from services.router.answer.call_formats.named_calls import DeepSeekCalls, KimiCalls
+from services.router.answer.call_formats.pythonic_calls import PythonicCalls
+from services.router.answer.call_formats.xml_calls import GlmCalls, Qwen3CoderCalls
 from services.router.answer.parts import PartReader
 
 _READERS: dict[str, type[CallReader]] = {
     "hermes": HermesCalls,
+    "qwen3_coder": Qwen3CoderCalls,
+    "glm": GlmCalls,
     "llama3": Llama3Calls,
+    "pythonic": PythonicCalls,
     "mistral": MistralCalls,
+    "deepseek_v3": DeepSeekCalls,
+    "deepseek_v31": DeepSeekCalls,
+    "kimi_k2": KimiCalls,
 }
 NAMES = tuple(_READERS)
 
 # The marker texts of each format; some tokenizers have special tokens for them.
 MARKERS: dict[str, tuple[str, ...]] = {name: reader.markers() for name, reader in _READERS.items()}
+
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_OTHER_TAGS = ("<tool_sep>", "<arg_key>", "<function=")  # within <tool_call>, instead of JSON
+_JSON_CALL = re.compile(r"<tool_call>.{0,200}?(\"name\\?\"|\\\"name|tojson)", re.DOTALL)
+_PYTHON_CALL = re.compile(r"\bname(\s*\|\s*\w+)?\s*[+~]\s*['\"]\(")
 
 
 def reader_of(name: str, tools: list[Any] | None = None) -> PartReader:
@@ -28,6 +42,20 @@ def reader_of(name: str, tools: list[Any] | None = None) -> PartReader:
 
 def format_of(template: str) -> str | None:
     """The format in which a model with this chat template writes calls; None if it is unknown."""
-    if "<tool_call>" in template:
-        return "hermes"
-    return "llama3" if re.search(r'"parameters"', template) and "ipython" in template else None
+    source = _COMMENT.sub("", template)
+    if "<|tool_call_argument_begin|>" in source:
+        return "kimi_k2"
+    if "<｜tool▁call▁begin｜>" in source:
+        return "deepseek_v3" if "```json" in source else "deepseek_v31"
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if "<function=" in source:
+        return "qwen3_coder" if "<parameter=" in source else None
+    if "<arg_key>" in source:
+        return "glm"
+    if "<tool_call>" in source:
+        writes_json = _JSON_CALL.search(source) and not any(tag in source for tag in _OTHER_TAGS)
+        return "hermes" if writes_json else None
+    if _PYTHON_CALL.search(source) and "<function_calls>" not in source:
+        return "pythonic"
+    return "llama3" if '"parameters"' in source and "ipython" in source else None

@@ -44,6 +44,38 @@ class Ends:
 NOTHING = Ends()
 
 
+class _JsonPlace:
+    """A place within a JSON string, object or array; at first before it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def go_on(self, text: str, at: int, ends: Ends, *, last: bool) -> tuple[int, str]:
+        """The place in the text up to which it was read, and what it ends with there; see Scanner.nested."""
+        if self._escaped and at < len(text):
+            self._escaped, at = False, at + 1
+        while at < len(text):
+            match = (_INSIDE if self._quoted else ends.in_json).search(text, at)
+            if match is None:
+                return len(text) - (0 if last or self._quoted else ends.begun(text, at)), ""
+            at, found = match.end(), match[0]
+            if self._quoted and found == "\\":
+                self._escaped = at == len(text)  # the character after the backslash has not come
+                at = min(at + 1, len(text))
+            elif found == '"':
+                self._quoted = not self._quoted
+                if not self._quoted and self._depth == 0:
+                    return at, found
+            elif found in ends.texts:
+                return match.start(), found
+            else:
+                self._depth += 1 if found in "{[" else -1
+                if self._depth <= 0:
+                    return at, found
+        return at, ""
+
+
 class Scanner:
     def __init__(self) -> None:
         self._text = ""
@@ -84,6 +116,10 @@ class Scanner:
             self._held.append(piece)
             self._held_size += len(piece)
         return piece
+
+    def rest(self) -> str:
+        """What is there and was not read."""
+        return self._text[self._at :]
 
     def peek(self) -> Steps[str]:
         """The next character; empty at the end."""
@@ -151,35 +187,11 @@ class Scanner:
         """Passes on a JSON string, object or array, whose first character is the next one, verbatim. Returns its last
         character; or one of the ends, which cannot be part of JSON, if that comes before, outside of its strings: it is
         not read; empty where neither came or too much is held."""
-        depth, quoted, escaped = 0, False, False
+        place = _JsonPlace()
         while not self.full:
-            text, start, found = self._text, self._at, ""
-            at = start
-            if escaped and at < len(text):
-                escaped, at = False, at + 1
-            while not found and at < len(text):
-                if quoted and (match := _INSIDE.search(text, at)) is None:
-                    at = len(text)
-                elif quoted and match[0] == '"':
-                    quoted, at = False, match.end()
-                    found = '"' if depth == 0 else ""
-                elif quoted:
-                    escaped = match.end() == len(text)  # the character after the backslash has not come
-                    at = min(match.end() + 1, len(text))
-                elif (match := ends.in_json.search(text, at)) is None:
-                    keep = 0 if self.ended else ends.begun(text, at)
-                    at = len(text) - keep
-                    break
-                else:
-                    at = match.end()
-                    if match[0] in ends.texts:
-                        found, at = match[0], match.start()
-                    elif match[0] == '"':
-                        quoted = True
-                    else:
-                        depth += 1 if match[0] in "{[" else -1
-                        found = match[0] if depth == 0 else ""
-            emit(self.take(at - start))
+            before = self._at
+            at, found = place.go_on(self._text, before, ends, last=self.ended)
+            emit(self.take(at - before))
             if found or self.ended:
                 return found
             yield

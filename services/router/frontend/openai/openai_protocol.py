@@ -7,17 +7,17 @@ services/router/preprocess.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from services.router.frontend import json_body
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import Kind, encode
 from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Defaults, Int64, List, Sampled, to_bytes
+from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
-from services.router.preprocess.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
@@ -239,20 +239,12 @@ class Chat(Sampled):
         raise wrong("tool_choice", "of an unknown kind", kinds)
 
 
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
 def parse(body: bytes, kind: type[Kind], most_numbers: int = MAX_NUMBERS) -> Kind:
     """Parses a body. Raises InvalidRequest for the first error; the message contains none of the body's content."""
     fields = json_body.read(body, most_numbers)
     if issubclass(kind, Sampled):
         _check_fields(fields)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"{name}: {first['msg']}", field=name, bound=first["msg"]) from error
+    return json_body.validated(fields, kind)
 
 
 def _check_fields(fields: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ GRAMMAR_FIELD = "sampling.grammar"
 Item = TypeVar("Item")
 List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an error of every item
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Field(ge=-1, lt=2**64)]  # -1: random, as in vLLM
 TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON object's keys are strings
 
 
@@ -84,7 +85,7 @@ class Sampled(Numbers, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Int64 | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**64)] | None = None  # -1: random, as in vLLM
+    seed: Seed | None = None
     ignore_eos: bool | None = None
     min_tokens: Int64 | None = None
     n: Int64 | None = None

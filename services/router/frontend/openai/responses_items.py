@@ -18,8 +18,8 @@ from services.router.frontend.json_body import encode
 from services.router.frontend.openai.openai_sampling import to_bytes
 from services.router.frontend.openai.responses_tools import custom_arguments, flat_name
 from services.router.preprocess import json_limits
+from services.router.preprocess.chat.prompt import MAX_MESSAGES
 from services.router.preprocess.json_limits import wrong
-from services.router.preprocess.prompt import MAX_MESSAGES
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 

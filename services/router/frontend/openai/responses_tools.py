@@ -15,8 +15,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.router.preprocess.chat.prompt import MAX_TOOLS
 from services.router.preprocess.json_limits import wrong
-from services.router.preprocess.prompt import MAX_TOOLS
 from tandem.errors import InvalidRequest
 from tandem.v1 import generation_pb2
 

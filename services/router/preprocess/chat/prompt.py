@@ -6,8 +6,8 @@ import json
 from typing import Any, NamedTuple
 
 from services.router.preprocess import json_limits
+from services.router.preprocess.chat.chat_template import Rendering
 from services.router.preprocess.chat.template_abilities import REASONING_NAMES
-from services.router.preprocess.chat_template import Rendering
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import out_of_bounds, over_context, token_ids, utf8

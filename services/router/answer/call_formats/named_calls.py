@@ -1,0 +1,106 @@
+"""Calls whose name stands before their arguments, a JSON object: DeepSeek and Kimi.
+
+    deepseek_v3    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+                   ```json
+                   {...}
+                   ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    deepseek_v31   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
+                   <｜tool▁calls▁end｜>
+    kimi_k2        <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}
+                   <|tool_call_end|><|tool_calls_section_end|>
+
+Sources: the chat templates of DeepSeek-R1, V3 and V3.1, and of Kimi-K2; Kimi-K2's tool_call_guidance.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.router.answer.call_formats.call_reader import CallReader, is_name
+from services.router.answer.call_formats.json_calls import NAME
+from services.router.answer.call_formats.scanner import MAX_NAME, Ends, Steps
+
+
+class NamedCalls(CallReader):
+    begin = end = argument = ""  # markers: before a call, after it, and before its arguments or part of its name
+
+    def _call(self, opener: str) -> Steps[bool]:
+        if opener != self.begin:  # it begins a section of calls
+            yield from self._in.space()
+            if not (yield from self._in.literal((self.begin,))):
+                return False
+        yield from self._in.space()
+        name = yield from self._in.run(NAME, MAX_NAME)
+        yield from self._in.space()
+        if not (yield from self._in.literal((self.argument,))):
+            return False
+        yield from self._in.space()
+        return (yield from self._arguments(name))
+
+    def _arguments(self, name: str) -> Steps[bool]:
+        """What follows the name and the marker after it."""
+        character = yield from self._in.peek()
+        if not is_name(name) or character not in ("{", "<"):
+            return False
+        if character == "<":  # nothing stands where the arguments should
+            if not (yield from self._in.literal((self.end,))):
+                return False
+            self._begin(*self._named(name))
+            self._pass("{}")
+            return True
+        self._begin(*self._named(name))
+        yield from self._in.nested(self._pass, Ends(self.end, self.begin, *self.between[1:]))
+        return True
+
+    def _named(self, name: str) -> tuple[str, str]:
+        """The name and the id of a call, of what stands before its arguments; no id: any."""
+        return name, ""
+
+
+class DeepSeekCalls(NamedCalls):
+    """All of DeepSeek's formats up to V3.1. V3.2 has another."""
+
+    begin, end, argument = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+    openers = Ends("<｜tool▁calls▁begin｜>", begin)
+    between = (end, "<｜tool▁calls▁end｜>")
+    others = (argument,)
+
+    def _arguments(self, name: str) -> Steps[bool]:
+        if (yield from self._in.peek()) in ("{", "<"):
+            return (yield from super()._arguments(name))
+        name = yield from self._in.run(NAME, MAX_NAME)  # the one before was the type
+        yield from self._in.space()
+        if not (yield from self._in.literal(("```json",))):
+            return False
+        yield from self._in.space()
+        if not (yield from super()._arguments(name)):
+            return False
+        self._in.hold()
+        yield from self._in.space()
+        if (yield from self._in.literal(("```",))):
+            self._in.drop()
+        else:
+            self._in.back()
+        return True
+
+
+class KimiCalls(NamedCalls):
+    """An id is the one that the model writes: its template needs it in the history. If the model writes it twice, the
+    second has another number."""
+
+    begin, end, argument = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+    openers = Ends("<|tool_calls_section_begin|>", begin)
+    between = (end, "<|tool_calls_section_end|>")
+    others = (argument,)
+
+    def __init__(self, tools: list[Any] | None = None) -> None:
+        super().__init__(tools)
+        self._ids: set[str] = set()
+
+    def _named(self, name: str) -> tuple[str, str]:
+        id, stem = name, name.rpartition(":")[0] or name
+        number = len(self._ids)
+        while id in self._ids:
+            id, number = f"{stem}:{number}", number + 1
+        self._ids.add(id)
+        return stem.removeprefix("functions.") or stem, id

@@ -1,0 +1,137 @@
+"""Calls whose arguments are tags, one for each parameter, with values that are not quoted: Qwen3-Coder and GLM.
+
+    qwen3_coder   <tool_call>           glm   <tool_call>NAME
+                  <function=NAME>             <arg_key>KEY</arg_key>
+                  <parameter=KEY>             <arg_value>VALUE</arg_value>
+                  VALUE                       </tool_call>
+                  </parameter>
+                  </function>
+                  </tool_call>
+
+The arguments are passed on as a JSON object. Sources: the chat templates of Qwen3-Coder, which Qwen3.5 and Seed-OSS
+follow, and of GLM-4.5 to 4.7.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from typing import ClassVar
+
+from services.router.answer.call_formats.call_reader import CallReader, is_name
+from services.router.answer.call_formats.json_calls import NAME
+from services.router.answer.call_formats.scanner import MAX_NAME, NOTHING, Ends, Steps
+from services.router.answer.call_formats.typed_value import TypedValue, parameter_types
+
+_QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
+
+
+class XmlCalls(CallReader):
+    parameter: ClassVar[str] = ""  # the tag before a parameter's name
+    closers: ClassVar[tuple[str, ...]] = ()  # tags after the last parameter
+    value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; others show that its end is missing
+    value_closers: ClassVar[tuple[str, ...]] = ()  # the first ones
+
+    @abstractmethod
+    def _key(self) -> Steps[str]:
+        """Reads a parameter's name and all up to its value; empty if that is not there."""
+
+    def _parameters(self, name: str) -> Steps[bool]:
+        """Reads the parameters of a call; see _call."""
+        if not is_name(name):
+            return False
+        opening = "{"
+        while True:
+            yield from self._in.space()
+            tag = yield from self._in.literal((self.parameter, *self.closers))
+            if not tag and opening == "{":
+                return False
+            if opening == "{":
+                self._begin(name)
+            if tag in self.closers:
+                self._pass("{}" if opening == "{" else "}")
+                self._in.drop()
+                return True
+            if not tag:
+                yield from self._broken()
+                return True
+            self._in.hold(tag)
+            key = yield from self._key()
+            if not key or self._in.full:
+                yield from self._broken()
+                return True
+            self._in.drop()
+            self._pass(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._value(name, key)
+            opening = ", "
+            self._in.hold()
+
+    def _value(self, name: str, key: str) -> Steps[None]:
+        value = TypedValue(parameter_types(self._tools, name, key), self._pass)
+        end = yield from self._in.upto(self.value_ends, value.push)
+        if not end:
+            value.cut()
+            return
+        value.end()
+        if end not in self.value_closers:
+            self._in.hold(end)
+            self._in.back()
+
+    def _broken(self) -> Steps[None]:
+        """Passes on what is no parameter, up to the end of the call; but not a tag that the end of the answer cuts."""
+        if (yield from self._in.peek()) != "":
+            self._pass(self._in.release())
+            yield from self._in.upto(Ends(*self.closers), self._pass)
+
+
+class Qwen3CoderCalls(XmlCalls):
+    """The line ends beside a value are no part of it."""
+
+    openers = Ends("<tool_call>", "<seed:tool_call>", "<function=")
+    between = ("</function>", "</tool_call>", "</seed:tool_call>")
+    others = ("<parameter=", "</parameter>")
+    parameter = "<parameter="
+    closers = between
+    value_closers = ("\n</parameter>", "</parameter>")
+    value_ends = Ends(*value_closers, "\n<parameter=", *(f"\n{tag}" for tag in between))
+
+    def _call(self, opener: str) -> Steps[bool]:
+        if opener != "<function=":
+            yield from self._in.space()
+            if not (yield from self._in.literal(("<function=",))):
+                return False
+        name = yield from self._in.run(NAME, MAX_NAME)
+        if not (yield from self._in.literal((">",))):
+            return False
+        return (yield from self._parameters(name))
+
+    def _key(self) -> Steps[str]:
+        key = yield from self._in.run(_QWEN_KEY, MAX_NAME)
+        if len(key) > MAX_NAME or not (yield from self._in.literal((">",))):
+            return ""
+        if (yield from self._in.peek()) == "\n":
+            self._in.take()
+        return key
+
+
+class GlmCalls(XmlCalls):
+    openers = Ends("<tool_call>")
+    between = ("</tool_call>",)
+    others = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    parameter = "<arg_key>"
+    closers = between
+    value_closers = ("</arg_value>",)
+    value_ends = Ends("</arg_value>", "</tool_call>")
+
+    def _call(self, opener: str) -> Steps[bool]:
+        yield from self._in.space()
+        name = yield from self._in.run(NAME, MAX_NAME)
+        return (yield from self._parameters(name))
+
+    def _key(self) -> Steps[str]:
+        key = yield from self._in.run(_GLM_KEY, MAX_NAME)
+        if len(key) > MAX_NAME or not (yield from self._in.literal(("</arg_key>",))):
+            return ""
+        yield from self._in.space()
+        return key.strip() if (yield from self._in.literal(("<arg_value>",))) else ""
