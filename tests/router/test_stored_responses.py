@@ -10,7 +10,8 @@ import pytest
 
 from cluster.state.response_store import StoredResponse
 from services.router.frontend.openai import stored_responses
-from services.router.frontend.openai.stored_responses import StoredResponses, conversation
+from services.router.frontend.openai.responses_items import item_id
+from services.router.frontend.openai.stored_responses import MAX_REFERENCED, StoredResponses, conversation
 from services.router.preprocess import json_limits
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits
@@ -69,6 +70,21 @@ async def test_what_is_no_id_is_not_looked_up(name: str) -> None:
     with pytest.raises(NotFound):
         await stored(store).previous("", name)
     assert store.asked == []
+
+
+async def test_references_are_looked_up_in_the_last_response_first() -> None:
+    """Its conversation has those of the earlier ones too. A lookup costs a read, so their number is bounded."""
+    ids = [item_id("msg", f"resp_{number:048x}", 0) for number in range(2 * MAX_REFERENCED)]
+    store = Store([{"id": one} for one in ids[:-1]], [{"id": ids[-1]}])
+    found = await stored(store).referenced("", ["msg_theirs", *ids])
+    assert set(found) == set(ids)
+    assert store.asked == [f"resp_{2 * MAX_REFERENCED - 1:048x}"]
+    other = Store(ITEMS, [])
+    await stored(other).referenced("", ids[:MAX_REFERENCED])
+    assert len(other.asked) == MAX_REFERENCED
+    with pytest.raises(InvalidRequest) as refused:
+        await stored(other).referenced("", ids)
+    assert refused.value.field == "input"
 
 
 async def test_items_come_in_pages_that_join() -> None:
