@@ -27,7 +27,7 @@ TEMPLATES: list[tuple[str, str]] = [
         _template(
             '{{- \'<tool_call>\\n{"name": "\' }}{{- NAME }}{{- \'", "arguments": \' }}{{- ARGS | tojson }}'
             "{{- '}\\n</tool_call>' }}",
-            'Within <tool_call></tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": <args>}\n</tool_call>',
+            'In <tool_call></tool_call>:\n<tool_call>\n{"name": <function-name>, "arguments": <args>}\n</tool_call>',
         ),
     ),
     # Hermes 2 Pro and 3
@@ -84,8 +84,8 @@ TEMPLATES: list[tuple[str, str]] = [
     (
         "deepseek_v3",
         _template(
-            "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + NAME + '\\n' + '```json' + '\\n'"
-            " + ARGS + '\\n' + '```' + '<｜tool▁call▁end｜>'}}"
+            "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + NAME + '\\n' + "
+            "'```json' + '\\n' + ARGS + '\\n' + '```' + '<｜tool▁call▁end｜>'}}"
         ),
     ),
     # DeepSeek-V3.1
