@@ -65,6 +65,10 @@ class StoredResponse:
     input: bytes
     response: bytes
 
+    @property
+    def size(self) -> int:
+        return len(self.input) + len(self.response)
+
 
 class ResponseStore:
     """Every call is bounded and raises Unavailable when Redis does not answer."""

@@ -113,6 +113,11 @@ async def test_a_response_is_continued_on_any_router(door: Any) -> None:
         assert [item.content[0].text for item in rest.data] == ["And heappush?"]
         newest = await first.openai.responses.input_items.list(two.id, limit=1)
         assert newest.data == rest.data
+        assert len({item.id for item in (*listed.data, *rest.data, *two.output)}) == 4
+        references = [{"type": "item_reference", "id": item.id} for item in (*listed.data, *one.output, *rest.data)]
+        references = list({one["id"]: one for one in references}.values())
+        three = await second.openai.responses.create(input=references, **GREEDY)
+        assert three.output_text == two.output_text
         await first.openai.responses.delete(one.id)
         for call in (second.openai.responses.retrieve, second.openai.responses.delete):
             with pytest.raises(openai.NotFoundError):
@@ -257,6 +262,8 @@ BAD: list[tuple[Any, int, str]] = [
     ({"input": "x", "tools": [{"type": "mcp"}]}, 400, "tools[0].type"),
     ({"input": [{"role": "user", "content": "x"}] * 5000}, 400, "input"),
     ({"input": [[]] * 70_000}, 400, "body"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": f"msg_{'0' * 52}"}]}, 404, "input[0].id"),
 ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import engine.decoding.structured_output
 import engine.engine
 from tandem.errors import InvalidRequest, TandemError
+from tandem.rpc.stream_reader import completion
 from tests.support.calls import forced_call, with_template
 from tests.support.faults import Harm, flip_a_byte, only_first, slow_down
 
@@ -163,9 +164,8 @@ async def test_a_forced_call_goes_on_when_its_decode_worker_goes_away(inside: An
             assert [t for piece in one for t in piece.token_ids] == [
                 t for piece in undisturbed for t in piece.token_ids
             ]
-        text = "".join(piece.text for piece in pieces[0])
-        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-        assert (call["name"], len(call["arguments"]["text"]) >= 20) == ("note", True)
+        (call,) = completion(pieces[0]).calls
+        assert (call.name, len(json.loads(call.arguments)["text"]) >= 20) == ("note", True)
 
 
 async def test_preempted_streams_change_nothing(inside: Any) -> None:

@@ -325,7 +325,7 @@ async def test_log_probabilities_are_those_of_the_text() -> None:
         scored([], 2),
         scored([Text("B")], 1),
         scored([Text("C")], 1),
-        scored([], 1),
+        scored([], 1),  # a token without text, such as the end of the sequence
         last,
     ]
     found = await streamed(answer(stream=True, top_logprobs=2), made)
@@ -336,3 +336,7 @@ async def test_log_probabilities_are_those_of_the_text() -> None:
     assert text["logprobs"][0]["top_logprobs"][1]["logprob"] == -2.0
     whole = await collected(answer(top_logprobs=2), made)
     assert whole["output"] == found[-1]["response"]["output"]
+    made[-2:] = [scored([Text("D"), CallBegin("call_1", "shell")], 4), last]  # which of the four are of the text?
+    called = await streamed(answer(stream=True, top_logprobs=2), made)
+    deltas = [one for one in called if one["type"] == "response.output_text.delta"]
+    assert [(one["delta"], len(one["logprobs"])) for one in deltas] == [("A", 0), ("B", 3), ("C", 1), ("D", 0)]

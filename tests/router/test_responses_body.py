@@ -14,7 +14,7 @@ from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import SEALED, sealed
 from services.router.frontend.openai.responses_tools import custom_input
 from services.router.preprocess.chat.prompt import MAX_TOOLS
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import generation_pb2
 
 FUNCTION = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}}
@@ -177,7 +177,7 @@ def test_every_item_has_an_id_and_keeps_its_own() -> None:
     [
         (3, "input[0]"),
         ({"content": "x"}, "input[0].type"),
-        ({"type": "item_reference", "id": "msg_1"}, "input[0].type"),
+        ({"type": "item_reference"}, "input[0].id"),
         ({"type": "web_search_call", "id": "ws_1"}, "input[0].type"),
         ({"role": "critic", "content": "x"}, "input[0].role"),
         ({"role": "user", "content": 3}, "input[0].content"),
@@ -197,12 +197,22 @@ def test_an_item_that_cannot_be_served_is_refused_by_its_place(item: Any, field:
     assert refusal(input=[item]).field == field
 
 
-@pytest.mark.parametrize(
-    "value", [None, [], {}, 3, [{"role": "user", "content": "x"}] * (responses_items.MAX_ITEMS + 1)]
-)
+@pytest.mark.parametrize("value", [None, [], {}, 3, [3] * (responses_items.MAX_ITEMS + 1)])
 def test_input_is_text_or_a_bounded_list(value: Any) -> None:
     """Checked before any item is parsed."""
     assert refusal(input=value).field == "input"
+
+
+def test_a_reference_stands_for_a_stored_item_once() -> None:
+    """A second one is refused: short references must not stand for text without a bound."""
+    stored = {"msg_1": {"id": "msg_1", "type": "message", "role": "user", "content": [{"text": "stored"}]}}
+    reference = {"type": "item_reference", "id": "msg_1"}
+    new = {"role": "user", "content": "new"}
+    assert responses_items.read_items([reference, new], ids(), stored)[0] is stored["msg_1"]
+    for items, known in (([reference, new, reference], stored), ([new, new, reference], {})):
+        with pytest.raises(NotFound) as unknown:
+            responses_items.read_items(items, ids(), known)
+        assert (unknown.value.field, unknown.value.reason) == ("input[2].id", "NO_SUCH_ITEM")
 
 
 # ---- tools

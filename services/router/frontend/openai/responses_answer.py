@@ -20,6 +20,7 @@ from services.router.frontend.json_body import encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
+from services.router.frontend.openai.responses_items import item_id
 from services.router.frontend.openai.responses_output import (
     CallItem,
     CustomCallItem,
@@ -160,7 +161,7 @@ class ResponsesAnswer:
 
     def _new_id(self, kind: type[OutputItem]) -> str:
         """An id that no other item has: the response's, and the item's place."""
-        return f"{kind.prefix}_{self._id.removeprefix('resp_')}{len(self._items):04x}"
+        return item_id(kind.prefix, self._id, len(self._items))
 
     def _call(self, call: CallBegin) -> OutputItem:
         tool = self._body.tools_read.by_name.get(call.name, Tool(call.name))

@@ -10,7 +10,9 @@ POST    /v1/responses/{id}/cancel        400: no response runs in the background
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from functools import partial
+from itertools import count
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,6 +26,7 @@ from services.router.frontend.openai import openai_protocol
 from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
 from services.router.frontend.openai.responses_body import Responses
+from services.router.frontend.openai.responses_items import FIRST_INPUT, RESPONSE_PREFIX, Item, item_id, referenced_ids
 from services.router.frontend.openai.stored_responses import StoredResponses, conversation
 from services.router.preprocess.json_limits import wrong
 from services.router.preprocess.offload import Offload
@@ -52,16 +55,22 @@ class ResponsePreparation:
         self._tokenizer = tokenizer
         self._defaults = defaults
 
-    def prepared(self, body: Responses, request_id: str | None, tenant: str, before: StoredResponse | None) -> Prepared:
-        """`before`: the response that the body continues. Raises InvalidRequest, NotFound for a model that there is
-        not."""
+    def prepared(
+        self,
+        body: Responses,
+        request_id: str | None,
+        tenant: str,
+        before: StoredResponse | None = None,
+        known: Mapping[str, Item] | None = None,
+    ) -> Prepared:
+        """`before`: the response that the body continues; `known`: the stored items that it refers to. Raises
+        InvalidRequest, NotFound for a model or an item that there is not."""
         model, adapter = self._endpoint.resolve_model(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
-        response_id = f"resp_{secrets.token_hex(24)}"
-        count = iter(range(2**31))
-        items = body.begin(
-            lambda prefix: f"{prefix}_{response_id[5:]}{next(count):04x}", conversation(before) if before else []
-        )
+        response_id = RESPONSE_PREFIX + secrets.token_hex(24)
+        number = count(FIRST_INPUT)
+        history = conversation(before) if before else []
+        items = body.begin(lambda prefix: item_id(prefix, response_id, next(number)), history, known)
         context = self._model.facts().context
         requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
         encoded, shown = _encoded(items, "input"), _encoded(body.shown(model, requests[0].sampling), "body")
@@ -97,22 +106,24 @@ class ResponsesApi:
     async def create(self, request: Request) -> Response:
         tenant = self._stored.tenant(request)
         request_id = request.headers.get("x-request-id")
-        body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
+        size, body, prepared = await self._bodies.read(request, self._first, request_id, tenant)
         if prepared is None:
-            before = await self._stored.previous(tenant, body.previous_response_id or "")
-            about = (body, request_id, tenant, before)
-            size = len(before.input) + len(before.response)
+            known = await self._stored.referenced(tenant, referenced_ids(body.input))
+            name = body.previous_response_id
+            before = await self._stored.previous(tenant, name) if name else None
+            size += before.size if before else 0
+            about = (body, request_id, tenant, before, known)
             prepared = await self._offload.run(tenant, size, self._preparation.prepared, *about)
         elif body.stores:
             await self._stored.check()  # rather than after the answer has been computed
         return self._endpoint.respond(request, prepared)
 
-    def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[Responses, Prepared | None]:
-        """The body, and what is to be generated unless it continues another response."""
+    def _first(self, raw: bytes, request_id: str | None, tenant: str) -> tuple[int, Responses, Prepared | None]:
+        """The size of the body, the body, and what is to be generated unless that needs stored items."""
         body = openai_protocol.parse(raw, Responses)
-        if body.previous_response_id:
-            return body, None
-        return body, self._preparation.prepared(body, request_id, tenant, None)
+        if body.previous_response_id or referenced_ids(body.input):
+            return len(raw), body, None
+        return len(raw), body, self._preparation.prepared(body, request_id, tenant)
 
     async def retrieve(self, request: Request) -> Response:
         for name in ("stream", "starting_after"):

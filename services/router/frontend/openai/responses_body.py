@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import PrivateAttr, model_validator
@@ -100,15 +101,15 @@ class Responses(Sampled):
     def includes(self, name: str) -> bool:
         return name in (self.include or ())
 
-    def begin(self, new_id: NewId, history: list[Item]) -> list[Item]:
+    def begin(self, new_id: NewId, history: list[Item], known: Mapping[str, Item] | None = None) -> list[Item]:
         """Reads the input and the tools. Returns the conversation: the items of the previous response, then the new
-        ones. Raises InvalidRequest."""
+        ones. `known`: the stored items that the input refers to. Raises InvalidRequest, NotFound."""
         if len(self.include or ()) > MAX_INCLUDE:
             raise wrong("include", f"{len(self.include or ())} long", f"at most {MAX_INCLUDE}")
         _check_metadata(self.metadata or {})
         self._tools = read_tools(self.tools)
         self._choice = choose(self.tool_choice, self._tools, parallel=self.parallel_tool_calls is not False)
-        self._items = [*history, *read_items(self.input, new_id)]
+        self._items = [*history, *read_items(self.input, new_id, known)]
         if len(self._items) > MAX_ITEMS:
             raise wrong("input", f"{len(self._items)} items with those of previous_response_id", f"at most {MAX_ITEMS}")
         return self._items

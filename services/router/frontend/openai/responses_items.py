@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,30 +21,56 @@ from services.router.frontend.openai.responses_tools import custom_arguments, fl
 from services.router.preprocess import json_limits
 from services.router.preprocess.chat.prompt import MAX_MESSAGES
 from services.router.preprocess.json_limits import wrong
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import generation_pb2
 
 Item = dict[str, Any]
 NewId = Callable[[str], str]  # of a prefix
 MAX_ITEMS = 4 * MAX_MESSAGES  # of a conversation: reasoning, text, a call and its output become two messages
 MAX_ITEM_ID = 128
+RESPONSE_PREFIX = "resp_"
+# Ids of items have that of their response, and a number: answers count from 0, inputs from FIRST_INPUT.
+ITEM_PATTERN = re.compile(r"[a-z]+_([0-9a-f]{48})[0-9a-f]{4}")
+FIRST_INPUT = 0x8000
 SEALED = "tandem.1."  # before what `encrypted_content` holds; a server that seals otherwise has another prefix
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("user", "assistant", *SYSTEM_ROLES)
-SERVED_ITEMS = "message, reasoning, function_call, function_call_output, custom_tool_call or custom_tool_call_output"
+SERVED_ITEMS = (
+    "message, reasoning, function_call, function_call_output, custom_tool_call, custom_tool_call_output or"
+    " item_reference"
+)
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def read_items(value: object, new_id: NewId) -> list[Item]:
-    """`input` of a request, a string or items, as items that all have an id. Raises InvalidRequest."""
+def item_id(prefix: str, response_id: str, number: int) -> str:
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}{number:04x}"
+
+
+def referenced_ids(value: object) -> list[str]:
+    """The ids in the references of an `input`."""
+    items = value if isinstance(value, list) and len(value) <= MAX_ITEMS else []
+    found = [item.get("id") for item in items if isinstance(item, dict) and item.get("type") == "item_reference"]
+    return [one for one in found if isinstance(one, str)]
+
+
+def response_of(item: str) -> str | None:
+    """The id of the response whose item has this id; None for an id that no response of this server has."""
+    match = ITEM_PATTERN.fullmatch(item)
+    return RESPONSE_PREFIX + match[1] if match else None
+
+
+def read_items(value: object, new_id: NewId, known: Mapping[str, Item] | None = None) -> list[Item]:
+    """`input` of a request, a string or items, as items that all have an id. `known`: stored items by id, in the place
+    of references to them. Raises InvalidRequest, NotFound for a reference to another item."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_ITEMS:
         raise wrong("input", "no text and no list of items", f"a string, or 1 to {MAX_ITEMS} items")
-    return [_read(item, f"input[{index}]", new_id) for index, item in enumerate(value)]
+    left = dict(known or {})
+    return [_read(item, f"input[{index}]", new_id, left) for index, item in enumerate(value)]
 
 
-def _read(item: Any, where: str, new_id: NewId) -> Item:
+def _read(item: Any, where: str, new_id: NewId, known: dict[str, Item]) -> Item:
     if not isinstance(item, dict):
         raise wrong(where, f"a JSON {type(item).__name__}", "an object")
     match item.get("type") or ("message" if "role" in item else None):
@@ -59,14 +86,28 @@ def _read(item: Any, where: str, new_id: NewId) -> Item:
             return _output(item, where, new_id("fco"))
         case "custom_tool_call_output":
             return _output(item, where, new_id("ctco"))
+        case "item_reference":
+            return _referenced(item, where, known)
         case str(kind):
-            reason = " (send the item itself, or previous_response_id)" if kind == "item_reference" else ""
             raise InvalidRequest(
-                f"{where} is of type {kind!r:.80}, which is not served{reason}; it must be {SERVED_ITEMS}",
+                f"{where} is of type {kind!r:.80}, which is not served; it must be {SERVED_ITEMS}",
                 field=f"{where}.type",
                 bound=SERVED_ITEMS,
             )
     raise wrong(f"{where}.type", "absent", SERVED_ITEMS)
+
+
+def _referenced(item: Item, where: str, known: dict[str, Item]) -> Item:
+    """A stored item. Once only: a short reference may stand for much text."""
+    name = _text(item, "id", where)
+    if name not in known:
+        raise NotFound(
+            f"{where} refers to {name!r:.140}, which is not stored, or was referred to before",
+            reason="NO_SUCH_ITEM",
+            field=f"{where}.id",
+            bound="the id of an item of a stored response, once; or send the item itself",
+        )
+    return known.pop(name)
 
 
 def _message(item: Item, where: str, new_id: NewId) -> Item:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from cluster.state.response_store import ResponseStore, StoredResponse
 from services.router.frontend.json_body import to_json
-from services.router.frontend.openai.responses_items import Item
+from services.router.frontend.openai.responses_items import Item, response_of
 from services.router.preprocess import json_limits
 from services.router.preprocess.json_limits import wrong
 from services.router.preprocess.offload import Offload
@@ -19,6 +19,7 @@ from tandem.errors import NotFound, TooLarge
 from tandem.settings import Settings
 
 ID_PATTERN = re.compile(r"resp_[0-9a-f]{48}")
+MAX_REFERENCED = 8  # responses that the references of one input may be in
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of one page; OpenAI's bounds
 
 
@@ -52,37 +53,59 @@ class StoredResponses:
         """A page of the items before the answer, as OpenAI's API lists them. Raises NotFound, InvalidRequest."""
         tenant, query = self.tenant(request), request.query_params
         limit, newest_first = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_PAGE):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_PAGE):
             raise wrong("limit", "out of bounds", f"1 to {MAX_PAGE}")
         if newest_first not in ("asc", "desc"):
             raise wrong("order", "unknown", "asc or desc")
         found = await self._store.get(tenant, _checked(response_id))
-        about = (found.input, int(limit[:4]), newest_first == "desc", query.get("after"))
+        about = (found.input, int(limit), newest_first == "desc", query.get("after"))
         return await self._offload.run(tenant, len(found.input), _page, *about)
 
     async def previous(self, tenant: str, response_id: str) -> StoredResponse:
         """The response that a request continues. Raises NotFound with OpenAI's code, TooLarge."""
         try:
-            found = await self._store.get(tenant, _checked(response_id))
+            return await self._bounded(tenant, response_id, "previous_response_id")
         except NotFound as error:
             raise NotFound(
                 error.message, reason="PREVIOUS_RESPONSE_NOT_FOUND", field="previous_response_id", bound=error.bound
             ) from error
-        size = len(found.input) + len(found.response)
-        if size > self._most:
+
+    async def referenced(self, tenant: str, ids: list[str]) -> dict[str, Item]:
+        """The items with these ids, and others. Those of a conversation are all in its last response, so the last
+        reference is looked up first. Leaves out what is not stored. Raises InvalidRequest, TooLarge."""
+        found: dict[str, Item] = {}
+        looked_up: set[str] = set()
+        for one in reversed(ids):
+            response_id = response_of(one)
+            if one in found or response_id is None or response_id in looked_up:
+                continue
+            if len(looked_up) == MAX_REFERENCED:
+                raise wrong("input", "of references to many responses", f"in at most {MAX_REFERENCED} stored responses")
+            looked_up.add(response_id)
+            try:
+                stored = await self._bounded(tenant, response_id, "input")
+            except NotFound:
+                continue  # the reference is refused where it stands
+            items = await self._offload.run(tenant, stored.size, conversation, stored, "input")
+            found |= {item["id"]: item for item in items}
+        return found
+
+    async def _bounded(self, tenant: str, response_id: str, field: str) -> StoredResponse:
+        found = await self._store.get(tenant, _checked(response_id))
+        if found.size > self._most:
             raise TooLarge(
-                f"the conversation has {size} bytes, over {self._most}",
-                field="previous_response_id",
+                f"the conversation has {found.size} bytes, over {self._most}",
+                field=field,
                 bound=f"a conversation of at most {self._most} bytes (max_prompt_bytes)",
             )
         return found
 
 
-def conversation(stored: StoredResponse) -> list[Item]:
+def conversation(stored: StoredResponse, field: str = "previous_response_id") -> list[Item]:
     """The items of a stored response: those before it, and its own. Long ones belong on a thread. Raises InvalidRequest
-    if they have more parts than a body may have."""
+    for `field` if they have more parts than a body may have."""
     for part in (stored.input, stored.response):
-        json_limits.check(part, name="previous_response_id")
+        json_limits.check(part, name=field)
     items: list[Item] = json.loads(stored.input)
     return [*items, *json.loads(stored.response)["output"]]
 

@@ -1,0 +1,118 @@
+"""Stored responses: what a conversation may be to be continued, and its items in pages."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.state.response_store import StoredResponse
+from services.router.frontend.openai import stored_responses
+from services.router.frontend.openai.responses_items import item_id
+from services.router.frontend.openai.stored_responses import MAX_REFERENCED, StoredResponses, conversation
+from services.router.preprocess import json_limits
+from services.router.preprocess.offload import Offload
+from services.router.tenancy.rate_limits import RateLimits
+from tandem.errors import InvalidRequest, NotFound, TooLarge
+
+ID = "resp_" + "0" * 48
+ITEMS = [{"id": f"msg_{number}"} for number in range(5)]
+
+
+class Store:
+    """One response under every id."""
+
+    def __init__(self, items: list[Any], output: list[Any]) -> None:
+        self.found = StoredResponse(json.dumps(items).encode(), json.dumps({"output": output}).encode())
+        self.asked: list[str] = []
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse:
+        self.asked.append(response_id)
+        return self.found
+
+
+def stored(store: Store, most: int = 10**6) -> StoredResponses:
+    settings: Any = SimpleNamespace(max_prompt_bytes=most)
+    return StoredResponses(settings, store, RateLimits(None), Offload(1.0))  # type: ignore[arg-type]
+
+
+async def page(**query: str) -> Any:
+    request: Any = SimpleNamespace(headers={}, query_params=query)
+    return json.loads(await stored(Store(ITEMS, [])).page(request, ID))
+
+
+async def test_a_conversation_is_what_was_before_and_what_was_answered() -> None:
+    """In this order."""
+    found = await stored(Store(ITEMS[:2], ITEMS[2:3])).previous("", ID)
+    assert conversation(found) == ITEMS[:3]
+
+
+async def test_a_conversation_has_the_bounds_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bytes before it is parsed, and of parts before they are objects; both name the field."""
+    store = Store(ITEMS, ITEMS)
+    size = len(store.found.input) + len(store.found.response)
+    await stored(store, size).previous("", ID)
+    with pytest.raises(TooLarge) as large:
+        await stored(store, size - 1).previous("", ID)
+    assert large.value.field == "previous_response_id"
+    monkeypatch.setattr(json_limits, "MAX_STRUCTURE", 20)
+    with pytest.raises(InvalidRequest) as many:
+        conversation(store.found)
+    assert many.value.field == "previous_response_id"
+
+
+@pytest.mark.parametrize("name", ["", "resp_", "resp_" + "g" * 48, ID + "0", f"../{ID}", ID + "\n"])
+async def test_what_is_no_id_is_not_looked_up(name: str) -> None:
+    """It would be part of a key of the registry."""
+    store = Store(ITEMS, [])
+    with pytest.raises(NotFound):
+        await stored(store).previous("", name)
+    assert store.asked == []
+
+
+async def test_references_are_looked_up_in_the_last_response_first() -> None:
+    """Its conversation has those of the earlier ones too. A lookup costs a read, so their number is bounded."""
+    ids = [item_id("msg", f"resp_{number:048x}", 0) for number in range(2 * MAX_REFERENCED)]
+    store = Store([{"id": one} for one in ids[:-1]], [{"id": ids[-1]}])
+    found = await stored(store).referenced("", ["msg_theirs", *ids])
+    assert set(found) == set(ids)
+    assert store.asked == [f"resp_{2 * MAX_REFERENCED - 1:048x}"]
+    other = Store(ITEMS, [])
+    await stored(other).referenced("", ids[:MAX_REFERENCED])
+    assert len(other.asked) == MAX_REFERENCED
+    with pytest.raises(InvalidRequest) as refused:
+        await stored(other).referenced("", ids)
+    assert refused.value.field == "input"
+
+
+async def test_items_come_in_pages_that_join() -> None:
+    """Newest first unless asked otherwise, as in OpenAI's API."""
+    seen: list[str] = []
+    after: dict[str, str] = {}
+    while True:
+        one = await page(limit="2", **after)
+        seen += [item["id"] for item in one["data"]]
+        assert (one["first_id"], one["last_id"]) == (one["data"][0]["id"], one["data"][-1]["id"])
+        if not one["has_more"]:
+            break
+        after = {"after": one["last_id"]}
+    assert seen == [item["id"] for item in reversed(ITEMS)]
+    assert [item["id"] for item in (await page(order="asc"))["data"]] == [item["id"] for item in ITEMS]
+    empty = await page(order="asc", after="msg_4")
+    assert (empty["data"], empty["has_more"]) == ([], False)
+
+
+@pytest.mark.parametrize(
+    "query", [{"limit": "0"}, {"limit": "101"}, {"limit": "10000"}, {"limit": "x"}, {"order": "up"}]
+)
+async def test_a_page_has_bounds(query: dict[str, str]) -> None:
+    """Named by the field; so is an unknown item."""
+    with pytest.raises(InvalidRequest) as refused:
+        await page(**query)
+    assert refused.value.field == next(iter(query))
+    with pytest.raises(InvalidRequest) as unknown:
+        await page(after="msg_9")
+    assert unknown.value.field == "after"
+    assert stored_responses.MAX_PAGE == 100
