@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.router.answer.answer_format import AnswerFormat
 from services.router.answer.call_formats.registry import NAMES, reader_of
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.chat.forced_calls import FORMATS, forced
+from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
 from tests.support.call_corpus import Seen, call, read, seen, text
@@ -55,8 +57,8 @@ def parts(grammar: common_pb2.Grammar) -> list[tuple[str, Any, str]]:
     "format", ["hermes", "llama3", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"]
 )
 def test_what_is_forced_is_what_is_read(format: str) -> None:
-    """Arguments between what stands around them are calls of that name, one after another. Where the name is JSON it may
-    be anything."""
+    """Arguments between what stands around them are calls of that name, one after another. A name that is written as
+    JSON may be anything."""
     quoted = format in ("hermes", "llama3", "pythonic", "mistral")
     offered = OFFERED if quoted else [OFFERED[0], tool("now")]
     several = forced(offered, generation_pb2.ToolChoice(several=True), format)
@@ -149,9 +151,11 @@ def test_a_template_is_rendered_as_by_transformers() -> None:
     assert "höhe" in expected
 
 
-def test_tools_are_refused_where_the_template_knows_none() -> None:
-    """Passed over, they would give an answer of a model that never heard of them."""
+def test_tools_are_refused_where_the_model_does_not_see_them_or_nobody_reads_its_calls() -> None:
+    """Passed over, they would give an answer of a model that never heard of them, or calls as text."""
     for source in ("{{ messages }}", "{{ tools }}{{ messages }}"):
+        template = ChatTemplate(source, {})
+        form = AnswerFormat.of_template(source, knows_tools=template.knows_tools)
         with pytest.raises(InvalidRequest) as caught:
-            ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], TOOLS)
+            Tokenizer(None, template, form).render([{"role": "user", "content": "x"}], TOOLS)
         assert caught.value.field == "chat.tools"
