@@ -2,94 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from services.router.preprocess.tool_calls import CallReader, Format, forced, format_of
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.router.answer.answer_format import AnswerFormat
+from services.router.answer.call_formats.registry import NAMES, reader_of
 from services.router.preprocess.chat.chat_template import ChatTemplate
+from services.router.preprocess.chat.forced_calls import FORMATS, forced
+from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
-from tests.support.templates import HERMES, LLAMA
+from tests.support.call_corpus import Seen, call, read, seen, text
+from tests.support.templates import HERMES
 
 TOOLS = [{"type": "function", "function": {"name": "höhe", "parameters": {"type": "object"}}}]
 CALL = '{"name": "höhe", "arguments": {"berg": "Eiger", "n": [1, 2]}}'
 
 
-def read(format: Format, *pieces: str) -> tuple[str, list[tuple[str, Any]]]:
-    reader = CallReader(format)
-    text = "".join(map(reader.push, pieces)) + reader.finish()
-    assert len({call.id for call in reader.calls}) == len(reader.calls)
-    assert all(f"{call.name}{call.arguments}".encode() for call in reader.calls)
-    return text, [(call.name, json.loads(call.arguments)) for call in reader.calls]
-
-
-EIGER = ("höhe", {"berg": "Eiger", "n": [1, 2]})
-TEXTS: list[tuple[str, str, str, list[Any]]] = [
-    ("hermes", "no call", "no call", []),
-    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [EIGER]),
-    ("hermes", f"I look. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "I look. \n", [EIGER, EIGER]),
-    ("hermes", f"<tool_call>{CALL}", "", [EIGER]),  # the end token came before the closing tag
-    ("hermes", "<tool_call>{broken}</tool_call> after", "<tool_call>{broken}</tool_call> after", []),
-    ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "x"}', '<tool_call>{"name": "f", "arguments": "x"}', []),
-    ("hermes", "a < b <tool", "a < b <tool", []),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"x": "\\"</tool_call>"}}</tool_call> ',
-        " ",
-        [("f", {"x": '"</tool_call>'})],
-    ),
-    ("hermes", '<tool_call>{"f</tool_call> after', '<tool_call>{"f</tool_call> after', []),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
-        [],
-    ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800é"}}</tool_call>', "", [("f", {"x": "\ud800é"})]),
-    ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', []),
-    ("hermes", "<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
-    ("llama3", "no call {}", "no call {}", []),
-    ("llama3", ' {"name": "f", "parameters": {"x": 1}}', "", [("f", {"x": 1})]),
-    ("llama3", '{"name": "f", "parameters": {}}; {"name": "g"}\n', "", [("f", {}), ("g", {})]),
-    ("llama3", '{"name": "f"} and more', '{"name": "f"} and more', []),
-    ("llama3", '{"x": 1}', '{"x": 1}', []),
-    ("llama3", '{"name": "f"', '{"name": "f"', []),
-    ("llama3", "  ", "  ", []),
+EIGER = call("höhe", '{"berg": "Eiger", "n": [1, 2]}')
+TEXTS: list[tuple[str, str, Seen]] = [
+    ("hermes", "no call", text("no call")),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", EIGER),
+    ("hermes", f"So. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", [*text("So. "), *EIGER, *EIGER]),
+    ("hermes", f"<tool_call>{CALL}", EIGER),  # the end token came before the closing tag
+    ("hermes", "<tool_call>" + "[" * 100_000, text("<tool_call>" + "[" * 100_000)),
+    ("llama3", "no call {}", text("no call {}")),
+    ("llama3", ' {"name": "f", "parameters": {"x": 1}}', call("f", '{"x": 1}')),
+    ("llama3", '{"name": "f", "parameters": {}}; {"name": "g"}\n', [*call("f", "{}"), *call("g", "{}")]),
 ]
 
 
-@pytest.mark.parametrize(("format", "text", "shown", "calls"), TEXTS)
-def test_calls_are_found_and_the_rest_is_text(format: Format, text: str, shown: str, calls: list[Any]) -> None:
-    """Several, with text around them, unclosed, broken, nested too deep, of the wrong shape."""
-    assert read(format, text) == (shown, calls)
-
-
-@given(st.sampled_from([one for one in TEXTS if len(one[1]) < 1000]), st.lists(st.integers(0, 120), max_size=8))
-def test_how_the_text_is_cut_changes_nothing(case: tuple[str, str, str, list[Any]], cuts: list[int]) -> None:
-    """Also inside a tag."""
-    format, text, shown, calls = case
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
-    assert read(cast(Format, format), *pieces) == (shown, calls)
-
-
-def test_text_before_a_call_is_not_held_back() -> None:
-    """Only what may be the beginning of a tag waits."""
-    reader = CallReader("hermes")
-    assert reader.push("I look <tool_") == "I look "
-    assert reader.push("box") == "<tool_box"
-
-
-def test_the_template_says_how_calls_are_written() -> None:
-    """Neither, where it says nothing."""
-    assert (format_of(HERMES), format_of(LLAMA), format_of("{{ messages }}")) == ("hermes", "llama3", None)
+@pytest.mark.parametrize(("format", "said", "parts"), TEXTS)
+def test_calls_are_found_whatever_the_names_and_sizes(format: str, said: str, parts: Seen) -> None:
+    """Without the tools that were offered; nested too deep for a parser."""
+    reader = reader_of(format)
+    assert seen(reader.push(said) + reader.finish()) == parts
 
 
 def tool(name: str, **function: Any) -> Any:
@@ -103,18 +53,52 @@ def parts(grammar: common_pb2.Grammar) -> list[tuple[str, Any, str]]:
     return [(one.before.decode(), json.loads(one.arguments), one.after.decode()) for one in grammar.calls.any]
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3"])
-def test_what_is_forced_is_what_is_read(format: Format) -> None:
-    """Arguments between what stands around them are calls of that name, one after another."""
-    several = forced(OFFERED, generation_pb2.ToolChoice(several=True), format)
+@pytest.mark.parametrize(
+    "format", ["hermes", "llama3", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"]
+)
+def test_what_is_forced_is_what_is_read(format: str) -> None:
+    """Arguments between what stands around them are calls of that name, one after another. A name that is written as
+    JSON may be anything."""
+    quoted = format in ("hermes", "llama3", "pythonic", "mistral")
+    offered = OFFERED if quoted else [OFFERED[0], tool("now")]
+    several = forced(offered, generation_pb2.ToolChoice(several=True), format)
     (height, _, end), (now, _, _) = parts(several)
     calls = [f'{height}{{"of": 1}}{end}', f"{now}{{}}{end}"]
-    text, found = read(format, several.calls.separator.decode().join(calls * 2))
-    assert (text.strip(), found) == ("", [("höhe", {"of": 1}), ('"now"\\', {})] * 2)
-    one = forced(OFFERED, generation_pb2.ToolChoice(), format)
+    found = read(format, several.calls.separator.decode().join(calls * 2))
+    assert found == [*call("höhe", '{"of": 1}'), *call('"now"\\' if quoted else "now", "{}")] * 2
+    one = forced(offered, generation_pb2.ToolChoice(), format)
     assert parts(one) == parts(several)
     assert not one.calls.HasField("separator")
-    assert parts(forced(OFFERED, generation_pb2.ToolChoice(name="höhe"), format)) == parts(one)[:1]
+    assert parts(forced(offered, generation_pb2.ToolChoice(name="höhe"), format)) == parts(one)[:1]
+
+
+def test_every_format_that_is_read_can_be_forced() -> None:
+    """Those with tags by a style of the grammar."""
+    assert set(FORMATS) == set(NAMES)
+    assert {name: forced([tool("f")], generation_pb2.ToolChoice(), name).calls.style for name in FORMATS} == {
+        **dict.fromkeys(FORMATS, ""), "qwen3_coder": "qwen_xml", "glm": "glm_xml"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["qwen3_coder", "glm", "deepseek_v3", "kimi_k2"])
+def test_a_name_that_the_format_cannot_hold_is_refused(format: str) -> None:
+    """A call of it could not be read: of the function, and where parameters are tags of a parameter."""
+    good = tool("f", parameters={"type": "object", "properties": {"a b": {}}})
+    assert forced([good], generation_pb2.ToolChoice(), format)
+    for name in ("a b", "<f>", "", "f" * 300, "f=1"):
+        with pytest.raises(InvalidRequest) as caught:
+            forced([good, tool(name)], generation_pb2.ToolChoice(), format)
+        assert caught.value.field == "chat.tools[1].function.name"
+        assert caught.value.bound
+        assert forced([good, tool(name)], generation_pb2.ToolChoice(name="f"), format)
+    for name in ("", "a>", "<a", " a", "a\nb", "a" * 300):
+        strange = tool("f", parameters={"type": "object", "properties": {name: {}}})
+        if format in ("deepseek_v3", "kimi_k2"):
+            assert forced([strange], generation_pb2.ToolChoice(), format)
+            continue
+        with pytest.raises(InvalidRequest) as caught:
+            forced([strange], generation_pb2.ToolChoice(), format)
+        assert caught.value.field == "chat.tools[0].function.parameters.properties"
 
 
 def test_a_function_without_parameters_takes_an_empty_object() -> None:
@@ -167,9 +151,11 @@ def test_a_template_is_rendered_as_by_transformers() -> None:
     assert "höhe" in expected
 
 
-def test_tools_are_refused_where_the_template_knows_none() -> None:
-    """Passed over, they would give an answer of a model that never heard of them."""
+def test_tools_are_refused_where_the_model_does_not_see_them_or_nobody_reads_its_calls() -> None:
+    """Passed over, they would give an answer of a model that never heard of them, or calls as text."""
     for source in ("{{ messages }}", "{{ tools }}{{ messages }}"):
+        template = ChatTemplate(source, {})
+        form = AnswerFormat.of_template(source, knows_tools=template.knows_tools)
         with pytest.raises(InvalidRequest) as caught:
-            ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], TOOLS)
+            Tokenizer(None, template, form).render([{"role": "user", "content": "x"}], TOOLS)
         assert caught.value.field == "chat.tools"
