@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from cli import main
 from cli.main import app
 from cli.output import sentence
 from tandem import errors
+from tandem.results import Completion
 from tandem.v1 import generation_pb2
 
 MAIN = "import cli.main; cli.main.main()"
@@ -61,7 +62,7 @@ async def test_generate_json_is_one_object(fake: Any) -> None:
     """With --output json stdout is one object with text, token_ids, both logprobs, finish_reason and receipt."""
     result = await tandem("generate", "--output", "json", "Hi", "--target", fake.target)
     answer = json.loads(result.out)
-    assert set(answer) == {"text", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "receipt"}
+    assert set(answer) == {f.name for f in fields(Completion)}
     assert answer["logprobs"] is None
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("Hello!", [5, 6, 7, 8], "length")
     assert answer["receipt"]["phases"] == {"tokenize": 0.01, "prefill_compute": 0.03}
