@@ -18,6 +18,7 @@ HELP = """\
 /new            forget the conversation
 /system TEXT    set the system message; without TEXT: remove it
 /again          another answer to the last question
+/model NAME     go on with this adapter, or with the model itself; without NAME: list them
 /receipt        the receipt of the last answer
 /quit           end, as Ctrl-D does; Ctrl-C ends an answer"""
 
@@ -56,6 +57,8 @@ class Chat:
             self.tell("system message set" if self.system else "system message removed")
         elif command == "/again":
             self._again()
+        elif command == "/model":
+            self._choose_model(rest.strip())
         elif command == "/receipt":
             self._show_receipt()
         else:
@@ -70,6 +73,18 @@ class Chat:
         question = self.messages.pop()["content"]
         assert isinstance(question, str)
         self._ask(question)
+
+    def _choose_model(self, name: str) -> None:
+        """A request names an adapter, or none for the model itself."""
+        info = self.client.model_info()
+        if not name:
+            chosen = self.options.get("adapter") or info.model
+            self.tell("\n".join(f"{'*' if known == chosen else ' '} {known}" for known in (info.model, *info.adapters)))
+        elif name in (info.model, *info.adapters):
+            self.options["adapter"] = None if name == info.model else name
+            self.tell(f"{name} answers from now on")
+        else:
+            self.tell(f"there is no model {name}; /model lists them")
 
     def _show_receipt(self) -> None:
         if self.receipt is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,15 @@ class Told:
 
     def __init__(self) -> None:
         self.asked: list[list[Any]] = []
+        self.adapters: list[str | None] = []
         self.fails: BaseException | None = None
+
+    def model_info(self) -> Any:
+        return SimpleNamespace(model="base", adapters=["sql", "law"])
 
     def stream(self, messages: list[Any], **options: Any) -> Any:
         self.asked.append([message["content"] for message in messages])
+        self.adapters.append(options.get("adapter"))
 
         def pieces() -> Any:
             yield Piece(f"answer {len(self.asked)}", [1])
@@ -77,6 +83,15 @@ def test_what_goes_wrong_in_a_turn_ends_no_chat(chat: Chat) -> None:
     chat.run(["two", "/what"])
     assert asked(chat) == ["one", "answer 2", "two"]
     assert told.__self__[-1] == HELP
+
+
+def test_a_turn_goes_to_the_model_that_was_chosen(chat: Chat) -> None:
+    """An adapter by its name, or none for the model itself; a name that there is not changes nothing."""
+    client: Any = chat.client
+    told: Any = chat.tell
+    chat.run(["one", "/model sql", "two", "/model cobol", "three", "/model", "/model base", "four"])
+    assert client.adapters == [None, "sql", "sql", None]
+    assert told.__self__[-2] == "  base\n* sql\n  law"
 
 
 async def test_a_conversation_with_a_cluster(inside: Any) -> None:
