@@ -77,7 +77,7 @@ async def test_what_ends_a_completion_is_told_after_what_it_had_said() -> None:
 async def test_the_parts_of_an_answer_are_joined_once_however_far_behind_its_client_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In their order. The work grows with the deltas and not with their square: an answer whose model alternates between
+    """In their order. The work grows with the deltas and not with their square: an answer that alternates between
     calls and text kept the event loop for half a second."""
     looked_at = []
 
