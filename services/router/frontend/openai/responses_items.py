@@ -8,7 +8,6 @@ One message of an assistant joins what the API has apart: the reasoning, the tex
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -199,7 +198,7 @@ def opened(value: object, where: str) -> str:
     try:
         if isinstance(value, str) and value.startswith(SEALED):
             return base64.b64decode(value.removeprefix(SEALED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not even ASCII, or not UTF-8 in it
         pass  # the same answer as for what another server has encrypted
     raise wrong(where, "not from this server, so its reasoning cannot be read", "absent, or what this server sent")
 
