@@ -9,7 +9,7 @@ from structlog.dev import ConsoleRenderer, plain_traceback
 
 
 def show_no_values() -> None:
-    """Makes tracebacks plain. Where Rich is installed, structlog would print the local variables of every frame, so that
+    """Makes tracebacks plain. Where Rich is installed, structlog prints the local variables of every frame, so that
     a log sent along with a report has prompts and keys; and it takes 250 ms, during which a router relays no token.
     Safe to call twice."""
     *before, last = structlog.get_config()["processors"]
