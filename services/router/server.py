@@ -214,8 +214,8 @@ class Router:
     def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
         outcomes = self.metrics.outcomes()
-        running, waiting = self.generation.running, self.scheduler.waiting()
-        return RouterState(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
+        running, waiting, name = self.generation.running, self.scheduler.waiting(), self.settings.model_names[0]
+        return RouterState(name, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be restarted: one of its servers has failed."""
