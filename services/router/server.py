@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
-from starlette.routing import Route
-
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.state.response_store import ResponseStore
@@ -144,8 +142,9 @@ class Router:
         endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
-        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes(), *self._build_batches(api))
-        self.http = Server(api.app(*doors, keys=keys), settings)
+        doors = (self.dashboard, messages, responses, *self._build_batches(api))
+        routes = [route for door in doors for route in door.routes()]
+        self.http = Server(api.app(*routes, keys=keys), settings)
 
     def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
         settings = self.settings
@@ -159,15 +158,14 @@ class Router:
         preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 
-    def _build_batches(self, api: Api) -> list[Route]:
-        """The routes of files and batches."""
+    def _build_batches(self, api: Api) -> tuple[FilesApi, BatchesApi]:
         most_bytes = self.settings.max_file_mib * 1024 * 1024
         self.batch_store = open_store(self.settings)
         lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, api.parsers)
         self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.scheduler.waiting)
         files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
         batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(api.parsers))
-        return [*files.routes(), *batches.routes()]
+        return files, batches
 
     async def start(self) -> None:
         await self.view.start()

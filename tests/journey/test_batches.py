@@ -140,6 +140,10 @@ async def test_a_batch_answers_as_the_endpoint_does(inside: Any, url: str, bodie
         assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
         output = await client.files.retrieve(batch.output_file_id)
         assert (output.purpose, output.bytes > 0) == ("batch_output", True)
+        async with cluster.router.batch_store._store.connection() as registry:
+            prefix = f"tandem:{{{cluster.settings.cluster}}}"
+            left = [*await registry.keys(f"{prefix}:job:*"), *await registry.keys(f"{prefix}:events:*")]
+        assert not left, "jobs whose answers are stored take no room"
         await cluster.freed()
 
 

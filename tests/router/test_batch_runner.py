@@ -24,6 +24,9 @@ class Lines:
     def __init__(self) -> None:
         self.running = self.most = 0
 
+    async def forget(self, record: BatchRecord, line: Line) -> None:
+        pass
+
     async def run(self, record: BatchRecord, line: Line) -> LineResult:
         self.running += 1
         self.most = max(self.most, self.running)
@@ -50,7 +53,12 @@ class Store:
 
 def runner(store: Store, lines: Lines, waiting: int) -> BatchRunner:
     given: Any = SimpleNamespace
-    return BatchRunner(given(answered=store.answered, add=store.add), given(run=lines.run), given(), lambda: waiting)
+    return BatchRunner(
+        given(answered=store.answered, add=store.add),
+        given(run=lines.run, forget=lines.forget),
+        given(),
+        lambda: waiting,
+    )
 
 
 async def test_a_batch_has_a_window_of_lines_in_progress() -> None:

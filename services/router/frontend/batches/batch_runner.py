@@ -174,6 +174,7 @@ class BatchRunner:
             if await self._add(record, [result]) is Stored.FULL:
                 text = batch_lines.not_run(record.batch_id, line, "batch_output_too_large", TOO_LARGE)
                 await self._add(record, [LineResult(line.number, text, completed=False)])
+            await self._lines.forget(record, line)
 
     async def _give_up(self, record: BatchRecord, lines: Sequence[Line], status: BatchStatus) -> None:
         """Each line without a result gets one that says why it was not run."""

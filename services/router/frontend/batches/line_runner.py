@@ -8,7 +8,7 @@ The ids of the jobs follow from the line, so a router that continues a batch fin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -89,17 +89,16 @@ class LineRunner:
     async def cancel(self, record: BatchRecord, lines: Sequence[Line]) -> None:
         """Cancels the jobs of these lines, as far as there are any."""
         for line in lines:
-            name = _name(record, line)
-            if await self._cancelled(record, name):
-                continue
-            prompt = 0
-            while await self._cancelled(record, f"{name}-{prompt}"):
-                prompt += 1
+            await _of_each_job(record, line, self._cancelled)
 
-    async def _cancelled(self, record: BatchRecord, name: str) -> bool:
+    async def forget(self, record: BatchRecord, line: Line) -> None:
+        """Removes the jobs of a line whose result is stored: thousands of them would take room in the registry."""
+        await _of_each_job(record, line, self._journal.forget)
+
+    async def _cancelled(self, job_id: str) -> bool:
         """Whether there is such a job."""
         try:
-            await self._journal.cancel(f"{record.tenant}/{name}")
+            await self._journal.cancel(job_id)
         except NotFound:
             return False
         return True
@@ -163,6 +162,15 @@ class LineRunner:
         tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens)
         text = batch_lines.answered(record.batch_id, line, name, status, body)
         return LineResult(line.number, text, status == 200, *tokens)
+
+
+async def _of_each_job(record: BatchRecord, line: Line, act: Callable[[str], Awaitable[bool]]) -> None:
+    """Of one prompt or of several. `act` returns whether there is a job of that id."""
+    job_id = f"{record.tenant}/{_name(record, line)}"
+    prompt = 0
+    if not await act(job_id):
+        while await act(f"{job_id}-{prompt}"):
+            prompt += 1
 
 
 def _name(record: BatchRecord, line: Line) -> str:
