@@ -165,7 +165,7 @@ async def test_control_without_the_default_of_the_endpoint_a_line_has_another_le
         assert comparable(good["a"]["response"]["body"]) != comparable(expected)
 
 
-async def test_files_are_those_of_the_package(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_those_of_the_package(inside: Any) -> None:
     """Uploaded, listed, read and deleted; one that is too large is refused and leaves nothing."""
     data = asked({"a": said("x")}, CHAT)
     async with demo(inside, max_file_mib=1) as cluster, client_of(cluster.router) as client:
@@ -181,6 +181,10 @@ async def test_files_are_those_of_the_package(inside: Any, monkeypatch: pytest.M
         with pytest.raises(openai.RateLimitError) as large:
             await client.files.create(file=b"x" * (2**20 + 1), purpose="batch")
         assert (large.value.code, large.value.param) == ("TOO_LARGE", "file")
+        with pytest.raises(openai.RateLimitError) as larger:  # before it is in memory
+            await client.files.create(file=b"x" * 2**21, purpose="batch")
+        assert larger.value.param == "body"
+        assert cluster.router.bodies.bodies.total() == 0
         with pytest.raises(openai.BadRequestError):
             await client.files.create(file=data, purpose="vision")
         assert (await client.files.delete(file.id)).deleted
