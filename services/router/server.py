@@ -21,6 +21,10 @@ from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.anthropic.messages_api import MessagesApi
+from services.router.frontend.batches.batch_runner import BatchRunner, open_store
+from services.router.frontend.batches.batches_api import BatchesApi
+from services.router.frontend.batches.files_api import FilesApi
+from services.router.frontend.batches.line_runner import LineRunner
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
@@ -138,8 +142,9 @@ class Router:
         endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
-        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
-        self.http = Server(api.app(*doors, keys=keys), settings)
+        doors = (self.dashboard, messages, responses, *self._build_batches(api))
+        routes = [route for door in doors for route in door.routes()]
+        self.http = Server(api.app(*routes, keys=keys), settings)
 
     def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
         settings = self.settings
@@ -152,6 +157,15 @@ class Router:
         stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
         preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
+
+    def _build_batches(self, api: Api) -> tuple[FilesApi, BatchesApi]:
+        most_bytes = self.settings.max_file_mib * 1024 * 1024
+        self.batch_store = open_store(self.settings)
+        lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, api.parsers)
+        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.scheduler.waiting)
+        files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
+        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(api.parsers))
+        return files, batches
 
     async def start(self) -> None:
         await self.view.start()
@@ -168,6 +182,7 @@ class Router:
         await self._heartbeat.start()
         self._watchdog.start()
         await self.job_runner.start()
+        await self.batch_runner.start()
         self._following = forever(self._follow, name="warm-channels")
         if self.settings.place_by_prefix:
             self._indexing = forever(self.prefixes.follow, name="prefixes")
@@ -181,6 +196,7 @@ class Router:
         self._stopped = True
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
+        await self.batch_runner.leave()
         await self.jobs.leave()
         self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
@@ -192,6 +208,7 @@ class Router:
         await self.channels.close()
         await self.journal.close()
         await self.response_store.close()
+        await self.batch_store.close()
         self.offload.close()
         await self.registry.close()
         if self._metrics_served:
