@@ -11,6 +11,7 @@ from dataclasses import replace
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.state.response_store import ResponseStore
+from services.adapter_follower import AdapterFollower
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
@@ -73,7 +74,8 @@ class Router:
         self.view = WorkerLiveness(self.registry, settings.heartbeat_s)
         self.channels = Channels(settings.cluster_token, to_workers(settings))
         self.tracing = tracing.of_process(settings, "router", worker_id)
-        self.model = ServedModel(self.view, settings.adapters)
+        self.adapters = AdapterFollower(self.registry, settings.heartbeat_s, lambda: self._heartbeat.changed())
+        self.model = ServedModel(self.view, settings.adapters, self.adapters)
         self.offload = Offload(settings.queue_timeout_s)
         self.muxes = StreamMuxes(self.channels, settings.stream_interval_s)
         self.prefixes = PrefixIndex(self.view, self.channels)
@@ -135,7 +137,7 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
+        endpoint = GeneratingEndpoint(settings, self.generation, self.model, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
         doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
@@ -155,6 +157,7 @@ class Router:
 
     async def start(self) -> None:
         await self.view.start()
+        await self.adapters.start()
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         if self.settings.http_port is not None:
             await self.http.start(self.settings.http_port, self._on_broken)
@@ -186,6 +189,7 @@ class Router:
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
         await end(self._indexing)
+        await self.adapters.stop()
         await self._heartbeat.stop()
         await self.view.stop()
         await self.muxes.close()
@@ -209,6 +213,7 @@ class Router:
             waiting=self.scheduler.waiting(),
             backlog=self.scheduler.waiting_tokens(),
             arrived=self.scheduler.arrived,
+            adapters_version=self.adapters.list.version,
         )
 
     def _state(self) -> RouterState:
