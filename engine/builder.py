@@ -26,6 +26,7 @@ from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
+from tandem.checkpoint import check_adapter_root
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
 
@@ -168,10 +169,7 @@ def _later_rank(settings: Settings) -> int:
     """Of adapters that are loaded at run time; 0: none is. Raises SettingsError."""
     if settings.adapter_root is None:
         return 0
-    if not settings.adapter_root.expanduser().is_dir():
-        raise SettingsError(
-            f"{settings.adapter_root} is not a folder here", field="adapter_root", bound="a folder that workers can read"
-        )
+    check_adapter_root(settings.adapter_root)
     return settings.adapter_max_rank
 
 

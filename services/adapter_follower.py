@@ -75,5 +75,3 @@ class AdapterFollower:
 
     async def _again(self) -> None:
         """Hook: the list is unchanged."""
-
-

@@ -1,6 +1,6 @@
 """Which adapter is in which slot of a worker's model, and how many requests use it.
 
-    held(name, fingerprint) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
+    held(adapter) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
 
 A slot is held by its requests from before their first block is reserved until their last one is dropped, so no adapter
 is replaced under a running request. A request that finds all slots in use waits, and no later request for an adapter

@@ -16,11 +16,13 @@ from time import monotonic
 
 import structlog
 
+from cluster.state import adapter_list
+from cluster.state.adapter_list import AdapterList
 from cluster.state.registry import Registry
 from engine.loading import lora_attachment
 from engine.loading.lora_loader import CONFIG, WEIGHTS
 from engine.runner.lora import Adapter, Lora
-from services.adapter_follower import AdapterFollower, AdapterList
+from services.adapter_follower import AdapterFollower
 from tandem.errors import CheckpointRefused, InvalidRequest, NotFound, PreconditionFailed, TandemError
 from tandem.settings import Settings
 
@@ -59,7 +61,7 @@ class RuntimeAdapters(AdapterFollower):
                 bound="the folder that has them",
             )
         if name in self._lora.known:
-            raise InvalidRequest(f"the setting adapters has one named {name}", field="name", bound="a name that is free")
+            raise adapter_list.taken(name)
         async with self._reading_one:
             adapter = await asyncio.to_thread(_read, self._lora, self._root, name, path)
         self._keep(adapter, PREPARED_S)
@@ -70,8 +72,8 @@ class RuntimeAdapters(AdapterFollower):
         served = self.served.get(name)
         if not fingerprint or (served is not None and served.fingerprint == fingerprint):
             return served
-        kept, until = self._kept.get((name, fingerprint), (None, 0.0))
-        return kept if until > monotonic() else None
+        kept = self._kept.get((name, fingerprint))
+        return kept[0] if kept is not None and kept[1] > monotonic() else None
 
     async def _take(self, found: AdapterList) -> None:
         for name, adapter in list(self.served.items()):
@@ -81,8 +83,8 @@ class RuntimeAdapters(AdapterFollower):
                 self._keep(adapter, self._keep_s)
         self._retry_at = None
         for name, listed in found.adapters.items():
-            if name not in self.served and (adapter := await self._listed(name, listed.path, listed.digest)):
-                self.served[name] = adapter
+            if name not in self.served and (new := await self._listed(name, listed.path, listed.digest)) is not None:
+                self.served[name] = new
 
     async def _again(self) -> None:
         if self._retry_at is not None and monotonic() > self._retry_at:
@@ -113,8 +115,8 @@ def _read(lora: Lora, root: Path, name: str, path: str) -> Adapter:
 
 
 def folder_within(root: Path, path: str) -> Path:
-    """The folder of an adapter, without symbolic links. Raises InvalidRequest for one outside `root`, before anything of
-    it is read, NotFound for one that is no adapter's."""
+    """The folder of an adapter, without symbolic links. Raises InvalidRequest for one outside `root`, before anything
+    of it is read, NotFound for one that is no adapter's."""
     outside = InvalidRequest(
         f"{path!r:.200} is not within adapter_root, which is {root}", field="path", bound=f"a folder within {root}"
     )

@@ -95,8 +95,8 @@ async def read(registry: Registry) -> AdapterList:
 
 
 async def add(registry: Registry, name: str, adapter: LoadedAdapter, known: AdapterList) -> int:
-    """Returns the version with it. `known`: the caller's list. Raises InvalidRequest for a name that is taken, TooLarge,
-    Unavailable."""
+    """Returns the version with it. `known`: the caller's list. Raises InvalidRequest for a name that is taken,
+    TooLarge, Unavailable."""
     text = _ADAPTER.dump_json(adapter).decode()
     answer = await _change(registry, ADD, [name, text, MAX_ADAPTERS], known)
     if answer == "taken":

@@ -34,9 +34,9 @@ GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean s
 
 
 def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, later_rank: int = 0) -> Lora:
-    """Adds `slots` slots for adapters to a model on its paged path. With `later_rank`, each slot has room for an adapter
-    of that rank on every layer that can have one, so that others can be loaded later; otherwise for these only. Raises
-    CheckpointRefused for a folder that is not supported, or not with this model."""
+    """Adds `slots` slots for adapters to a model on its paged path. With `later_rank`, each slot has room for an
+    adapter of that rank on every layer that can have one, so that others can be loaded later; otherwise for these only.
+    Raises CheckpointRefused for a folder that is not supported, or not with this model."""
     known = [lora_loader.read(name, folder) for name, folder in folders.items()]
     places = _places(model, known, later_rank)
     if not places:
@@ -62,8 +62,8 @@ def fitting(lora: Lora, name: str, folder: Path) -> Adapter:
         _check_shape(file, layer, matrices, (place.height, place.width))
         if matrices.rank > place.rank:
             raise CheckpointRefused(
-                f"{file}: {layer:.200} has rank {matrices.rank}, and a slot has room for {place.rank}; start the workers"
-                " with a larger adapter_max_rank"
+                f"{file}: {layer:.200} has rank {matrices.rank}, and a slot has room for {place.rank}; start the"
+                " workers with a larger adapter_max_rank"
             )
     return adapter._replace(layers={})
 

@@ -50,9 +50,10 @@ def load_model(
 
     `max_model_len` limits a sequence, in tokens; the config's own limit if None. `kernels` "reference" leaves the
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
-    (engine.runner.lora); with `later_rank` others of up to that rank may come later. `weights` is the format that products are rounded to (engine/core/weight_formats.py),
-    `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py). `cache` keeps packed weights for other
-    workers and the next start. `progress` receives a line for each stage that is over.
+    (engine.runner.lora); with `later_rank` others of up to that rank may come later. `weights` is the format that
+    products are rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in
+    (engine/kv/kv_quantization.py). `cache` keeps packed weights for other workers and the next start. `progress`
+    receives a line for each stage that is over.
     Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
     and for `weights` that are not supported here.
     """

@@ -75,7 +75,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         grammar = await worker.loop.compiled(sampling)
         self._check_adapter(request)
         async with AsyncExitStack() as held:
-            adapter = await held.enter_async_context(worker.adapters.held(request.adapter.name, request.adapter.fingerprint))
+            name, meant = request.adapter.name, request.adapter.fingerprint
+            adapter = await held.enter_async_context(worker.adapters.held(name, meant))
             sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
             await self._cleanup.register(sequence, held)
             await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS))

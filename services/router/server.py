@@ -20,6 +20,7 @@ from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
+from services.router.frontend.adapter_control import AdapterControl
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.anthropic.messages_api import MessagesApi
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
@@ -30,6 +31,7 @@ from services.router.frontend.http_endpoint import GeneratingEndpoint
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
+from services.router.frontend.openai.adapters_api import AdaptersApi
 from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
 from services.router.frontend.openai.stored_responses import StoredResponses
@@ -119,7 +121,8 @@ class Router:
         self.jobs = JobService(
             settings, self.generation, self.model, self.rate_limits, self.journal, self.job_runner, self.tracing
         )
-        admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts)
+        control = AdapterControl(settings, self.adapters, self.view, self.channels)
+        admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts, control)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
             guard=keys.guard if keys else None,
@@ -140,7 +143,8 @@ class Router:
         endpoint = GeneratingEndpoint(settings, self.generation, self.model, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
-        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes())
+        adapters = AdaptersApi(control, self.bodies, keys)
+        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes(), *adapters.routes())
         self.http = Server(api.app(*doors, keys=keys), settings)
 
     def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:

@@ -59,7 +59,7 @@ class GeneratingEndpoint:
         """The name in the answer for the model that a request names, and the adapter if that is one; absent: the base
         model. Raises NotFound."""
         adapters = self._model.adapters
-        if name in adapters:
+        if name and name in adapters:
             return name, name
         if not name or name in self._accepted:
             return self._names[0], ""

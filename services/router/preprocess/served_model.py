@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cluster.state.adapter_list import AdapterList
 from cluster.state.registry import State
-from services.adapter_follower import AdapterFollower, AdapterList
+from services.adapter_follower import AdapterFollower
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import NoWorker
 
@@ -24,9 +25,7 @@ class ModelFacts:
 
 
 class ServedModel:
-    def __init__(
-        self, view: WorkerLiveness, adapters: Iterable[str], loaded: AdapterFollower | None = None
-    ) -> None:
+    def __init__(self, view: WorkerLiveness, adapters: Iterable[str], loaded: AdapterFollower | None = None) -> None:
         """`adapters` are those of the settings, `loaded` those that were loaded while the cluster runs."""
         self._view = view
         self._of_settings = dict.fromkeys(adapters, b"")
