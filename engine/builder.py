@@ -26,7 +26,6 @@ from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model
 from engine.runner.model_runner import ModelRunner
-from tandem.checkpoint import check_adapter_root
 from tandem.errors import SettingsError, TooLarge
 from tandem.settings import Settings
 
@@ -169,7 +168,9 @@ def _later_rank(settings: Settings) -> int:
     """Of adapters that are loaded at run time; 0: none is. Raises SettingsError."""
     if settings.adapter_root is None:
         return 0
-    check_adapter_root(settings.adapter_root)
+    if not settings.adapter_root.expanduser().is_dir():
+        what = f"{settings.adapter_root} is not a folder on this worker"
+        raise SettingsError(what, field="adapter_root", bound="a folder on every worker")
     return settings.adapter_max_rank
 
 

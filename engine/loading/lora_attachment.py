@@ -48,6 +48,12 @@ def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, la
     return lora
 
 
+def attach_checked(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, later_rank: int) -> str:
+    """`attach` and `check`; returns a line about them."""
+    lora = attach(model, folders, slots, later_rank)
+    return f"{len(lora.known)} adapters in {len(lora.slots)} slots: self-check passed: {check(model)}"
+
+
 def fitting(lora: Lora, name: str, folder: Path) -> Adapter:
     """Reads an adapter and checks that it fits into a slot; returned without its matrices. Safe on any thread. Raises
     CheckpointRefused."""

@@ -18,7 +18,7 @@ from loadtest.harness.random_checkpoints import make_adapter
 from services import launch, runtime_adapters
 from services.runtime_adapters import RuntimeAdapters
 from tandem.async_client import AsyncClient
-from tandem.errors import InvalidRequest, NotFound, TandemError, Unavailable
+from tandem.errors import InvalidRequest, NotFound, ResumeFailed, TandemError, Unavailable
 from tests.support import oracle
 
 NEW = 12
@@ -298,6 +298,23 @@ async def test_a_stream_keeps_an_adapter_that_is_unloaded(
         assert tokens == oracle.greedy(references["red"], prompt, new)
         done = await client.generate(prompt, adapter="mine", max_tokens=NEW, ignore_eos=True)
         assert done.token_ids == oracle.greedy(references["blue"], prompt, NEW)
+
+
+async def test_control_without_keeping_it_the_stream_is_lost(
+    inside: Any, root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that it moves to does not know the adapter any more."""
+    monkeypatch.setattr(RuntimeAdapters, "_keep", lambda *given: None)
+    async with inside(adapter_root=root, decode=2, max_attempts=2) as cluster:
+        await cluster.client.load_adapter("mine", "red")
+        stream = cluster.client.stream([5, 6, 7], adapter="mine", max_tokens=900, ignore_eos=True)
+        await anext(stream)
+        await cluster.client.unload_adapter("mine")
+        (running,) = [worker for worker in cluster.workers.values() if "decode" in worker.worker_id and worker._open]
+        await running.stop(0.0)
+        with pytest.raises(ResumeFailed, match="does not have the adapter mine"):
+            async for _ in stream:
+                pass
 
 
 async def test_the_slot_of_an_unloaded_adapter_is_the_first_to_go(inside: Any, root: Path) -> None:
