@@ -71,6 +71,10 @@ def up(
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
     ] = None,
     adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
+    adapter_root: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where `tandem adapters load` may load from. [default: none]")
+    ] = None,
+    adapter_max_rank: Annotated[int | None, typer.Option(help="Largest rank of those. [default: 16]")] = None,
     output: Output = TEXT,
 ) -> None:
     """Start a cluster here; prints a line starting with "ready" when requests can be sent. Ctrl-C stops it."""

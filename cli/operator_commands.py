@@ -1,5 +1,5 @@
-"""What an operator asks a cluster: `tandem workers`, `scale`, `autoscale`, `drain`, `audit`, `doctor`, `explain`,
-`slow`, `calibration`."""
+"""What an operator asks a cluster: `tandem workers`, `scale`, `autoscale`, `drain`, `adapters`, `audit`, `doctor`,
+`explain`, `slow`, `calibration`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from cli.output import DEFAULT_TARGET, JSON, TEXT, Output, Target, connected, di
 from tandem.errors import NotFound
 
 app = typer.Typer()
+adapters_app = typer.Typer(
+    help="List the adapters of a cluster, and load and unload them while it runs.", no_args_is_help=True
+)
+app.add_typer(adapters_app, name="adapters")
 
 
 @app.command()
@@ -72,6 +76,39 @@ def drain(
             print_json(answer.to_dict())
         else:
             print(f"{worker} is drained: {answer.finished} requests finished, {answer.cut} went on elsewhere")
+
+
+@adapters_app.command("list")
+def adapters_list(target: Target = DEFAULT_TARGET, output: Output = TEXT) -> None:
+    """List the adapters that requests may name."""
+    with connected(target) as client:
+        from cli import rendering
+
+        answer = client.adapters()
+        print_json([one.to_dict() for one in answer]) if output is JSON else display(rendering.adapters(answer))
+
+
+@adapters_app.command("load")
+def adapters_load(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Within the cluster's adapter_root.")],
+    target: Target = DEFAULT_TARGET,
+    output: Output = TEXT,
+) -> None:
+    """Load an adapter on every worker; if one of them cannot, on none."""
+    with connected(target) as client:
+        answer = client.load_adapter(name, folder)
+        print_json(answer.to_dict()) if output is JSON else print(f"{name} is loaded from {folder}")
+
+
+@adapters_app.command("unload")
+def adapters_unload(
+    name: Annotated[str, typer.Argument(metavar="NAME")], target: Target = DEFAULT_TARGET, output: Output = TEXT
+) -> None:
+    """Unload an adapter; requests that it has already admitted finish."""
+    with connected(target) as client:
+        client.unload_adapter(name)
+        print_json({"unloaded": name}) if output is JSON else print(f"{name} is unloaded")
 
 
 @app.command()

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Findings, Ledger, Pair, Pools
+from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Findings, Ledger, Pair, Pools, ServedAdapter
 
 
 def share(part: float, total: float) -> str:
@@ -138,6 +138,16 @@ def autoscaling(answer: Autoscaling) -> RenderableType:
         )
         lines.append(Text(f"{step}: {printable(pool.why)}"))
     return Group(*lines)
+
+
+def adapters(answer: Sequence[ServedAdapter]) -> RenderableType:
+    if not answer:
+        return Text("no adapters")
+    table = Table("name", "folder", "fingerprint", "given", box=None)
+    for one in answer:
+        given = "while the cluster runs" if one.loaded_at else "at the start"
+        table.add_row(Text(printable(one.name)), Text(printable(one.path)), one.fingerprint[:16], given)
+    return table
 
 
 def audit(answer: Audit) -> RenderableType:

@@ -34,7 +34,7 @@ from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
 from cluster.supervisor import STOP_MARGIN_S, Event, Kind
-from tandem.checkpoint import check_adapter, folder_of
+from tandem.checkpoint import check_adapter, check_adapter_root, folder_of
 from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
 from tandem.settings import Settings
 
@@ -163,6 +163,8 @@ class LocalCluster:
             folder_of(self.settings.model)
             for name, folder in self.settings.adapters.items():
                 check_adapter(name, folder)
+            if self.settings.adapter_root is not None:
+                check_adapter_root(self.settings.adapter_root)
         ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
         if self.settings.http_port is not None:
             ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")

@@ -55,6 +55,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
         block_size=settings.block_size,
         adapters=settings.adapters,
         adapter_slots=settings.adapter_slots,
+        later_rank=_later_rank(settings),
         weights=settings.weights,
         kv_dtype=settings.kv_dtype,
         cache=_cache(settings),
@@ -161,6 +162,16 @@ def _cache(settings: Settings) -> WeightCache | None:
         return None
     folder = default_folder() if settings.weight_cache == "auto" else Path(settings.weight_cache).expanduser()
     return WeightCache(folder, int(settings.weight_cache_gib * 2**30))
+
+
+def _later_rank(settings: Settings) -> int:
+    """Of adapters that are loaded at run time; 0: none is. Raises SettingsError."""
+    if settings.adapter_root is None:
+        return 0
+    if not settings.adapter_root.expanduser().is_dir():
+        what = f"{settings.adapter_root} is not a folder on this worker"
+        raise SettingsError(what, field="adapter_root", bound="a folder on every worker")
+    return settings.adapter_max_rank
 
 
 def _device(settings: Settings) -> torch.device:

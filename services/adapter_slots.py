@@ -1,10 +1,11 @@
 """Which adapter is in which slot of a worker's model, and how many requests use it.
 
-    held(name) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
+    held(adapter) ─▶ its slot, or a free one, or the least recently used ─▶ loaded ─▶ the request runs ─▶ released
 
 A slot is held by its requests from before their first block is reserved until their last one is dropped, so no adapter
 is replaced under a running request. A request that finds all slots in use waits, and no later request for an adapter
-overtakes it. Requests for the base model need no slot.
+overtakes it. Requests for the base model need no slot. An adapter that was unloaded keeps its slot while a request has
+it; then its slot is the first to be used for another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import structlog
 from engine.core.sequence import LoraSlot
 from engine.engine_thread import EngineThread
 from engine.loading import lora_loader
+from engine.runner.lora import Adapter
+from services.runtime_adapters import RuntimeAdapters
 from tandem.errors import Busy, NotFound
 from tandem.tasks import end, failed
 
@@ -28,7 +31,7 @@ log = structlog.get_logger(__name__)
 @dataclass(eq=False, slots=True)
 class _Slot:
     number: int
-    name: str = ""  # "": empty
+    adapter: Adapter | None = None  # without its matrices; None: empty
     users: int = 0
     last_used: int = 0
     loading: asyncio.Task[None] | None = None
@@ -38,6 +41,13 @@ class _Slot:
         return not self.users and (self.loading is None or self.loading.done())
 
     @property
+    def fingerprint(self) -> bytes:
+        return self.adapter.fingerprint if self.adapter else b""
+
+    def has(self, adapter: Adapter) -> bool:
+        return self.fingerprint == adapter.fingerprint
+
+    @property
     def failed(self) -> bool:
         return self.loading is not None and failed(self.loading)
 
@@ -45,8 +55,10 @@ class _Slot:
 class AdapterSlots:
     """Of one worker, on its event loop. `timeout_s` is how long a request may wait for a slot."""
 
-    def __init__(self, loop: EngineThread, timeout_s: float) -> None:
+    def __init__(self, loop: EngineThread, timeout_s: float, later: RuntimeAdapters | None = None) -> None:
+        """`later`: the adapters that were loaded after the start."""
         self._loop = loop
+        self._later = later
         self._timeout_s = timeout_s
         self._lora = loop.engine.model.lora
         self._slots = [_Slot(number) for number in range(len(self._lora.slots) if self._lora else 0)]
@@ -55,34 +67,46 @@ class AdapterSlots:
         self._uses = 0
 
     def fingerprints(self) -> dict[str, bytes]:
-        return {name: adapter.fingerprint for name, adapter in self._lora.known.items()} if self._lora else {}
+        """Of the adapters that new requests may name, by name."""
+        return {name: adapter.fingerprint for name, adapter in self._served().items()}
 
-    def fingerprint(self, name: str) -> bytes:
-        """Of the adapter as this worker found it when it started. Raises NotFound."""
-        known = self.fingerprints()
-        if name not in known:
+    def fingerprint(self, name: str, meant: bytes = b"") -> bytes:
+        """Of the adapter with the fingerprint `meant` if this worker has it, otherwise of the one that has this name
+        now. Raises NotFound."""
+        return self._find(name, meant).fingerprint
+
+    def _served(self) -> dict[str, Adapter]:
+        return {**(self._later.served if self._later else {}), **(self._lora.known if self._lora else {})}
+
+    def _find(self, name: str, meant: bytes) -> Adapter:
+        served = self._served()
+        adapter = served.get(name)
+        if meant and self._later is not None and (adapter is None or adapter.fingerprint != meant):
+            adapter = self._later.find(name, meant) or adapter
+        if adapter is None:
             raise NotFound(
-                f"there is no adapter {name!r:.140} on this worker", field="adapter", bound=", ".join(known) or "none"
+                f"there is no adapter {name!r:.140} on this worker", field="adapter", bound=", ".join(served) or "none"
             )
-        return known[name]
+        return adapter
 
     @asynccontextmanager
-    async def held(self, name: str) -> AsyncIterator[LoraSlot | None]:
+    async def held(self, name: str, meant: bytes = b"") -> AsyncIterator[LoraSlot | None]:
         """The adapter in a slot of this worker's model until the block ends; None for the base, whose name is "".
+        `meant` as for `fingerprint`.
 
         Raises NotFound, Busy when no slot came free in time, CheckpointRefused when its folder has changed.
         """
         if not name:
             yield None
             return
-        fingerprint = self.fingerprint(name)
-        slot = await self._take(name)
+        adapter = self._find(name, meant)
+        slot = await self._take(adapter)
         try:
             if slot.loading is None:
-                slot.loading = asyncio.create_task(self._load(slot), name=f"load adapter {name}")
+                slot.loading = asyncio.create_task(self._load(slot), name=f"load adapter {adapter.name}")
                 slot.loading.add_done_callback(lambda _: self._freed.set())
             await asyncio.shield(slot.loading)  # a cancelled request does not cancel the load for others
-            yield LoraSlot(slot.number, fingerprint)
+            yield LoraSlot(slot.number, adapter.fingerprint)
         finally:
             slot.users -= 1
             self._uses += 1
@@ -93,10 +117,10 @@ class AdapterSlots:
         for slot in self._slots:
             await end(slot.loading)
 
-    async def _take(self, name: str) -> _Slot:
+    async def _take(self, adapter: Adapter) -> _Slot:
         try:
             async with asyncio.timeout(self._timeout_s), self._lock:
-                while (slot := self._find(name)) is None:
+                while (slot := self._slot_of(adapter)) is None:
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError as error:
@@ -107,22 +131,24 @@ class AdapterSlots:
             ) from error
         return slot
 
-    def _find(self, name: str) -> _Slot | None:
+    def _slot_of(self, adapter: Adapter) -> _Slot | None:
         """A slot for one more user of this adapter."""
-        slot = next((slot for slot in self._slots if slot.name == name and not slot.failed), None)
+        slot = next((slot for slot in self._slots if slot.has(adapter) and not slot.failed), None)
         if slot is None:
             idle = [slot for slot in self._slots if slot.idle]
             if not idle:
                 return None
-            slot = min(idle, key=lambda candidate: (candidate.name != "", candidate.last_used))
-            slot.name, slot.loading = name, None
+            named = set(self.fingerprints().values())
+            slot = min(idle, key=lambda one: (one.adapter is not None, one.fingerprint in named, one.last_used))
+            slot.adapter, slot.loading = adapter, None
         slot.users += 1
         return slot
 
     async def _load(self, slot: _Slot) -> None:
         assert self._lora is not None
-        lora, name = self._lora, slot.name
+        assert slot.adapter is not None
+        lora, name = self._lora, slot.adapter.name
         before = lora.slots[slot.number]
-        adapter = await asyncio.to_thread(lora_loader.read_again, lora.known[name])
+        adapter = await asyncio.to_thread(lora_loader.read_again, slot.adapter)
         await self._loop.call(lambda: lora.put(slot.number, adapter))  # between two steps
         log.info("adapter.loaded", adapter=name, slot=slot.number, instead_of=before.name if before else "")

@@ -28,6 +28,7 @@ from services.adapter_slots import AdapterSlots
 from services.cluster_credentials import guard, of_worker
 from services.grpc_server import GrpcServer
 from services.kv_events import KvEvents
+from services.runtime_adapters import RuntimeAdapters
 from services.watchdog import Check, Watchdog
 from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.settings import PROMPT_STEP_SHARE, Settings
@@ -65,7 +66,8 @@ class Worker:
             settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.adapters = AdapterSlots(engine, settings.queue_timeout_s)
+        self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())
+        self.adapters = AdapterSlots(engine, settings.queue_timeout_s, self.later)
         self.cache_news = KvEvents(engine)
         self.grpc = GrpcServer(
             guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
@@ -96,6 +98,7 @@ class Worker:
         self._metrics_served = await asyncio.to_thread(self.metrics.serve)
         names = [*services, "tandem.v1.WorkerService"]
         self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
+        await self.later.start()
         self.state = State.READY
         await self._heartbeat.start()
         self._watchdog.start()
@@ -136,6 +139,7 @@ class Worker:
         await self.grpc.stop(0.1)
         await self._heartbeat.stop()  # after the calls: until then the registry shows this worker as draining
         await self.close()
+        await self.later.stop()
         await self.adapters.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
@@ -228,6 +232,7 @@ class Worker:
             begun=self._begun,
             slow_products=self.engine.products.warning if self.engine.products else "",
             metrics_address=self._metrics_served.address if self._metrics_served else "",
+            adapters_version=self.later.list.version,
         )
 
     def _load(self) -> Load:
@@ -332,6 +337,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     message.incarnation = self._worker.incarnation
                     message.adapters.update(self._worker.adapters.fingerprints())
                 yield message
+
+    async def PrepareAdapter(
+        self, request: worker_pb2.PrepareAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.PrepareAdapterResponse:
+        adapter = await self._worker.later.prepare(request.name, request.path)
+        return worker_pb2.PrepareAdapterResponse(fingerprint=adapter.fingerprint)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.errors import CheckpointRefused
+from tandem.errors import CheckpointRefused, SettingsError
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -32,3 +32,9 @@ def check_adapter(name: str, folder: str) -> None:
     """Raises CheckpointRefused unless this is the folder of an adapter."""
     if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
         raise CheckpointRefused(f"adapter {name}: {folder} has no {ADAPTER_CONFIG}; pass a folder that PEFT has saved")
+
+
+def check_adapter_root(root: Path) -> None:
+    """Raises SettingsError unless this is a folder."""
+    if not root.expanduser().is_dir():
+        raise SettingsError(f"{root} is not a folder here", field="adapter_root", bound="a folder on every worker")

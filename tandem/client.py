@@ -18,13 +18,14 @@ from typing import Any, ClassVar, Self, Unpack, overload
 import grpc
 
 from tandem.async_client import AsyncClient
-from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
+from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
 from tandem.grpc_errors import from_rpc
 from tandem.results import Completion, Job, ModelInfo, Piece, Receipt
 from tandem.rpc.channel import _Connection
 from tandem.rpc.request_builder import Options, Prompt, _seconds, build_request
 from tandem.rpc.stream_reader import StreamReader, completion, completions
 from tandem.rpc.unary_calls import (
+    _ADAPTERS,
     _AUDIT,
     _AUTOSCALING,
     _DIAGNOSE,
@@ -35,10 +36,12 @@ from tandem.rpc.unary_calls import (
     _cancel_job,
     _drain,
     _get_job,
+    _load_adapter,
     _Question,
     _receipts,
     _scale,
     _submit,
+    _unload_adapter,
 )
 from tandem.rpc.watching import _late, _unanswered, _Watching
 from tandem.telemetry import tracing
@@ -163,6 +166,20 @@ class Client(_Connection):
     def drain(self, worker_id: str, grace: float = 30.0) -> Drained:
         """Stop a worker after its requests, or after `grace` seconds. Returns when it is drained."""
         return self._ask(_drain(worker_id, grace))
+
+    def adapters(self) -> list[ServedAdapter]:
+        """The adapters that requests may name."""
+        return self._ask(_ADAPTERS)
+
+    def load_adapter(self, name: str, path: str) -> ServedAdapter:
+        """Add an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when it can be
+        named. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
+        return self._ask(_load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter that `load_adapter` added; requests that it has already admitted finish. Raises
+        NotFound."""
+        self._ask(_unload_adapter(name))
 
     def audit(self) -> Audit:
         """The block ledger of every worker."""

@@ -85,6 +85,19 @@ class Drained(_Dict):
 
 
 @dataclass(frozen=True, slots=True)
+class ServedAdapter(_Dict):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    """Its folder, as it was given."""
+    fingerprint: str
+    """Of its weights, in hexadecimal; empty for one of the setting `adapters`, which only the workers have read."""
+    loaded_at: float
+    """Unix seconds; 0 for one of the setting `adapters`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Held(_Dict):
     """Blocks with one owner."""
 
@@ -163,6 +176,10 @@ def pools(answer: admin_pb2.ListWorkersResponse) -> Pools:
 def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
     pools = [Verdict(verdict.role, verdict.size, verdict.wanted, verdict.why) for verdict in answer.pools]
     return Autoscaling(answer.mode, answer.age_seconds, pools)
+
+
+def adapter(one: admin_pb2.ServedAdapter) -> ServedAdapter:
+    return ServedAdapter(one.name, one.path, one.fingerprint.hex(), one.loaded_at)
 
 
 def audit(answer: admin_pb2.AuditResponse) -> Audit:

@@ -191,6 +191,11 @@ class Settings(BaseSettings):
     adapter_slots: Annotated[int, Field(ge=1, le=256)] = 8
     """Adapters that one worker has in its model at a time. Others are loaded on demand, in place of the least recently
     used one that is not in use."""
+    adapter_root: Path | None = None
+    """The folder from which adapters may be loaded while the cluster runs; every worker needs it, with the same
+    content. Each slot then has room for any adapter of up to `adapter_max_rank`. Absent: only `adapters` are served."""
+    adapter_max_rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """The largest rank of an adapter that is loaded while the cluster runs; with adapter_root."""
 
     transport: Literal["nixl", "inprocess"] = "nixl"
     """The transport of KV. inprocess is for tests that run both pools in one process."""

@@ -1,5 +1,5 @@
 """The registry: live workers, wanted pool sizes and the supervisor's lease. Works with Redis and Valkey
-(cluster/state/redis_store.py). All keys of workers are in this file:
+(cluster/state/redis_store.py). All keys of workers are in this file, those of adapters in adapter_list.py:
 
     tandem:{<cluster>}:workers      hash: worker id -> incarnation, when it began, JSON of its WorkerRecord
     tandem:{<cluster>}:beats        sorted set: worker id -> when its record expires (server clock, ms)
@@ -8,7 +8,7 @@
     tandem:{<cluster>}:supervisor   token of the supervisor; a lease that expires after SUPERVISOR_LEASE_S
     tandem:{<cluster>}:wanted       hash role -> number of workers
     tandem:{<cluster>}:autoscale    JSON of the autoscaler's last verdicts (cluster/autoscaler.py), expires after 10 s
-    tandem:{<cluster>}:changed      pub/sub channel: "workers" or "wanted": a change that others should read now
+    tandem:{<cluster>}:changed      pub/sub channel: "workers", "wanted" or "adapters": a change to be read now
 
 A heartbeat that does not change the record moves only its expiry. A reader asks for the changes since its last version,
 so its cost grows with changes and not with workers. No request depends on the registry: losing all of it impairs
@@ -73,6 +73,7 @@ class WorkerRecord:
     weight_bytes: int = 0  # of the model as it is served
     slow_products: str = ""  # a sentence where the compiled products lose to torch's (engine/kernels/speed_check.py)
     metrics_address: str = ""  # host:port of /metrics; empty: it has none
+    adapters_version: int = 0  # of the list of adapters that it serves (cluster/state/adapter_list.py)
     # From here on, what changes with the worker's load (RecordReader):
     running: int = 0
     waiting: int = 0
@@ -330,11 +331,14 @@ class Registry:
     async def _run(self, script: str, args: list[Any]) -> Any:
         return await self._store.run(script, self._keys, [f"{self._prefix}:changed", secrets.token_hex(8), *args])
 
+    async def run(self, name: str, script: str, args: list[Any]) -> Any:
+        """A script over the key of that name; its first argument is the channel."""
+        return await self._store.run(script, [f"{self._prefix}:{name}"], [f"{self._prefix}:changed", *args])
+
     # ---- wanted pool sizes
 
     async def set_wanted(self, sizes: dict[str, int]) -> None:
-        flat = [part for role, size in sizes.items() for part in (role, size)]
-        await self._store.run(SET_WANTED, [f"{self._prefix}:wanted"], [f"{self._prefix}:changed", *flat])
+        await self.run("wanted", SET_WANTED, [part for role, size in sizes.items() for part in (role, size)])
 
     async def wanted(self) -> dict[str, int]:
         async with self._store.connection() as client:

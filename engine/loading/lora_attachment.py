@@ -1,6 +1,7 @@
 """Adds slots for LoRA adapters to a loaded model, and verifies that it computes correctly with them.
 
     attach(model, folders, slots) ─▶ read and compare with the base ─▶ places of the layers ─▶ room in slots
+    fitting(lora, name, folder)   ─▶ an adapter that came later: it must fit into that room
     check(model) ─▶ the compiled operator against the plain one, the self-check with random adapters in the slots
 
 A probe finds the linear layers that can have an adapter: those that process one row for each packed token.
@@ -28,18 +29,49 @@ from tandem.errors import CheckpointRefused
 
 ROWS_TRIED = (3, 1, 9)  # of two slots and without one
 PROBED = [(9, 3), (0, 5)]  # (done, new): no part of this batch is as long as all its new tokens
+HEADER_BYTES = 2**20  # of a weights file, beyond its matrices in float32
 GAP = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the root mean square of the result
 
 
-def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int) -> Lora:
-    """Adds `slots` slots for adapters to a model on its paged path. Raises CheckpointRefused for a folder that is not
-    supported, or not with this model."""
+def attach(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, later_rank: int = 0) -> Lora:
+    """Adds `slots` slots for adapters to a model on its paged path. With `later_rank`, each slot has room for an
+    adapter of that rank on every layer that can have one, so that others can be loaded later; otherwise for these only.
+    Raises CheckpointRefused for a folder that is not supported, or not with this model."""
     known = [lora_loader.read(name, folder) for name, folder in folders.items()]
-    places = _places(model, known)
-    lora = Lora(model.module, places, known, min(slots, len(known)), dtype=model.dtype, device=model.device)
+    places = _places(model, known, later_rank)
+    if not places:
+        raise CheckpointRefused(f"no layer of {type(model.module).__name__} can have an adapter; unset adapter_root")
+    count = slots if later_rank else min(slots, len(known))
+    lora = Lora(model.module, places, known, count, dtype=model.dtype, device=model.device)
     model.lora = lora
     model.use_paged_attention()
     return lora
+
+
+def attach_checked(model: ModelRunner, folders: Mapping[str, str | Path], slots: int, later_rank: int) -> str:
+    """`attach` and `check`; returns a line about them."""
+    lora = attach(model, folders, slots, later_rank)
+    return f"{len(lora.known)} adapters in {len(lora.slots)} slots: self-check passed: {check(model)}"
+
+
+def fitting(lora: Lora, name: str, folder: Path) -> Adapter:
+    """Reads an adapter and checks that it fits into a slot; returned without its matrices. Safe on any thread. Raises
+    CheckpointRefused."""
+    places = lora.places
+    most_bytes = HEADER_BYTES + 4 * sum(place.rank * (place.width + place.height) for place in places.values())
+    adapter = lora_loader.read(name, folder, most_bytes)
+    file = folder / lora_loader.WEIGHTS
+    for layer, matrices in adapter.layers.items():
+        if layer not in places:
+            raise CheckpointRefused(f"{file}: {layer:.200} is not among the layers that can have an adapter here")
+        place = places[layer]
+        _check_shape(file, layer, matrices, (place.height, place.width))
+        if matrices.rank > place.rank:
+            raise CheckpointRefused(
+                f"{file}: {layer:.200} has rank {matrices.rank}, and a slot has room for {place.rank}; start the"
+                " workers with a larger adapter_max_rank"
+            )
+    return adapter._replace(layers={})
 
 
 def check(model: ModelRunner) -> self_check.Report:
@@ -86,11 +118,12 @@ def _lora(model: ModelRunner) -> Lora:
     return model.lora
 
 
-def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
-    """Of every layer that some adapter touches, in the order of the model."""
+def _places(model: ModelRunner, known: Sequence[Adapter], later_rank: int) -> dict[str, Place]:
+    """Of every layer that some adapter touches, in the order of the model; of all that can have one if others may come
+    later."""
     able = _row_by_row(model)
     linear = dict(_linear_layers(model.module))
-    ranks: dict[str, int] = {}
+    ranks = dict.fromkeys(able, later_rank) if later_rank else {}
     for adapter in known:
         file = adapter.folder / lora_loader.WEIGHTS
         for name, layer in adapter.layers.items():
@@ -100,12 +133,7 @@ def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
                 raise CheckpointRefused(
                     f"{file}: {name:.200} does not see the tokens row by row, so an adapter on it cannot be served"
                 )
-            height, width = linear[name]
-            if (layer.b.shape[0], layer.a.shape[1]) != (height, width):
-                raise CheckpointRefused(
-                    f"{file}: {name:.200} has lora_A {tuple(layer.a.shape)} and lora_B {tuple(layer.b.shape)},"
-                    f" the base's weight is {height} x {width}"
-                )
+            _check_shape(file, name, layer, linear[name])
             ranks[name] = max(ranks.get(name, 0), layer.rank)
     places: dict[str, Place] = {}
     at = 0
@@ -115,6 +143,15 @@ def _places(model: ModelRunner, known: Sequence[Adapter]) -> dict[str, Place]:
             places[name] = Place(len(places), at, behind, width, height, ranks[name])
             at = behind + padded(height, WIDE) * ranks[name]
     return places
+
+
+def _check_shape(file: Path, name: str, layer: LowRank, shape: tuple[int, int]) -> None:
+    height, width = shape
+    if (layer.b.shape[0], layer.a.shape[1]) != (height, width):
+        raise CheckpointRefused(
+            f"{file}: {name:.200} has lora_A {tuple(layer.a.shape)} and lora_B {tuple(layer.b.shape)},"
+            f" the base's weight is {height} x {width}"
+        )
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:

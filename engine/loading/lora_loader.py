@@ -43,12 +43,19 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 }
 
 
-def read(name: str, folder: str | Path) -> Adapter:
-    """Raises CheckpointRefused with one sentence that names the file and the field or tensor."""
+def read(name: str, folder: str | Path, most_bytes: int | None = None) -> Adapter:
+    """`most_bytes` bounds the file of the weights, which is read as a whole. Raises CheckpointRefused with one sentence
+    that names the file and the field or tensor."""
     folder = Path(folder).expanduser()
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise CheckpointRefused(f"adapter {name}: {folder} has no {file}; pass a folder that PEFT has saved")
+    size = (folder / WEIGHTS).stat().st_size
+    if most_bytes is not None and size > most_bytes:
+        raise CheckpointRefused(
+            f"{folder / WEIGHTS} has {size} bytes, and the largest adapter that fits here has {most_bytes}; start the"
+            " workers with a larger adapter_max_rank"
+        )
     config = _config(folder / CONFIG)
     tensors, digest = _tensors(folder / WEIGHTS)
     layers: dict[str, LowRank] = {}
@@ -63,8 +70,8 @@ def read_again(known: Adapter) -> Adapter:
     adapter = read(known.name, known.folder)
     if adapter.fingerprint != known.fingerprint:
         raise CheckpointRefused(
-            f"adapter {known.name}: {known.folder} has changed since this worker started; restart the workers to serve"
-            " it"
+            f"adapter {known.name}: {known.folder} has changed since this worker first read it; unload it and load it"
+            " again, or restart the workers if it is in the setting adapters"
         )
     return adapter
 

@@ -40,6 +40,7 @@ def load_model(
     kernels: Literal["auto", "reference"] = "auto",
     adapters: Mapping[str, str | Path] | None = None,
     adapter_slots: int = 8,
+    later_rank: int = 0,
     weights: str = CHECKPOINT,
     kv_dtype: KvDtype = "auto",
     cache: WeightCache | None = None,
@@ -49,9 +50,9 @@ def load_model(
 
     `max_model_len` limits a sequence, in tokens; the config's own limit if None. `kernels` "reference" leaves the
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
-    (engine.runner.lora). `weights` is the format that products are rounded to (engine/core/weight_formats.py),
-    `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py). `cache` keeps packed weights for other
-    workers and the next start. `progress` receives a line for each stage that is over.
+    (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
+    rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
+    `cache` keeps packed weights for other workers and the next start. `progress` receives a line for each stage.
     Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
     and for `weights` that are not supported here.
     """
@@ -83,9 +84,8 @@ def load_model(
     model = ModelRunner(module, facts, served)
     model.weights = method or CHECKPOINT
     _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
-    if adapters:
-        lora = lora_attachment.attach(model, adapters, adapter_slots)
-        say(f"{len(adapters)} adapters in {len(lora.slots)} slots: self-check passed: {lora_attachment.check(model)}")
+    if adapters or later_rank:
+        say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()

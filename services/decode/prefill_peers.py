@@ -49,7 +49,10 @@ class PrefillPeer:
     incarnation: Incarnation
     peer: Peer
     stub: prefill_pb2_grpc.PrefillServiceStub
-    adapters: dict[str, bytes]  # name to fingerprint
+
+    async def adapters(self) -> dict[str, bytes]:
+        """The fingerprints of the adapters that it serves now, by name. Raises Unavailable."""
+        return dict((await _get_peer(self.stub, self.incarnation[0])).adapters)
 
 
 @dataclass
@@ -166,13 +169,7 @@ class PrefillPeers:
         (worker_id, incarnation), address = link.incarnation, link.address
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address))
         try:
-            try:
-                with calling(worker_id):
-                    answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
-                        prefill_pb2.GetPeerRequest(), timeout=ANSWER_TIMEOUT_S
-                    )
-            except DeadlineExceeded as error:
-                raise WorkerLost(f"{worker_id} did not answer within {ANSWER_TIMEOUT_S:.0f} s") from error
+            answer = await _get_peer(stub, worker_id)
             peer = peer_from(answer.peer)
             if (peer.worker_id, peer.incarnation) != link.incarnation:
                 raise StaleTransfer(
@@ -190,7 +187,7 @@ class PrefillPeers:
         except Exception as error:
             raise known(error, "connecting to a prefill worker") from error
         log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
-        return PrefillPeer(link.incarnation, peer, stub, dict(answer.adapters))
+        return PrefillPeer(link.incarnation, peer, stub)
 
     async def _forget(self, link: _Link) -> None:
         self._links.pop(link.incarnation, None)
@@ -199,3 +196,14 @@ class PrefillPeers:
         for task in (link.connecting, link.warming, link.verifying):
             if task and not task.done():
                 task.cancel()
+
+
+async def _get_peer(stub: prefill_pb2_grpc.PrefillServiceStub, worker_id: str) -> prefill_pb2.GetPeerResponse:
+    try:
+        with calling(worker_id):
+            answer: prefill_pb2.GetPeerResponse = await stub.GetPeer(
+                prefill_pb2.GetPeerRequest(), timeout=ANSWER_TIMEOUT_S
+            )
+            return answer
+    except DeadlineExceeded as error:
+        raise WorkerLost(f"{worker_id} did not answer within {ANSWER_TIMEOUT_S:.0f} s") from error

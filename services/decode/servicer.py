@@ -32,7 +32,7 @@ from services.grpc_server import Channels
 from services.proto_convert import FINISH, logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from services.worker_liveness import WorkerLiveness
-from tandem.errors import IncompatibleLayout, PreconditionFailed, Unavailable
+from tandem.errors import IncompatibleLayout, NotFound, PreconditionFailed, Unavailable
 from tandem.sampling import Sampling
 from tandem.settings import RESERVED_OUTPUT_TOKENS, Settings
 from tandem.tasks import end, forever
@@ -75,7 +75,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         grammar = await worker.loop.compiled(sampling)
         self._check_adapter(request)
         async with AsyncExitStack() as held:
-            adapter = await held.enter_async_context(worker.adapters.held(request.adapter.name))
+            name, meant = request.adapter.name, request.adapter.fingerprint
+            adapter = await held.enter_async_context(worker.adapters.held(name, meant))
             sequence = _sequence(request, sampling, grammar, adapter, vocab_size)
             await self._cleanup.register(sequence, held)
             await worker.loop.call(lambda: worker.engine.reserve(sequence, RESERVED_OUTPUT_TOKENS))
@@ -101,13 +102,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await call.emit(_ended(sequence, finish, result.transfer))
 
     def _check_adapter(self, request: decode_pb2.DecodeRequest) -> None:
-        """The tokens generated so far must be of the adapter that this worker has."""
-        wanted = request.adapter.fingerprint
-        if wanted and wanted != self._worker.adapters.fingerprint(request.adapter.name):
-            raise Unavailable(
-                f"{self._worker.worker_id} has another adapter named {request.adapter.name} than the stream began with",
-                reason="OTHER_ADAPTER",
-            )
+        """The router knows which content it means: it has loaded the adapter, or the tokens generated so far are of
+        it."""
+        name, wanted = request.adapter.name, request.adapter.fingerprint
+        try:
+            if not wanted or wanted == self._worker.adapters.fingerprint(name, wanted):
+                return
+            has = f"has another adapter named {name} than the request means"
+        except NotFound:
+            has = f"does not have the adapter {name}"
+        raise Unavailable(f"{self._worker.worker_id} {has}", reason="OTHER_ADAPTER")
 
     async def _prefill_here(self, call: DecodeCall, sequence: Sequence, beginning: ExitStack) -> PrefillResult:
         """Computes the prompt on this worker, up to its first token or an end without a token."""
@@ -173,7 +177,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 speed = await self._probes.speed(source.peer)
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
-        here, there = worker.adapters.fingerprints(), source.adapters
+        here, there = worker.adapters.fingerprints(), await source.adapters()
         return decode_pb2.ProbePairResponse(
             compatible=True,
             differences=[

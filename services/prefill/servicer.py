@@ -25,7 +25,7 @@ from kvtransfer.sender import PART_BYTES, Sender
 from kvtransfer.types import DigestBlock, Offer, Ticket, digest
 from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
-from tandem.errors import IncompatibleLayout, StaleTransfer
+from tandem.errors import IncompatibleLayout, NotFound, StaleTransfer
 from tandem.sampling import Sampling
 from tandem.settings import Settings
 from tandem.telemetry.tracing import Span
@@ -46,7 +46,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._check(request)
             sampling = sampling_from(request.sampling, worker.engine.model.vocab_size)
             grammar = await worker.loop.compiled(sampling)
-            async with worker.adapters.held(request.adapter.name) as adapter:
+            async with worker.adapters.held(request.adapter.name, request.adapter.fingerprint) as adapter:
                 async with aclosing(self._offer(request, sampling, grammar, adapter, span)) as events:
                     async for event in events:
                         yield event
@@ -176,11 +176,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 f"{worker.worker_id} has KV layout {worker.layout_hash}, the caller {request.layout_hash};"
                 " `tandem doctor` names the differences"
             )
-        if request.adapter.name and worker.adapters.fingerprint(request.adapter.name) != request.adapter.fingerprint:
-            raise IncompatibleLayout(
-                f"{worker.worker_id} has another adapter named {request.adapter.name} than the caller;"
-                " start all workers with the same folders"
-            )
+        name, meant = request.adapter.name, request.adapter.fingerprint
+        try:
+            if not name or worker.adapters.fingerprint(name, meant) == meant:
+                return
+            has = f"has another adapter named {name} than the caller"
+        except NotFound:
+            has = f"does not have the caller's adapter {name}"
+        raise IncompatibleLayout(f"{worker.worker_id} {has}; `tandem doctor` compares the adapters of all workers")
 
 
 def _first_token(

@@ -73,7 +73,7 @@ class Generation:
             timeline.admitted()
             self._poison.check(request)
             resume = ResumeState(past or ())
-            request.adapter_fingerprint = resume.adapter_fingerprint
+            request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
             left = request.choices - len(resume.ended)
             # The tokens of a job are charged by services/router/frontend/jobs_service.py.
             charged = (

@@ -11,6 +11,7 @@ from dataclasses import replace
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
 from cluster.state.response_store import ResponseStore
+from services.adapter_follower import AdapterFollower
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
@@ -19,6 +20,7 @@ from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
+from services.router.frontend.adapter_control import AdapterControl
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.anthropic.messages_api import MessagesApi
 from services.router.frontend.batches.batch_runner import BatchRunner, open_store
@@ -33,6 +35,7 @@ from services.router.frontend.http_endpoint import GeneratingEndpoint
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
+from services.router.frontend.openai.adapters_api import AdaptersApi
 from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
 from services.router.frontend.openai.stored_responses import StoredResponses
@@ -77,7 +80,8 @@ class Router:
         self.view = WorkerLiveness(self.registry, settings.heartbeat_s)
         self.channels = Channels(settings.cluster_token, to_workers(settings))
         self.tracing = tracing.of_process(settings, "router", worker_id)
-        self.model = ServedModel(self.view, settings.adapters)
+        self.adapters = AdapterFollower(self.registry, settings.heartbeat_s, lambda: self._heartbeat.changed())
+        self.model = ServedModel(self.view, settings.adapters, self.adapters)
         self.offload = Offload(settings.queue_timeout_s)
         self.muxes = StreamMuxes(self.channels, settings.stream_interval_s)
         self.prefixes = PrefixIndex(self.view, self.channels)
@@ -121,7 +125,8 @@ class Router:
         self.jobs = JobService(
             settings, self.generation, self.model, self.rate_limits, self.journal, self.job_runner, self.tracing
         )
-        admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts)
+        control = AdapterControl(settings, self.adapters, self.view, self.channels)
+        admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts, control)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
             guard=keys.guard if keys else None,
@@ -139,10 +144,11 @@ class Router:
             Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
         )
         api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        endpoint = GeneratingEndpoint(settings, self.generation, self.bodies)
+        endpoint = GeneratingEndpoint(settings, self.generation, self.model, self.bodies)
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
-        doors = (self.dashboard, messages, responses, *self._build_batches(api))
+        adapters = AdaptersApi(control, self.bodies, keys)
+        doors = (self.dashboard, messages, responses, adapters, *self._build_batches(api))
         routes = [route for door in doors for route in door.routes()]
         self.http = Server(api.app(*routes, keys=keys), settings)
 
@@ -169,6 +175,7 @@ class Router:
 
     async def start(self) -> None:
         await self.view.start()
+        await self.adapters.start()
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         if self.settings.http_port is not None:
             await self.http.start(self.settings.http_port, self._on_broken)
@@ -202,6 +209,7 @@ class Router:
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await end(self._following)
         await end(self._indexing)
+        await self.adapters.stop()
         await self._heartbeat.stop()
         await self.view.stop()
         await self.muxes.close()
@@ -226,6 +234,7 @@ class Router:
             waiting=self.scheduler.waiting(),
             backlog=self.scheduler.waiting_tokens(),
             arrived=self.scheduler.arrived,
+            adapters_version=self.adapters.list.version,
         )
 
     def _state(self) -> RouterState:

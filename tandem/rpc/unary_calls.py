@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tandem import cluster_results, results
-from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools
+from tandem.cluster_results import Audit, Autoscaling, Diagnosis, Drained, Pools, ServedAdapter
 from tandem.results import Job, ModelInfo, Receipt
 from tandem.rpc.channel import ADMIN, GENERATION, JOBS
 from tandem.rpc.request_builder import LONGEST_S, _set, _unencodable
@@ -41,6 +41,12 @@ _AUDIT: _Question[Audit] = _Question(
 )
 _DIAGNOSE: _Question[Diagnosis] = _Question(
     f"/{ADMIN}/Diagnose", admin_pb2.DiagnoseRequest(), admin_pb2.DiagnoseResponse, cluster_results.diagnosis, 120.0
+)
+_ADAPTERS: _Question[list[ServedAdapter]] = _Question(
+    f"/{ADMIN}/ListAdapters",
+    admin_pb2.ListAdaptersRequest(),
+    admin_pb2.ListAdaptersResponse,
+    lambda answer: [cluster_results.adapter(one) for one in answer.adapters],
 )
 _MODEL_INFO: _Question[ModelInfo] = _Question(
     f"/{GENERATION}/GetModelInfo",
@@ -75,6 +81,25 @@ def _drain(worker_id: str, grace: float) -> _Question[Drained]:
         lambda answer: Drained(answer.finished, answer.cut),
         timeout=min(grace + 30.0, LONGEST_S),
     )
+
+
+def _load_adapter(name: str, path: str) -> _Question[ServedAdapter]:
+    request = admin_pb2.LoadAdapterRequest()
+    _set(request, "name", name)
+    _set(request, "path", path)
+    return _Question(
+        f"/{ADMIN}/LoadAdapter",
+        request,
+        admin_pb2.LoadAdapterResponse,
+        lambda answer: cluster_results.adapter(answer.adapter),
+        timeout=60.0,
+    )
+
+
+def _unload_adapter(name: str) -> _Question[None]:
+    request = admin_pb2.UnloadAdapterRequest()
+    _set(request, "name", name)
+    return _Question(f"/{ADMIN}/UnloadAdapter", request, admin_pb2.UnloadAdapterResponse, lambda answer: None)
 
 
 def _submit(requests: list[generation_pb2.GenerateRequest]) -> _Question[list[Job]]:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x13\n\x11WatchCacheRequest\"\xcb\x01\n\x12WatchCacheResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12=\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32+.tandem.v1.WatchCacheResponse.AdaptersEntry\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x12\n\x10GetLedgerRequest\"6\n\x11GetLedgerResponse\x12!\n\x06ledger\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ledger\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\".\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r2\xe0\x01\n\rWorkerService\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12K\n\nWatchCache\x12\x1c.tandem.v1.WatchCacheRequest\x1a\x1d.tandem.v1.WatchCacheResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"3\n\x15PrepareAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"-\n\x16PrepareAdapterResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\"\x13\n\x11WatchCacheRequest\"\xcb\x01\n\x12WatchCacheResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12=\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32+.tandem.v1.WatchCacheResponse.AdaptersEntry\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x12\n\x10GetLedgerRequest\"6\n\x11GetLedgerResponse\x12!\n\x06ledger\x18\x01 \x01(\x0b\x32\x11.tandem.v1.Ledger\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\".\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0b\n\x03\x63ut\x18\x02 \x01(\r2\xb7\x02\n\rWorkerService\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse\x12K\n\nWatchCache\x12\x1c.tandem.v1.WatchCacheRequest\x1a\x1d.tandem.v1.WatchCacheResponse0\x01\x12U\n\x0ePrepareAdapter\x12 .tandem.v1.PrepareAdapterRequest\x1a!.tandem.v1.PrepareAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,20 +34,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._loaded_options = None
   _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._serialized_options = b'8\001'
-  _globals['_WATCHCACHEREQUEST']._serialized_start=61
-  _globals['_WATCHCACHEREQUEST']._serialized_end=80
-  _globals['_WATCHCACHERESPONSE']._serialized_start=83
-  _globals['_WATCHCACHERESPONSE']._serialized_end=286
-  _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._serialized_start=239
-  _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._serialized_end=286
-  _globals['_GETLEDGERREQUEST']._serialized_start=288
-  _globals['_GETLEDGERREQUEST']._serialized_end=306
-  _globals['_GETLEDGERRESPONSE']._serialized_start=308
-  _globals['_GETLEDGERRESPONSE']._serialized_end=362
-  _globals['_DRAINREQUEST']._serialized_start=364
-  _globals['_DRAINREQUEST']._serialized_end=401
-  _globals['_DRAINRESPONSE']._serialized_start=403
-  _globals['_DRAINRESPONSE']._serialized_end=449
-  _globals['_WORKERSERVICE']._serialized_start=452
-  _globals['_WORKERSERVICE']._serialized_end=676
+  _globals['_PREPAREADAPTERREQUEST']._serialized_start=61
+  _globals['_PREPAREADAPTERREQUEST']._serialized_end=112
+  _globals['_PREPAREADAPTERRESPONSE']._serialized_start=114
+  _globals['_PREPAREADAPTERRESPONSE']._serialized_end=159
+  _globals['_WATCHCACHEREQUEST']._serialized_start=161
+  _globals['_WATCHCACHEREQUEST']._serialized_end=180
+  _globals['_WATCHCACHERESPONSE']._serialized_start=183
+  _globals['_WATCHCACHERESPONSE']._serialized_end=386
+  _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._serialized_start=339
+  _globals['_WATCHCACHERESPONSE_ADAPTERSENTRY']._serialized_end=386
+  _globals['_GETLEDGERREQUEST']._serialized_start=388
+  _globals['_GETLEDGERREQUEST']._serialized_end=406
+  _globals['_GETLEDGERRESPONSE']._serialized_start=408
+  _globals['_GETLEDGERRESPONSE']._serialized_end=462
+  _globals['_DRAINREQUEST']._serialized_start=464
+  _globals['_DRAINREQUEST']._serialized_end=501
+  _globals['_DRAINRESPONSE']._serialized_start=503
+  _globals['_DRAINRESPONSE']._serialized_end=549
+  _globals['_WORKERSERVICE']._serialized_start=552
+  _globals['_WORKERSERVICE']._serialized_end=863
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,11 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.FromString,
                 _registered_method=True)
+        self.PrepareAdapter = channel.unary_unary(
+                '/tandem.v1.WorkerService/PrepareAdapter',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.PrepareAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.PrepareAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -75,6 +80,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareAdapter(self, request, context):
+        """Reads an adapter's folder and checks that this worker can serve it. From then on this worker knows it by its
+        fingerprint for a while; it serves it for longer once the registry names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +105,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchCache,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.SerializeToString,
+            ),
+            'PrepareAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareAdapter,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.PrepareAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.PrepareAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +193,33 @@ class WorkerService:
             '/tandem.v1.WorkerService/WatchCache',
             tandem_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.WatchCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerService/PrepareAdapter',
+            tandem_dot_v1_dot_worker__pb2.PrepareAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.PrepareAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

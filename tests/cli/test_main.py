@@ -297,6 +297,25 @@ async def test_json_alone_on_stdout(fake: Any, args: list[str]) -> None:
     assert isinstance(json.loads(result.out), dict)
 
 
+async def test_adapters(fake: Any) -> None:
+    """List, load and unload; a refusal is an error with its reason."""
+    listed = await run("adapters", "list", "--target", fake.target)
+    assert [line.split()[:2] for line in listed.out.splitlines()[1:]] == [["red", "adapters/red"], ["given", "/given"]]
+    assert "01ff01ff01ff01ff" in listed.out
+    loaded = await run("adapters", "load", "blue", "adapters/blue", "--target", fake.target)
+    assert loaded.out == "blue is loaded from adapters/blue\n"
+    assert (fake.requests[0].name, fake.requests[0].path) == ("blue", "adapters/blue")
+    unloaded = await run("adapters", "unload", "blue", "--target", fake.target)
+    assert unloaded.out == "blue is unloaded\n"
+    assert fake.requests[1].name == "blue"
+    for args in (["load", "blue", "folder"], ["unload", "blue"]):
+        answer = await run("adapters", *args, "--output", "json", "--target", fake.target)
+        assert "blue" in json.loads(answer.out).values()
+    refused = await run("adapters", "load", "red", "adapters/red", "--target", fake.target)
+    assert refused.code == 1
+    assert "already been loaded" in refused.err
+
+
 async def test_workers_table(fake: Any) -> None:
     """Id, role, state, process, address, load, KV use and KV dtype of each worker, and the wanted sizes."""
     result = await run("workers", "--target", fake.target)

@@ -27,6 +27,7 @@ from tests.support import oracle
 
 DECODE = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:1")
 CONTEXT: Any = None  # nothing here looks at it
+UNUSED: Any = None  # the control of adapters
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
 @pytest.fixture
 async def admin(registry: Registry) -> AsyncIterator[AdminServicer]:
     channels = Channels()
-    yield AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), channels, ReceiptLog())
+    yield AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), channels, ReceiptLog(), UNUSED)
     await channels.close()
 
 
@@ -67,7 +68,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
         given = Settings(model="m", autoscale=mode, decode_max=2)  # type: ignore[arg-type]
-        admin = AdminServicer(given, registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog())
+        admin = AdminServicer(given, registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog(), UNUSED)
         with pytest.raises(Unavailable, match="nothing lately"):
             await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
         if reason:
@@ -82,7 +83,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
     assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
     assert 2.0 <= found.age_seconds < 10.0
-    off = AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog())
+    off = AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog(), UNUSED)
     with pytest.raises(PreconditionFailed, match="off"):
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tandem.client import AsyncClient, Client
-from tandem.errors import NotFound
+from tandem.errors import InvalidRequest, NotFound
 from tandem.grpc_errors import ErrorInterceptor
 from tandem.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -92,6 +92,10 @@ def worker(worker_id: str, role: str, address: str = "127.0.0.1:1") -> admin_pb2
     )
 
 
+RED = admin_pb2.ServedAdapter(name="red", path="adapters/red", fingerprint=b"\x01\xff" * 8, loaded_at=5.0)
+GIVEN = admin_pb2.ServedAdapter(name="given", path="/given")
+
+
 class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServicer):
     """Plays `script` for every Generate and answers the rest from its fields. Remembers what it was asked."""
 
@@ -151,6 +155,19 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         if request.worker_id not in {worker.worker_id for worker in self.workers}:
             raise NotFound(f"no worker {request.worker_id}", field="worker_id")
         return admin_pb2.DrainWorkerResponse(finished=3, cut=1)
+
+    async def ListAdapters(self, request: Any, context: Any) -> admin_pb2.ListAdaptersResponse:
+        return admin_pb2.ListAdaptersResponse(adapters=[RED, GIVEN])
+
+    async def LoadAdapter(self, request: Any, context: Any) -> admin_pb2.LoadAdapterResponse:
+        self.requests.append(request)
+        if request.name == RED.name:
+            raise InvalidRequest("red has already been loaded", field="name")
+        return admin_pb2.LoadAdapterResponse(adapter=admin_pb2.ServedAdapter(name=request.name, path=request.path))
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> admin_pb2.UnloadAdapterResponse:
+        self.requests.append(request)
+        return admin_pb2.UnloadAdapterResponse()
 
     async def Audit(self, request: Any, context: Any) -> admin_pb2.AuditResponse:
         return self.audit

@@ -75,7 +75,8 @@ class CompletionRunner:
         if remaining <= 0:
             raise DeadlineExceeded(f"the deadline passed after {request.generated} tokens", field="deadline")
         kv_holder = request.kv_holder if timeline.attempts == 0 and not alone else ""
-        prompt = await self._prefixes.prompt(request.tokens, request.salt, request.adapter)
+        adapter = request.adapter, request.adapter_fingerprint
+        prompt = await self._prefixes.prompt(request.tokens, request.salt, *adapter)
         async with self._scheduler.placed(
             len(request.tokens),
             request.prompt_len + request.max_tokens,

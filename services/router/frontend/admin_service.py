@@ -1,4 +1,5 @@
-"""The operators' service of a router: the pools and their sizes, the ledgers, and whether each pair can hand over."""
+"""The operators' service of a router: the pools and their sizes, the adapters, the ledgers, and whether each pair can
+hand over."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import structlog
 from cluster.state.registry import Registry, WorkerRecord
 from services.grpc_server import Channels
 from services.router.execution.request_timeline import ReceiptLog
+from services.router.frontend.adapter_control import AdapterControl
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.grpc_errors import calling
@@ -43,8 +45,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         view: WorkerLiveness,
         channels: Channels,
         receipts: ReceiptLog,
+        adapters: AdapterControl,
     ) -> None:
         self._receipts = receipts
+        self._adapters = adapters
         self._settings = settings
         self._registry = registry
         self._view = view
@@ -138,6 +142,22 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 timeout=request.grace_seconds + ANSWER_TIMEOUT_S,
             )
         return admin_pb2.DrainWorkerResponse(finished=done.finished, cut=done.cut)
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ListAdaptersResponse:
+        return admin_pb2.ListAdaptersResponse(adapters=self._adapters.listed())
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.LoadAdapterResponse:
+        return admin_pb2.LoadAdapterResponse(adapter=await self._adapters.load(request.name, request.path))
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.UnloadAdapterResponse:
+        await self._adapters.unload(request.name)
+        return admin_pb2.UnloadAdapterResponse()
 
     async def Audit(
         self, request: admin_pb2.AuditRequest, context: grpc.aio.ServicerContext

@@ -41,7 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             eos_token_ids=facts.eos_token_ids,
             has_tokenizer=self._tokenizer.backend is not None,
             has_chat_template=self._tokenizer.template is not None,
-            adapters=facts.adapters,
+            adapters=list(facts.adapters),
         )
 
 

@@ -67,7 +67,7 @@ class Api:
         metrics: RouterMetrics,
     ) -> None:
         self._settings = settings
-        self._endpoint = GeneratingEndpoint(settings, generation, bodies)
+        self._endpoint = GeneratingEndpoint(settings, generation, model, bodies)
         self._model = model
         self._tokenizer = tokenizer
         self._defaults = defaults
@@ -105,7 +105,7 @@ class Api:
         return await self._endpoint.answer(request, self.parsers["/v1/chat/completions"])
 
     async def models(self, request: Request) -> Response:
-        names = (self._settings.model_names[0], *self._settings.adapters)
+        names = (self._settings.model_names[0], *self._model.adapters)
         return JSONResponse({"object": "list", "data": [self._about(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
@@ -118,7 +118,7 @@ class Api:
     def _about(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._began, "owned_by": "tandem"}
         about["max_model_len"] = self._model.facts().context
-        return {**about, "parent": self._settings.model_names[0]} if name in self._settings.adapters else about
+        return {**about, "parent": self._settings.model_names[0]} if name in self._model.adapters else about
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be served."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from services.router.frontend.http_answers import AnswerEncoder, Collected, Streaming, merged_events
 from services.router.frontend.http_body import BodyReader
 from services.router.generation import Generation
+from services.router.preprocess.served_model import ServedModel
 from tandem.errors import NotFound
 from tandem.settings import Settings
 from tandem.v1 import generation_pb2
@@ -31,10 +32,10 @@ Parse = Callable[[bytes, str | None], Prepared]  # of the body and of x-request-
 
 
 class GeneratingEndpoint:
-    def __init__(self, settings: Settings, generation: Generation, bodies: BodyReader) -> None:
+    def __init__(self, settings: Settings, generation: Generation, model: ServedModel, bodies: BodyReader) -> None:
         self._names = settings.model_names
         self._accepted = {*settings.model_names, settings.model}
-        self._adapters = tuple(settings.adapters)
+        self._model = model
         self._generation = generation
         self._bodies = bodies
 
@@ -57,9 +58,10 @@ class GeneratingEndpoint:
     def resolve_model(self, name: str | None) -> tuple[str, str]:
         """The name in the answer for the model that a request names, and the adapter if that is one; absent: the base
         model. Raises NotFound."""
-        if name in self._adapters:
+        adapters = self._model.adapters
+        if name and name in adapters:
             return name, name
         if not name or name in self._accepted:
             return self._names[0], ""
-        names = ", ".join((*self._names, *self._adapters))
+        names = ", ".join((*self._names, *adapters))
         raise NotFound(f"there is no model {name!r:.140}; there are: {names}", field="model", bound=names)

@@ -41,7 +41,7 @@ class Request:
     choices: int = 1
     stopped: bool = False  # by a stop string: the journal is complete
     adapter: str = ""  # its name; empty: the base model
-    adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal
+    adapter_fingerprint: bytes = b""  # of the adapter that chose the tokens in the journal, or is to choose them
     tenant: str = ""  # the owner of its key
     kv_holder: str = ""  # the decode worker that has the prompt's KV already
     priority: int = 0  # the smaller, the more urgent
@@ -147,6 +147,7 @@ def build_request(
         show_special=params.show_special_tokens,
         choices=choices,
         adapter=message.adapter,
+        adapter_fingerprint=model.adapters.get(message.adapter, b""),
         priority=message.priority,
         reading=reading,
     )

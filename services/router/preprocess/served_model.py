@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+from cluster.state.adapter_list import AdapterList
 from cluster.state.registry import State
+from services.adapter_follower import AdapterFollower
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import NoWorker
 
@@ -18,19 +20,36 @@ class ModelFacts:
     context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    adapters: tuple[str, ...] = ()
+    adapters: Mapping[str, bytes] = field(default_factory=dict)  # as ServedModel.adapters
     layout_hash: str = ""  # of the KV: differs for another checkpoint or another dtype
 
 
 class ServedModel:
-    def __init__(self, view: WorkerLiveness, adapters: Iterable[str]) -> None:
+    def __init__(self, view: WorkerLiveness, adapters: Iterable[str], loaded: AdapterFollower | None = None) -> None:
+        """`adapters` are those of the settings, `loaded` those that were loaded while the cluster runs."""
         self._view = view
-        self._adapters = tuple(adapters)
+        self._of_settings = dict.fromkeys(adapters, b"")
+        self._loaded = loaded
+        self._listed: AdapterList | None = None  # the list that `_adapters` are from
+        self._adapters: Mapping[str, bytes] = self._of_settings
         self._facts: ModelFacts | None = None
         self._read_from: object = None  # the view's workers that the facts were read from
 
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """What a request may name, with the fingerprint of its content, which the router does not know of one from the
+        settings."""
+        if self._loaded is not None and self._loaded.list is not self._listed:
+            self._listed = self._loaded.list
+            loaded = {name: adapter.digest for name, adapter in self._listed.adapters.items()}
+            self._adapters = {**loaded, **self._of_settings}
+        return self._adapters
+
     def facts(self) -> ModelFacts:
         """The last known facts while no decode worker is present. Raises NoWorker before the first one is."""
+        adapters = self.adapters
+        if self._facts and self._facts.adapters is not adapters:
+            self._facts = replace(self._facts, adapters=adapters)
         if self._read_from is self._view.workers and self._facts:
             return self._facts
         self._read_from = self._view.workers
@@ -42,7 +61,7 @@ class ServedModel:
                 context=longest.max_model_len,
                 vocab_size=longest.vocab_size,
                 eos_token_ids=tuple(longest.eos_token_ids),
-                adapters=self._adapters,
+                adapters=adapters,
                 layout_hash=longest.layout_hash,
             )
         if self._facts is None:

@@ -36,8 +36,10 @@ LONG_PROMPT_TOKENS = 8192  # of a prompt; the hashes of a longer one are compute
 class Prompt:
     """The tokens of a prompt, and the hashes of their full blocks."""
 
-    def __init__(self, tokens: Sequence[int], salt: bytes, adapter: str) -> None:
+    def __init__(self, tokens: Sequence[int], salt: bytes, adapter: str, fingerprint: bytes = b"") -> None:
+        """`fingerprint`: of the adapter, if it is known; otherwise it is what the workers say."""
         self.adapter = adapter
+        self.fingerprint = fingerprint
         self._tokens = list(tokens)
         self._salt = salt
         self._chains: dict[tuple[int, bytes], list[bytes]] = {}
@@ -137,7 +139,7 @@ class BlockIndex:
         """(leading tokens, mask of the incarnations that have exactly this many), the most first."""
         if prompt.lengths_at is not self._version:
             holders_by_length: dict[int, int] = {}
-            for (block_size, fingerprint), having in self._kinds.get(prompt.adapter, {}).items():
+            for (block_size, fingerprint), having in self._kinds_of(prompt):
                 tokens = 0
                 for digest in prompt.chain(block_size, fingerprint) if having else ():
                     still = having & self._holders.get(digest, 0)
@@ -152,6 +154,13 @@ class BlockIndex:
             prompt.lengths = sorted(holders_by_length.items(), reverse=True)
             prompt.lengths_at = self._version
         return prompt.lengths
+
+    def _kinds_of(self, prompt: Prompt) -> list[tuple[tuple[int, bytes], int]]:
+        """The kinds of blocks that may have the prompt, each with its incarnations. Where the fingerprint is known, a
+        worker that lacks the adapter has no such block."""
+        if prompt.fingerprint:
+            return [((size, prompt.fingerprint), mask) for (size, _), mask in self._kinds.get("", {}).items()]
+        return list(self._kinds.get(prompt.adapter, {}).items())
 
     def _begin(self, record: WorkerRecord, adapters: dict[str, bytes]) -> _Known:
         if self._free:
@@ -210,12 +219,12 @@ class PrefixIndex:
         self._watching: dict[Incarnation, asyncio.Task[None]] = {}
         self._lost: set[Incarnation] = set()  # those that have not answered since the log said so
 
-    async def prompt(self, tokens: Sequence[int], salt: bytes, adapter: str) -> Prompt:
+    async def prompt(self, tokens: Sequence[int], salt: bytes, adapter: str, fingerprint: bytes = b"") -> Prompt:
         """A prompt with its hashes computed, so that its placement does not delay the token streams."""
-        prompt = Prompt(tokens, salt, adapter)
-        if len(prompt) > LONG_PROMPT_TOKENS and not adapter:
+        prompt = Prompt(tokens, salt, adapter, fingerprint)
+        if len(prompt) > LONG_PROMPT_TOKENS and (fingerprint or not adapter):
             for block_size in self.index.block_sizes:
-                await asyncio.to_thread(prompt.chain, block_size, b"")
+                await asyncio.to_thread(prompt.chain, block_size, fingerprint)
         return prompt
 
     def cached(self, prompt: Prompt, record: WorkerRecord) -> int:
