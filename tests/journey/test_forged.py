@@ -151,7 +151,7 @@ async def test_workers_lives_layouts_and_feeds_are_not_to_be_made_up(inside: Any
                 ({"token_ids": [vocabulary]}, "INVALID_ARGUMENT"),
                 ({"token_ids": []}, "INVALID_ARGUMENT"),
                 ({"prompt_tokens": 2**32 - 1}, "INVALID_ARGUMENT"),
-                ({"adapter": {"name": "nobody's"}}, "NOT_FOUND"),
+                ({"adapter": {"name": "nobody's"}}, "FAILED_PRECONDITION"),
             ):
                 assert await refused(prefills.Prefill(prefill(source, prompt, **changes))) == status, changes
             given: dict[str, Any] = {
