@@ -926,7 +926,7 @@ async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
             break
         await stream.aclose()
         await it.raw.post("/v1/completions", json={"prompt": ""})
-        about = f'model="{DEMO}",'
+        about = f'model="{DEMO.name}",'
         idle = f'tandem_inflight_requests{{{about}pool="router",worker="router-0"}} 0.0'
         counted = it.cluster.router.metrics.text
         assert await until(lambda: idle.encode() in counted(), 5.0)
