@@ -127,6 +127,7 @@ def _answers(stream: Iterable[Piece], output: Format, with_text: bool) -> list[C
     for piece in stream:
         pieces.append(piece)
         if output is TEXT and piece.choice == 0:
+            write_dim(piece.reasoning)
             write(shown(piece))
     answers = completions(pieces)
     if output is TEXT:

@@ -12,6 +12,7 @@ import structlog
 
 from tandem.errors import SettingsError
 from tandem.settings import Settings
+from tandem.telemetry import logs
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +73,7 @@ async def start(
     `engine` was released by an earlier incarnation in this process: nothing is loaded. `say` receives a line for each
     stage, with its duration, from any thread; the log has them, too.
     """
+    logs.show_no_values()
     stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))

@@ -219,6 +219,13 @@ class Settings(BaseSettings):
     max_tenant_response_mib: Annotated[int, Field(ge=1, le=65536)] = 64
     """Memory of the registry for the responses of one tenant; without `api_keys` for all responses together. Beyond it
     the oldest ones are forgotten."""
+    batch_kept_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 86_400.0
+    """How long a file of /v1/files and an ended batch are kept."""
+    max_file_mib: Annotated[int, Field(ge=1, le=32)] = 8
+    """Largest file that can be uploaded. It is in the registry's memory, and a second time while its batch runs."""
+    max_tenant_file_mib: Annotated[int, Field(ge=1, le=65536)] = 128
+    """Memory of the registry for the files of one tenant; without `api_keys` for all files together. The answers of
+    one batch may have a quarter of it."""
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 4
     """How often the router places one request at most."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.02

@@ -128,6 +128,11 @@ CANCEL = """
 if redis.call('HGET', KEYS[1], 'state') == 'open' then redis.call('HSET', KEYS[1], 'cancelled', 1) end
 return redis.call('EXISTS', KEYS[1])
 """
+FORGET = """
+local state = redis.call('HGET', KEYS[1], 'state')
+if state and state ~= 'open' then redis.call('DEL', KEYS[1], KEYS[2]) end
+return state and 1 or 0
+"""
 
 
 class JobState(StrEnum):
@@ -268,6 +273,10 @@ class JobJournal:
         """The owner notices with the next token, or when it renews its lease. Raises NotFound."""
         if not int(await self._run(CANCEL, [self._job(job_id)], [])):
             raise _unknown(job_id)
+
+    async def forget(self, job_id: str) -> bool:
+        """Removes a job that has ended, before its time. False: there is none."""
+        return bool(await self._writes.run(FORGET, [self._job(job_id), self._events(job_id)], []))
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound."""

@@ -91,10 +91,15 @@ class Generation:
                             counted.complete = left == 0
                             yield event
 
-    async def fixed(self, message: generation_pb2.GenerateRequest, tenant: ApiKey) -> generation_pb2.GenerateRequest:
+    async def fixed(
+        self,
+        message: generation_pb2.GenerateRequest,
+        tenant: ApiKey,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> generation_pb2.GenerateRequest:
         """The same message with everything determined: the prompt as token ids, the seed, the limits. Raises the errors
         that `generate` raises before it starts."""
-        request = await self._build(message, tenant)
+        request = await self._build(message, tenant, default_max_tokens)
         fixed = generation_pb2.GenerateRequest()
         fixed.CopyFrom(message)
         fixed.request_id, fixed.priority = request.request_id, request.priority

@@ -23,6 +23,10 @@ from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.adapter_control import AdapterControl
 from services.router.frontend.admin_service import AdminServicer
 from services.router.frontend.anthropic.messages_api import MessagesApi
+from services.router.frontend.batches.batch_runner import BatchRunner, open_store
+from services.router.frontend.batches.batches_api import BatchesApi
+from services.router.frontend.batches.files_api import FilesApi
+from services.router.frontend.batches.line_runner import LineRunner
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.http_api import Api
@@ -144,8 +148,9 @@ class Router:
         messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
         responses = self._build_responses(endpoint, tokenizer, defaults)
         adapters = AdaptersApi(control, self.bodies, keys)
-        doors = (*self.dashboard.routes(), *messages.routes(), *responses.routes(), *adapters.routes())
-        self.http = Server(api.app(*doors, keys=keys), settings)
+        doors = (self.dashboard, messages, responses, adapters, *self._build_batches(api))
+        routes = [route for door in doors for route in door.routes()]
+        self.http = Server(api.app(*routes, keys=keys), settings)
 
     def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
         settings = self.settings
@@ -158,6 +163,15 @@ class Router:
         stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
         preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
+
+    def _build_batches(self, api: Api) -> tuple[FilesApi, BatchesApi]:
+        most_bytes = self.settings.max_file_mib * 1024 * 1024
+        self.batch_store = open_store(self.settings)
+        lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, api.parsers)
+        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.scheduler.waiting)
+        files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
+        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(api.parsers))
+        return files, batches
 
     async def start(self) -> None:
         await self.view.start()
@@ -175,6 +189,7 @@ class Router:
         await self._heartbeat.start()
         self._watchdog.start()
         await self.job_runner.start()
+        await self.batch_runner.start()
         self._following = forever(self._follow, name="warm-channels")
         if self.settings.place_by_prefix:
             self._indexing = forever(self.prefixes.follow, name="prefixes")
@@ -188,6 +203,7 @@ class Router:
         self._stopped = True
         self._record = replace(self._record, state=State.DRAINING)
         self._heartbeat.changed()
+        await self.batch_runner.leave()
         await self.jobs.leave()
         self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
@@ -200,6 +216,7 @@ class Router:
         await self.channels.close()
         await self.journal.close()
         await self.response_store.close()
+        await self.batch_store.close()
         self.offload.close()
         await self.registry.close()
         if self._metrics_served:
@@ -223,8 +240,8 @@ class Router:
     def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
         outcomes = self.metrics.outcomes()
-        running, waiting = self.generation.running, self.scheduler.waiting()
-        return RouterState(self.settings.model, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
+        running, waiting, name = self.generation.running, self.scheduler.waiting(), self.settings.model_names[0]
+        return RouterState(name, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be restarted: one of its servers has failed."""

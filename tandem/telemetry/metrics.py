@@ -118,7 +118,7 @@ class Metrics:
         self._settings = settings
         self._registry = registry = CollectorRegistry()
         self.vllm = settings.metrics_compat == "vllm"
-        about = {"pool": pool, "worker": worker, "model": settings.model}
+        about = {"pool": pool, "worker": worker, "model": settings.model_names[0]}
         self._exposed = CollectorRegistry()
         self._exposed.register(_Exposed(registry, about, vllm=self.vllm))
         version = importlib.metadata.version("tandem-serving")

@@ -142,6 +142,20 @@ async def test_all_leases_are_renewed_at_once(kept: JobJournal, monkeypatch: pyt
     }
 
 
+async def test_only_an_ended_job_can_be_forgotten_before_its_time(kept: JobJournal) -> None:
+    """Nothing is left of it then; one that does not exist is no error."""
+    await kept.submit(asked("/job"))
+    await kept.append("/job", 1, 0, 1, b"first")
+    assert await kept.forget("/job")
+    assert await kept.all("/job")
+    await kept.end("/job", 1, JobState.FINISHED)
+    assert await kept.forget("/job")
+    assert not await kept.all("/job")
+    with pytest.raises(NotFound):
+        await kept.get("/job")
+    assert not await kept.forget("/job")
+
+
 async def test_a_released_job_can_be_claimed_at_once(kept: JobJournal) -> None:
     """Its lease would have lasted seconds."""
     await kept.submit(asked("/job"))

@@ -254,7 +254,8 @@ def test_any_valid_values_give_valid_manifests_and_the_settings_that_were_asked(
                 patch.setenv(name, value)
             loaded = tandem_settings.load()
         for name, value in {**values["settings"], **own.get("settings", {})}.items():
-            assert getattr(loaded, name) == value, (component, name)
+            found = getattr(loaded, name)
+            assert (str(found) if isinstance(found, Path) else found) == value, (component, name)
 
 
 # ---- what fits together

@@ -116,7 +116,7 @@ def test_a_release_starts_scales_and_drains_without_a_failed_request(start: Star
                 client.workers()
         assert not load.wrong
         assert tester.process.popen.wait(30) == 0, tester.process.text()
-        for pod, metric in ((router, "tandem_requests_total"), (decode, 'tandem_worker_state{model="demo/model"')):
+        for pod, metric in ((router, "tandem_requests_total"), (decode, 'tandem_worker_state{model="model"')):
             with urllib.request.urlopen(f"http://{pod.ip}:{pod.port('metrics')}/metrics", timeout=5) as answer:
                 assert metric in answer.read().decode()
         with pytest.raises(PreconditionFailed, match="kubectl"):

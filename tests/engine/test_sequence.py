@@ -159,5 +159,5 @@ def test_a_matcher_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Sampling(grammar=GrammarSpec("json", ""))
     one = sequence(grammar=compiled, sampling=spec, stop_ids=frozenset({2}))
     assert matcher_of(one) is matcher_of(one)
-    assert made == [(compiled, frozenset({2}))]
+    assert made == [(compiled, frozenset({2}), None)]
     assert one.matcher.matched == 3

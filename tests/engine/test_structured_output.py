@@ -348,6 +348,19 @@ def test_arguments_without_quotes_are_read_as_their_schema_wants(format: str, sc
         jsonschema.Draft202012Validator(properties).validate(json.loads(arguments))
 
 
+@pytest.mark.parametrize("style", ["qwen_xml", "glm_xml"])
+def test_beside_a_value_without_quotes_is_at_most_one_space(style: str) -> None:
+    """Of more, a reader could not tell how many are part of the value."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x$"}}, "required": ["a"]}
+    spec = GrammarSpec("calls", json.dumps([None, [["", json.dumps(schema), "end"]], style]))
+    before, after = {
+        "qwen_xml": ("<parameter=a>", "</parameter>end"),
+        "glm_xml": ("<arg_key>a</arg_key><arg_value>", "</arg_value>end"),
+    }[style]
+    for value, allowed in [("x", True), ("\nx\n", True), ("\n\nx", False), ("x  ", False), ("y", False)]:
+        assert fits(spec, f"{before}{value}{after}") is allowed
+
+
 def test_calls_are_matched_again_from_their_tokens() -> None:
     """A worker that resumes in the middle of a call has the mask bits of the one that began it."""
     spec = calls_of("hermes", several=True)

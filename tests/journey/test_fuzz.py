@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from loadtest.scenarios.fuzz import CONTEXT, GOOD, SCHEMA, TOOL, Fuzz
-from services.router.frontend.openai import openai_protocol
+from services.router.frontend.anthropic import messages_body
+from services.router.frontend.openai import openai_protocol, responses_body
 from services.router.preprocess import preprocessor
 from tests.support import oracle
 from tests.support.templates import HERMES
@@ -104,6 +105,50 @@ def written(fields: dict[str, str]) -> str:
     return "{" + ", ".join(f"{name}: {value}" for name, value in fields.items()) + "}"
 
 
+BLOCKS = [
+    '{"type": "text", "text": "a"}',
+    '{"type": "thinking", "thinking": "a", "signature": ""}',
+    '{"type": "redacted_thinking", "data": "x"}',
+    '{"type": "tool_use", "id": "x", "name": "f", "input": {"a": [1]}}',
+    '{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "tool_reference", "tool_name": "f"}]}',
+    '{"type": "tool_result", "tool_use_id": "\\ud800", "is_error": true}',
+    '{"type": "image", "source": {}}',
+    '{"type": ["text"], "text": 1}',
+]
+OF_MESSAGES = [
+    *(f"[{block}]" for block in BLOCKS),
+    *(f'[{{"role": "{role}", "content": [{block}]}}]' for block in BLOCKS for role in ("user", "assistant")),
+    '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]',
+    '[{"role": "system", "content": "x-anthropic-billing-header: x"}, {"role": "user", "content": "a"}]',
+    '[{"name": "f", "description": "d", "input_schema": {"type": "object"}}]',
+    '[{"type": "web_search_20250305", "name": "web_search"}]',
+    '{"type": "enabled", "budget_tokens": 1024}',
+    '{"type": "disabled"}',
+    '{"type": "tool", "name": "f"}',
+    '{"type": "any", "disable_parallel_tool_use": true}',
+]
+ITEMS = [
+    '{"role": "developer", "content": "x"}',
+    '{"type": "message", "role": "assistant", "id": "\\ud800", "content": [{"type": "output_text", "text": "x"}]}',
+    '{"type": "reasoning", "summary": [], "encrypted_content": "tandem.1.YQ=="}',
+    '{"type": "reasoning", "summary": [], "encrypted_content": "tandem.1.\u00e9"}',
+    '{"type": "function_call", "call_id": "x", "name": "f", "arguments": "{\\"a\\": NaN}", "namespace": "n"}',
+    '{"type": "function_call_output", "call_id": "x", "output": [{"type": "input_text", "text": "x"}]}',
+    '{"type": "custom_tool_call", "call_id": "x", "name": "f", "input": "x"}',
+    '{"type": "item_reference", "id": "msg_' + "0" * 52 + '"}',
+    '{"type": "item_reference", "id": 5}',
+]
+OF_RESPONSES = [
+    *(f"[{item}]" for item in ITEMS),
+    f"[{', '.join(ITEMS[:1] + ITEMS[4:6])}]",
+    f'"resp_{"0" * 48}"',
+    '[{"type": "function", "name": "f", "parameters": {}}, {"type": "custom", "name": "g"}]',
+    '[{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}, {"type": "web_search"}]',
+    '{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}',
+    '{"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}',
+    '{"effort": "none"}',
+    '["reasoning.encrypted_content", "message.output_text.logprobs"]',
+]
 ANY_TEXT = st.text(st.characters(exclude_categories=[]), max_size=8)  # with lone surrogates
 ATOMS = st.sampled_from(
     [
@@ -123,6 +168,8 @@ ATOMS = st.sampled_from(
         '{"type": "json_schema", "json_schema": {"schema": {"type": "object", "\\ud800": 1}}}',
         '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}]',
         '[{"role": "tool", "tool_call_id": "x", "content": null}]',
+        *OF_MESSAGES,
+        *OF_RESPONSES,
     ]
 )
 VALUES = st.recursive(
@@ -141,21 +188,34 @@ def names(*models: Any) -> Iterable[str]:
     return sorted({about.alias or name for name, about in fields.items()} | openai_protocol.NOT_SERVED.keys())
 
 
-KEYS = st.sampled_from(names(openai_protocol.Completions, openai_protocol.Chat)).map(json.dumps)
+MODELS = (openai_protocol.Completions, openai_protocol.Chat, responses_body.Responses, messages_body.Messages)
+KEYS = st.sampled_from(names(*MODELS)).map(json.dumps)
+OWN_KEYS = {  # those of one endpoint alone, which a key of all is seldom
+    "/v1/responses": st.sampled_from(names(responses_body.Responses)).map(json.dumps),
+    "/v1/messages": st.sampled_from(names(messages_body.Messages)).map(json.dumps),
+    "/v1/messages/count_tokens": st.sampled_from(names(messages_body.Prompt)).map(json.dumps),
+}
 BODIES = {
     "/v1/completions": {'"prompt"': '"Return the"', '"max_tokens"': "4"},
     "/v1/chat/completions": {'"messages"': '[{"role": "user", "content": "hi"}]', '"max_tokens"': "4"},
+    "/v1/responses": {'"input"': '"hi"', '"max_output_tokens"': "4"},
+    "/v1/messages": {'"model"': '""', '"messages"': '[{"role": "user", "content": "hi"}]', '"max_tokens"': "4"},
+    "/v1/messages/count_tokens": {'"model"': '""', '"messages"': '[{"role": "user", "content": "hi"}]'},
     "/tokenize": {'"prompt"': '"Return the"'},
     "/detokenize": {'"tokens"': "[5, 6]"},
 }
 
 
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
 @st.composite
 def bodies(draw: Any) -> tuple[str, bytes]:
     """A good body with some fields replaced by anything; at times cut, or bytes that are no body."""
-    path = draw(st.sampled_from([*BODIES, "/v1/completions", "/v1/chat/completions"]))
+    path = draw(st.sampled_from([*BODIES, *GENERATING]))
     own = [*BODIES[path], '"tokens"', '"stream"']
-    extra = draw(st.dictionaries(KEYS | st.sampled_from(own) | ANY_TEXT.map(json.dumps), VALUES, max_size=4))
+    keys = OWN_KEYS.get(path, KEYS) | KEYS | st.sampled_from(own) | ANY_TEXT.map(json.dumps)
+    extra = draw(st.dictionaries(keys, VALUES, max_size=4))
     if draw(st.booleans()):
         extra['"stream"'] = "true"
     body = written({**BODIES[path], **extra}).encode()
@@ -171,15 +231,24 @@ def bodies(draw: Any) -> tuple[str, bytes]:
 
 
 def check_http(path: str, sent: bytes, answer: httpx2.Response) -> None:
-    """OK within its limits, or an error in OpenAI's shape that is the client's fault."""
+    """OK within its limits, or an error in the shape of its API that is the client's fault."""
     if answer.status_code != 200:
         assert answer.status_code in (400, 404, 429), (answer.status_code, answer.text)
-        check_error(answer.json()["error"])
+        (check_messages_error if "messages" in path else check_error)(answer.json()["error"])
         return
     asked = json.loads(sent)
-    if "completions" not in path:
-        assert answer.json().keys() & {"tokens", "prompt"}
-        return
+    match path:
+        case "/v1/completions" | "/v1/chat/completions":
+            check_choices(path, asked, answer)
+        case "/v1/responses":
+            check_response(asked, answer)
+        case "/v1/messages":
+            check_message(asked, answer)
+        case _:
+            assert answer.json().keys() & {"tokens", "prompt", "input_tokens"}
+
+
+def check_choices(path: str, asked: dict[str, Any], answer: httpx2.Response) -> None:
     if not asked.get("stream"):
         choices = answer.json()["choices"]
         assert answer.json()["usage"]["completion_tokens"] <= len(choices) * CONTEXT
@@ -195,6 +264,36 @@ def check_http(path: str, sent: bytes, answer: httpx2.Response) -> None:
     assert {choice["finish_reason"] for choice in choices} <= {"stop", "length", "tool_calls"}
 
 
+def events(answer: httpx2.Response) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: ")]
+
+
+def check_response(asked: dict[str, Any], answer: httpx2.Response) -> None:
+    response = answer.json() if not asked.get("stream") else events(answer)[-1]["response"]
+    assert response["status"] in ("completed", "incomplete", "failed")
+    assert response["usage"]["output_tokens"] <= CONTEXT
+    assert response["error"] is None or response["error"]["code"] != "INTERNAL"
+
+
+def check_message(asked: dict[str, Any], answer: httpx2.Response) -> None:
+    if not asked.get("stream"):
+        message = answer.json()
+        assert message["usage"]["output_tokens"] <= CONTEXT
+        assert message["stop_reason"] in ("end_turn", "max_tokens", "stop_sequence", "tool_use")
+        return
+    *_, stopped, last = events(answer)
+    if last["type"] == "error":
+        check_messages_error(last["error"])
+    else:
+        assert (stopped["type"], last["type"]) == ("message_delta", "message_stop")
+
+
+def check_messages_error(error: dict[str, Any]) -> None:
+    assert error.keys() == {"type", "message"}
+    assert error["type"] != "api_error", error
+    assert 0 < len(error["message"]) <= 1000
+
+
 def check_error(error: dict[str, Any]) -> None:
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] != "INTERNAL", error
@@ -205,6 +304,7 @@ async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeyp
     """200 within its limits or an error of the client's, never 500; streams end in [DONE] or in such an error. A bug
     would be noticed."""
     outcomes: dict[int, int] = {}
+    served: set[str] = set()
     async with cluster() as it, httpx2.AsyncClient(base_url=f"http://{it.router.http.address}", timeout=30) as client:
 
         async def check(example: tuple[str, bytes]) -> None:
@@ -212,8 +312,10 @@ async def test_any_body_over_http_gets_a_documented_status(cluster: Any, monkeyp
             answer = await client.post(path, content=body, headers={"content-type": "application/json"})
             check_http(path, body, answer)
             outcomes[answer.status_code] = outcomes.get(answer.status_code, 0) + 1
+            served.update([path] if answer.status_code == 200 else [])
 
-        await each(400, bodies(), check)
+        await each(600, bodies(), check)
+        assert served == BODIES.keys()
         assert outcomes[200] >= 10, outcomes
         assert outcomes[400] >= 10, outcomes
         with monkeypatch.context() as broken, pytest.raises(AssertionError):

@@ -92,8 +92,14 @@ async def test_the_model_has_the_names_that_the_setting_says_and_keeps_its_path_
         missing = await it.raw.get("/v1/models/gpt-4")
         assert (unknown.status_code, missing.status_code) == (404, 404)
         assert missing.json()["error"]["param"] == "model"
-        for one in (*shown, unknown, missing):
+        metrics = await it.raw.get("/metrics")
+        for one in (*shown, unknown, missing, metrics):
             assert str(DEMO) not in one.text
+        assert 'model="team/chat"' in metrics.text
+        async with it.raw.stream("GET", "/dashboard/events", headers={"x-tandem-dashboard": "1"}) as events:
+            state = await anext(line async for line in events.aiter_lines() if line.startswith("data:"))
+        assert '"team/chat"' in state
+        assert str(DEMO) not in state
 
 
 # ---- browsers

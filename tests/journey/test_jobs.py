@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.rpc import unary_calls
+from tandem.rpc.stream_reader import completion
 from tandem.tasks import end
 from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 from tests.support import oracle
@@ -245,6 +247,28 @@ async def test_a_job_that_must_call_a_tool_goes_on_with_its_call(
             return (await client._ask(unary_calls._submit([request])))[0]
 
         assert await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= 8) == expected
+
+
+@pytest.mark.parametrize("tokens", [6, 20, 45])
+async def test_a_call_that_a_job_began_at_a_lost_router_is_one_call(
+    inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """Within its marker, within its name, and within its arguments. Whoever reads the job finds each part once."""
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
+    request = forced_call(max_tokens=100, seed=3)
+    request.request_id = "call"
+    async with inside(model=str(with_template(tmp_path))) as cluster:
+        whole = completion([piece async for piece in cluster.client._pieces(request, None)])
+        assert len(whole.token_ids) > tokens
+
+        async def submit(client: AsyncClient) -> Any:
+            return (await client._ask(unary_calls._submit([request])))[0]
+
+        await taken_over(cluster, submit, 1, lambda seen: len(seen[0]) >= tokens)
+        kept = completion([piece async for piece in cluster.client.watch("call")])
+        assert (kept.token_ids, kept.text, kept.reasoning) == (whole.token_ids, whole.text, "")
+        assert [(call.name, call.arguments) for call in kept.calls] == [("note", whole.calls[0].arguments)]
+        assert json.loads(whole.calls[0].arguments)["text"]
 
 
 # ---- adapters

@@ -197,13 +197,18 @@ def answer(asked: Asked, pieces: list[dict[str, Any]]) -> Answer:
     """Of one choice, whole or in pieces."""
     said = [piece.get("message") or piece.get("delta") or piece for piece in pieces]
     assert [piece["finish_reason"] is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-    calls = [call["function"] for one in said for call in one.get("tool_calls") or ()]
+    calls: dict[int, tuple[str, str]] = {}  # name and arguments, which a stream brings in pieces
+    for one in said:
+        for number, call in enumerate(one.get("tool_calls") or ()):
+            index, function = call.get("index", number), call["function"]
+            name, arguments = calls.get(index, ("", ""))
+            calls[index] = name + (function["name"] or ""), arguments + (function["arguments"] or "")
     known = [scored for piece in pieces if piece["logprobs"] for scored in scores(piece["logprobs"], asked.chat)]
     of_prompt = [one for piece in pieces for one in piece.get("prompt_logprobs") or ()]
     return Answer(
         [token for piece in pieces for token in piece["token_ids"]],
         "".join(one["content" if asked.chat else "text"] or "" for one in said),
-        [(call["name"], json.loads(call["arguments"])) for call in calls],
+        [(name, json.loads(arguments)) for name, arguments in calls.values()],
         pieces[-1]["finish_reason"],
         pieces[-1]["stop_reason"],
         known,

@@ -13,9 +13,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from services.router.frontend import job_runner
 from tandem.results import Completion, Piece
 from tandem.rpc.stream_reader import completion
 from tandem.v1 import generation_pb2, sampling_pb2
+from tests.journey.test_jobs import taken_over
 from tests.support.faults import slow_down
 
 DEMO = Path(__file__).parents[2] / "demo/model"
@@ -179,6 +181,26 @@ async def test_a_worker_that_goes_away_in_the_middle_of_reasoning_changes_no_eve
         assert {name: await task for name, task in tasks.items()} == undisturbed
         receipts = await it.cluster.client.receipts()
         assert any(receipt.attempts > 1 for receipt in receipts), "the fault must have hit a stream"
+
+
+@pytest.mark.parametrize("after", [3, 8], ids=["in the first words", "within the reasoning"])
+async def test_a_job_whose_router_is_lost_in_the_middle_of_reasoning_changes_no_part(
+    doors: Any, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The next router reads what the first one had read, and passes on only what comes after."""
+    monkeypatch.setattr(job_runner, "LEASE_S", 0.6)
+    async with doors() as it:
+        seed = await thoughtful(it)
+        expected = await it.grpc(seed)
+
+        async def submit(client: Any) -> Any:
+            return await client.submit(messages=MESSAGES, request_id="thought", **options(seed))
+
+        await taken_over(it.cluster, submit, 1, lambda seen: len(seen[0]) >= after)
+        kept = completion([piece async for piece in it.cluster.client.watch("thought")])
+        assert shown(kept) == expected
+        undisturbed = await it.cluster.client.generate(messages=MESSAGES, **options(seed))
+        assert kept.receipt.reasoning_tokens == undisturbed.receipt.reasoning_tokens
 
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}

@@ -153,7 +153,7 @@ async def test_one_request_is_one_trace_through_four_processes(
     assert (moved["tandem.kv.transport"], moved["tandem.kv.bytes"], moved["tandem.kv.blocks"]) == (
         transfer.transport, transfer.bytes, transfer.blocks
     )  # fmt: skip
-    about = by_name[f"text_completion {DEMO}"].about
+    about = by_name[f"text_completion {DEMO.name}"].about
     assert about["gen_ai.usage.input_tokens"] == receipt.prompt_tokens
     assert about["gen_ai.usage.output_tokens"] == 5
     assert (about["gen_ai.request.temperature"], about["gen_ai.response.finish_reasons"]) == (0.5, ["length"])

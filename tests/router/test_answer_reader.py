@@ -178,6 +178,7 @@ TEMPLATES: list[tuple[str, str | None, str | None]] = [
     (GLM, "think", "glm"),
     (MAGISTRAL, "mistral", None),
     (GRANITE, "granite_tags", None),
+    ("{{ '<think>' }}{{ '<response>' + result + '</response>' }}", "think", None),  # MiniMax M2: results of tools
     (HUNYUAN, "hunyuan", None),
     (EXAONE_DEEP, "exaone_deep", None),
     (HERMES, None, "hermes"),

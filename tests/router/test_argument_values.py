@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.answer.call_formats.python_literal import json_of_python
+from services.router.answer.call_formats import typed_value
+from services.router.answer.call_formats.python_literal import MAX_PARTS, json_of_python
 from services.router.answer.call_formats.registry import reader_of
 from tests.support.call_corpus import seen
 
@@ -43,6 +44,10 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"$ref": "#/$defs/word"}, "12", "12"),
     ({"$ref": "#/$defs/size"}, "12", 12),
     ({"$ref": "#/$defs/loop"}, "12", 12),
+    ({"anyOf": [STRING] * 64}, "12", "12"),
+    ({"anyOf": [STRING] * 65}, "12", 12),  # more alternatives than are looked at
+    ({"anyOf": [{"anyOf": [STRING] * 8}] * 8}, "12", "12"),
+    ({"anyOf": [{"anyOf": [STRING] * 9}] * 8}, "12", 12),
     ({"$ref": "#/$defs/none"}, "x", "x"),
     ({"enum": ["a", "b"]}, " a ", "a"),
     ({"enum": ["5", "6"]}, "5", "5"),
@@ -141,3 +146,24 @@ def test_what_is_no_literal_is_no_json(text: str) -> None:
     """Two values without a comma, unbalanced, too deep, too long: nothing is made up."""
     with pytest.raises(ValueError):
         json.loads(json_of_python(text))
+
+
+def test_a_schema_of_alternatives_of_alternatives_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References make a million of them out of a few lines. It is read once, however often a call has the parameter."""
+    read, real = [], typed_value._kind
+    monkeypatch.setattr(typed_value, "_kind", lambda *about: read.append(1) or real(*about))
+    several = {"anyOf": [{"anyOf": [{"$ref": "#/$defs/more"}] * 8}] * 8}
+    schema = {"properties": {"a": several}, "$defs": {"more": several}}
+    reader = reader_of("qwen3_coder", [{"function": {"name": "f", "parameters": schema}}])
+    parts = seen(reader.push("<function=f>\n" + "<parameter=a>\n5\n</parameter>\n" * 100 + "</function>"))
+    assert parts[1] == ("arguments", "{" + ", ".join(['"a": 5'] * 100) + "}")
+    assert len(read) <= 1 + 8 + 3 * 64
+
+
+@pytest.mark.parametrize("item", ["1, ", "'a', ", "(), ", "\\'"])
+def test_a_long_python_literal_is_a_string(item: str) -> None:
+    """It is converted at once, which takes 6 us a character; JSON takes a hundredth of that."""
+    fits = MAX_PARTS // 8
+    assert isinstance(json.loads(json_of_python(f"[{item * fits}]" if "," in item else f"'{item * fits}'")), list | str)
+    for literal in (f"[{item * MAX_PARTS}]", f"'{item * MAX_PARTS}'"):
+        assert json_of_python(literal) == ""

@@ -81,3 +81,25 @@ async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypa
     assert json.loads(same)["choices"] == found
     assert worst < WORST_S
     assert worst < control
+
+
+async def test_the_answers_of_several_choices_are_written_one_by_one() -> None:
+    """Other streams are relayed in between. The events come all at once, as of a client that was behind."""
+    fields = {"messages": [{"role": "user", "content": "x"}], "n": CHOICES}
+    body = openai_protocol.parse(json.dumps(fields).encode(), openai_protocol.Chat)
+    answer = openai_answers.answer(body, "id", "m", TEXT, openai_protocol.requests(body, "id", Defaults()))
+    over, turns = False, 0
+
+    async def told() -> AsyncIterator[tuple[int, generation_pb2.GenerateResponse]]:
+        nonlocal over
+        async for event in events():
+            event[1].delta.ClearField("logprobs") if event[1].HasField("delta") else None
+            yield event
+        over = True
+
+    task = asyncio.ensure_future(answer.collect(told()))  # type: ignore[arg-type]
+    while not task.done():
+        turns += over
+        await asyncio.sleep(0)
+    assert len(json.loads(task.result())["choices"]) == CHOICES
+    assert turns >= CHOICES

@@ -6,6 +6,9 @@ import asyncio
 
 import pytest
 
+from services.router.answer.part_messages import parts_of, put_parts
+from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
+from services.router.execution import output_queue
 from services.router.execution.output_queue import OutputQueue
 from tandem.errors import WorkerLost
 from tandem.v1 import common_pb2, generation_pb2
@@ -69,3 +72,28 @@ async def test_what_ends_a_completion_is_told_after_what_it_had_said() -> None:
     with pytest.raises(WorkerLost, match="gone"):
         await outbox.take()
     task.cancel()
+
+
+async def test_the_parts_of_an_answer_are_joined_once_however_far_behind_its_client_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In their order. The work grows with the deltas and not with their square: an answer that alternates between
+    calls and text kept the event loop for half a second."""
+    looked_at = []
+
+    def counted(message: generation_pb2.Delta) -> list[Part]:
+        looked_at.append(len(parts_of(message)))
+        return parts_of(message)
+
+    monkeypatch.setattr(output_queue, "parts_of", counted)
+    outbox, expected = OutputQueue(), list[Part]()
+    for index in range(300):
+        parts = [Text("a"), CallBegin(f"id{index}", "f"), CallArguments("{}"), Reasoning("b")]
+        event = said(index, index)
+        put_parts(event.delta, parts)
+        outbox.put(event)
+        expected += parts
+    delta = (await outbox.take()).delta
+    assert parts_of(delta) == joined(expected)
+    assert (delta.index, len(delta.token_ids), delta.text) == (0, 300, "a" * 300)
+    assert sum(looked_at) == 4 * 300

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.answer import reasoning_reader
 from services.router.answer.answer_format import FORMATS
+from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallBegin, Part, Reasoning, Text, joined
-from services.router.answer.reasoning_reader import MAX_CALL, MAX_SPACE, CallsWithin, Markers, ReasoningReader
+from services.router.answer.reasoning_reader import (
+    MAX_ALLOWANCE,
+    MAX_CALL,
+    MAX_SPACE,
+    PROBE_BLOCK,
+    PROBED_PER_CHARACTER,
+    CallsWithin,
+    Markers,
+    ReasoningReader,
+)
 
 THINK = FORMATS["think"]
 PAIRED = Markers(("<a>",), ("</a>",), answer=("<b>", "</b>"))
@@ -221,3 +232,60 @@ def test_long_reasoning_is_read_in_linear_time() -> None:
         for _ in range(100_000):
             reader.push(unit)
             assert len(reader._held) <= MAX_SPACE + 8
+
+
+@pytest.mark.parametrize(
+    "mention", ['<tool_call>{"name', '<tool_call>{"x": [1, "', "<tool_call>{", "<tool_call>", "<tool_call>\n{'name': "]
+)
+def test_a_closing_marker_ends_the_reasoning_although_a_call_seemed_to_begin(mention: str) -> None:
+    """Reasoning about the format stops in the middle of an example: the answer after it is no part of that."""
+    calls = CallsWithin(("<tool_call>",), lambda: registry.reader_of("hermes", None), frozenset("f"))
+    for pieces in cuts(f"It writes {mention}</think>\n\nYes."):
+        assert read(pieces, THINK, True, calls) == of(f"It writes {mention.rstrip()}", "Yes.")
+
+
+class Counted:
+    """Reads Hermes' calls, and counts the characters."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self._reader = registry.reader_of("hermes", None)
+
+    def push(self, text: str) -> list[Part]:
+        Counted.total += len(text)
+        return self._reader.push(text)
+
+    def finish(self) -> list[Part]:
+        return self._reader.finish()
+
+
+SPAM = {
+    "one in the other, and all end at once": '<tool_call>{"x":[' * 200 + "]" * 400,
+    "one in the other": '<tool_call>{"x":[' * 800,
+    "nothing but markers": "<tool_call>" * 1000,
+    "one after the other": '<tool_call>{"x":["' + "y" * 3000 + "]}" + '<tool_call>{"x":["' * 300,
+}
+
+
+@pytest.mark.parametrize("name", SPAM)
+def test_unclosed_calls_within_reasoning_are_read_a_bounded_number_of_times(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them begins a probe, which reads what the one before had read. The parts do not depend on the cut, and a
+    call after the next some thousand characters is found. The control: without the allowance, many times the text."""
+    calls = CallsWithin(("<tool_call>",), Counted, frozenset("f"))
+    text = SPAM[name] + "x " * MAX_CALL + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    def cost(step: int) -> tuple[list[Part], int]:
+        Counted.total = 0
+        parts = read([text[at : at + step] for at in range(0, len(text), step)], THINK, True, calls)
+        return parts, Counted.total
+
+    parts, total = cost(1)
+    assert parts == of(text[: text.index(" <tool_call>")], text[text.index('<tool_call>{"name"') :])
+    bound = PROBED_PER_CHARACTER * (len(text) + PROBE_BLOCK) + MAX_ALLOWANCE + MAX_CALL
+    assert total <= bound
+    assert all(cost(step)[0] == parts for step in (3, 64, 1000, len(text)))
+    monkeypatch.setattr(reasoning_reader, "MAX_ALLOWANCE", 10**9)
+    assert cost(len(text))[1] > bound or name == "nothing but markers"

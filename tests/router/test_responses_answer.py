@@ -49,7 +49,7 @@ def answer(keep: Keep | None = None, **fields: Any) -> ResponsesAnswer:
     body = openai_protocol.parse(json.dumps({"input": "x", "tools": TOOLS, **fields}).encode(), Responses)
     body.begin(lambda prefix: f"{prefix}_0", [])
     (request,) = openai_protocol.requests(body, "id", Defaults())
-    return ResponsesAnswer(body, ID, json.dumps(body.shown("m", request.sampling)), TOKENIZER, keep)
+    return ResponsesAnswer(body, ID, json.dumps(body.shown("m", request.sampling)).encode(), TOKENIZER, keep)
 
 
 def cut(parts: Iterable[Part], size: int) -> list[Part]:

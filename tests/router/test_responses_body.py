@@ -147,7 +147,7 @@ def test_sealed_reasoning_comes_back_as_reasoning() -> None:
     """Clients that keep `encrypted_content` only; what another server has sealed is refused."""
     item = {"type": "reasoning", "summary": [], "encrypted_content": sealed("Grübeln")}
     assert messages([item, {"role": "user", "content": "x"}])[0]["reasoning"] == "Grübeln"
-    for foreign in ("gAAAAAB", SEALED + "&", SEALED + "/w==", 3):
+    for foreign in ("tandem.1.é漢", "gAAAAAB", SEALED + "&", SEALED + "/w==", 3):
         error = refusal(input=[{**item, "encrypted_content": foreign}])
         assert error.field == "input[0].encrypted_content"
 

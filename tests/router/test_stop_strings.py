@@ -160,3 +160,28 @@ def test_of_two_the_one_that_is_complete_first(include: bool) -> None:
     found = StopStrings(["bcde", "cd"], include=include)
     assert found.push("abcdef") == ("abcd" if include else "ab")
     assert found.hit == "cd"
+
+
+class Watched(str):
+    """Counts how often a part of it is looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, place: object) -> str:
+        Watched.looked_at += 1
+        return str.__getitem__(self, place)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("others", ["b", "a"])
+def test_a_text_of_one_letter_costs_no_more_than_any_other(others: str) -> None:
+    """One stop string keeps as much of the text held as a client may ask for, and 15 others are searched in it: by
+    their beginnings, of which none or each is there."""
+    more = [others * 200 + chr(99 + number) * 56 for number in range(15)]
+    stops = [Watched(stop) for stop in ("a" * 255 + "!", *more)]
+    found = StopStrings(stops)
+    Watched.looked_at = 0
+    text = "a" * 2000 + "!"
+    for character in text:
+        found.push(character)
+    assert found.hit == stops[0]
+    assert Watched.looked_at <= 4 * len(stops) * len(text)

@@ -22,6 +22,7 @@ AWAITED = {
         "_begin",
     ),  # every request that needs the source; one that failed is connected again
     ("services/router/frontend/http_answers.py", "__call__"),  # itself
+    ("services/router/frontend/batches/batch_runner.py", "_run_lines"),  # itself
     ("services/router/execution/request_executor.py", "completing"),  # the request's outbox
     ("cluster/supervisor.py", "run"),  # itself
     ("cluster/ray_actors.py", "prepare"),  # every call of prepare, and the launch

@@ -115,4 +115,5 @@ UNKNOWN = [
     _template("<|start|>assistant to=functions.{{ NAME }}<|channel|>commentary json<|message|>{}<|call|>"),
     _template("<function={{ NAME }}>{{ ARGS | tojson }}</function>", _IPYTHON),  # Llama 3.1's other one
     _template("<function_calls>\n{{ NAME + '(' }})</function_calls>"),  # Olmo 3
+    _template("Action: ```json{{ ARGS | tojson }}```", "{{ '```python\ndef ' + tool.name + '(' }}"),  # Command R+
 ]

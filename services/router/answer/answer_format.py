@@ -42,6 +42,10 @@ FORMATS: dict[str, Markers] = {
     "think": Markers(("<think>",), ("</think>",)),
 }
 
+# By what a template shows that the answer has markers too, where their own texts are not enough: MiniMax M2 has the
+# results of tools between <response> and </response>.
+ANSWER_SHOWN = {"granite_tags": "<response></response>"}
+
 # With this first token gpt-oss begins a message; its answer is the message after these texts.
 HARMONY_ANSWER = (harmony_reader.CHANNEL, f"final{harmony_reader.MESSAGE}")
 
@@ -138,7 +142,7 @@ def _reasoning_of(template: str) -> str:
     """By the markers that the template writes, tells the model to write, or removes from earlier answers."""
     for name, markers in FORMATS.items():
         either = any(marker in template for marker in (*markers.open, *markers.close))
-        if either and (markers.answer is None or markers.answer[0] in template):
+        if either and (markers.answer is None or ANSWER_SHOWN.get(name, markers.answer[0]) in template):
             return name
     return NONE
 

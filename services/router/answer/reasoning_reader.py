@@ -18,6 +18,12 @@ from services.router.answer.parts import CallBegin, Part, PartReader, Reasoning,
 SPACE = " \t\r\n"
 MAX_SPACE = 64  # characters of white space beside a marker that are dropped with it
 MAX_CALL = 4096  # characters from a call's marker on, by which it must be known whether a call begins
+# What a probe that finds no call has read is read again by the next one. Each character of reasoning allows for so many
+# characters of such probes, and no more than so many can be saved up. Without, a text of unclosed calls took
+# 200 times as long.
+PROBED_PER_CHARACTER = 4
+MAX_ALLOWANCE = 4 * MAX_CALL
+PROBE_BLOCK = 64  # characters; a probe's cost is counted in whole ones, so it does not depend on how the text was cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ class ReasoningReader:
 
     With `calls`, a call that the model begins within the reasoning ends it: models forget the closing marker, and
     clients would never see the call (vLLM's issue 39056; SGLang and vLLM's parser for Qwen3 do the same). Since
-    reasoning also mentions markers, this takes the beginning of a call that can be read, of a tool that was offered.
+    reasoning also mentions markers, this takes the beginning of a call that can be read, of a tool that was offered,
+    before any closing marker. Of very many mentions some are not looked at.
     """
 
     def __init__(self, markers: Markers, *, begins_inside: bool = False, calls: CallsWithin | None = None) -> None:
@@ -87,6 +94,7 @@ class ReasoningReader:
         self._in_answer = False  # its opening marker has come, and its closing one has not
         self._probe: PartReader | None = None
         self._space = self._probed = 0  # characters of the held text: before the call's marker, that the probe has read
+        self._allowance = MAX_ALLOWANCE  # characters that probes may read
 
     @property
     def inside(self) -> bool:
@@ -102,9 +110,11 @@ class ReasoningReader:
 
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
-        if self._state is State.CALL and self._probe is not None and self._is_call(self._probe.finish()):
-            self._state = State.TEXT
-            return [Text(held[self._space :])]
+        if self._state is State.CALL and self._probe is not None:
+            read = [*self._probe.push(held[self._probed :]), *self._probe.finish()]
+            if self._is_call(read):
+                self._state = State.TEXT
+                return [Text(held[self._space :])]
         if self._state is State.CLOSED and not held.strip(SPACE):
             return []
         return [Reasoning(held) if self.inside else Text(held)] if held else []
@@ -143,32 +153,46 @@ class ReasoningReader:
         found = _find(self._held, ends)
         end = found[0] if found else len(self._held) - begun(self._held, ends)
         end -= _space_before(self._held, end)
-        parts.append(Reasoning(self._held[:end]))
-        self._held = self._held[end:]
+        self._think(parts, end)
         if found is None:
             return False
         _, marker = found
         self._space = self._held.index(marker)
         if marker in self._markers.close:
             self._go(State.CLOSED, self._held[self._space + len(marker) :])
-        elif self._calls is not None:
+        elif self._calls is not None and self._allowance > 0:
             self._probe, self._probed = self._calls.reader(), self._space
             self._state = State.CALL
+        else:
+            self._think(parts, self._space + 1)
         return True
 
     def _call(self, parts: list[Part]) -> bool:
         assert self._probe is not None
+        closed = _find(self._held, self._markers.close)
+        end = closed[0] if closed else len(self._held) - begun(self._held, self._markers.close)
         most = self._space + MAX_CALL
-        is_call = self._is_call(self._probe.push(self._held[self._probed : most]))
-        self._probed = min(len(self._held), most)
-        if is_call is None and self._probed < most:
+        is_call = None
+        while is_call is None and self._probed < min(end, most):
+            block = self._probed + PROBE_BLOCK - (self._probed - self._space) % PROBE_BLOCK
+            is_call = self._is_call(self._probe.push(self._held[self._probed : min(block, end)]))
+            self._probed = min(block, end)
+        if is_call is None and closed is None and self._probed < most:
             return False
         if is_call:
             self._go(State.TEXT, self._held[self._space :])
         else:
-            parts.append(Reasoning(self._held[: self._space + 1]))
-            self._go(State.REASONING, self._held[self._space + 1 :])
+            blocks = -((self._space - self._probed) // PROBE_BLOCK)
+            self._allowance -= blocks * PROBE_BLOCK
+            self._state = State.REASONING
+            self._think(parts, self._space + 1)
         return True
+
+    def _think(self, parts: list[Part], end: int) -> None:
+        """Passes on held characters as reasoning."""
+        parts.append(Reasoning(self._held[:end]))
+        self._held = self._held[end:]
+        self._allowance = min(MAX_ALLOWANCE, self._allowance + end * PROBED_PER_CHARACTER)
 
     def _is_call(self, parts: Sequence[Part]) -> bool | None:
         """Whether what was read from the marker on is a call; None: not known yet."""

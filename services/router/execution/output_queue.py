@@ -44,20 +44,24 @@ def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb
     """Takes the first event, with the deltas of the same completion that follow it, up to MAX_MERGED_TOKENS."""
     event = events.popleft()
     if event.HasField("delta"):
-        while events and _follows(events[0], event.delta):
-            _merge(event.delta, events.popleft().delta)
+        later, tokens = [], len(event.delta.token_ids)
+        while events and _follows(events[0], event.delta.choice, tokens):
+            later.append(events.popleft().delta)
+            tokens += len(later[-1].token_ids)
+        if later:
+            _merge(event.delta, later)
     return event
 
 
-def _follows(event: generation_pb2.GenerateResponse, delta: generation_pb2.Delta) -> bool:
-    same = event.HasField("delta") and event.delta.choice == delta.choice
-    return same and len(delta.token_ids) + len(event.delta.token_ids) <= MAX_MERGED_TOKENS
+def _follows(event: generation_pb2.GenerateResponse, choice: int, tokens: int) -> bool:
+    same = event.HasField("delta") and event.delta.choice == choice
+    return same and tokens + len(event.delta.token_ids) <= MAX_MERGED_TOKENS
 
 
-def _merge(delta: generation_pb2.Delta, later: generation_pb2.Delta) -> None:
-    index, text = delta.index, delta.text + later.text
-    parts = [*parts_of(delta), *parts_of(later)] if delta.parts or later.parts else None
-    delta.MergeFrom(later)  # appends lists; other fields take the later value
-    delta.index, delta.text = index, text
-    if parts is not None:
-        put_parts(delta, parts)
+def _merge(delta: generation_pb2.Delta, later: list[generation_pb2.Delta]) -> None:
+    """All at once: one by one, an answer of many parts would be joined as often as there are deltas."""
+    index, parts = delta.index, [part for one in (delta, *later) for part in parts_of(one)]
+    for one in later:
+        delta.MergeFrom(one)  # appends lists; other fields take the later value
+    delta.index = index
+    put_parts(delta, parts)

@@ -23,7 +23,7 @@ from services.router.frontend.cors import with_cors
 from services.router.frontend.dashboard import PAGES
 from services.router.frontend.http_answers import write
 from services.router.frontend.http_body import BodyReader
-from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
+from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_answers, openai_errors, openai_protocol
 from services.router.frontend.openai.openai_sampling import Defaults, Sampled
@@ -74,6 +74,10 @@ class Api:
         self._bodies = bodies
         self._metrics = metrics
         self._began = int(time.time())
+        self.parsers: dict[str, Parse] = {  # of the bodies that generate, by endpoint
+            "/v1/completions": partial(self._parsed, openai_protocol.Completions),
+            "/v1/chat/completions": partial(self._parsed, openai_protocol.Chat),
+        }
 
     def app(self, *more: Route, keys: ApiKeys | None) -> ASGIApp:
         """These and `more`; with `keys`, for those who have one."""
@@ -95,10 +99,10 @@ class Api:
         return with_cors(KeyMiddleware(app, keys) if keys else app, self._settings.cors_origins)
 
     async def completions(self, request: Request) -> Response:
-        return await self._endpoint.answer(request, partial(self._parsed, openai_protocol.Completions))
+        return await self._endpoint.answer(request, self.parsers["/v1/completions"])
 
     async def chat(self, request: Request) -> Response:
-        return await self._endpoint.answer(request, partial(self._parsed, openai_protocol.Chat))
+        return await self._endpoint.answer(request, self.parsers["/v1/chat/completions"])
 
     async def models(self, request: Request) -> Response:
         names = (self._settings.model_names[0], *self._model.adapters)

@@ -84,12 +84,23 @@ class BodyReader:
             with known_errors("http"):
                 return await self._offload.run(tenant, len(raw), work, raw, *args)
 
+    async def read_form(self, request: Request, most: int, work: Callable[..., Result], *args: Any) -> Result:
+        """As `read`, for a form of at most `most` bytes, whose content type the caller has checked."""
+        tenant = self._rate_limits.who(request.headers.get("authorization")).name
+        with self.bodies.of(tenant) as more:
+            raw = await self._received(request, tenant, most, more)
+            with known_errors("http"):
+                return await self._offload.run(tenant, len(raw), work, raw, *args)
+
     async def _body(self, request: Request, tenant: str, more: Callable[[int], None]) -> bytes:
-        """The whole body. Raises TooLarge, before it is in memory, if it is larger than a gRPC message may be. `more`
-        counts the size of each part."""
+        """The whole body, which is JSON."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise InvalidRequest("the body is not declared as JSON", field="content-type", bound="application/json")
-        most = self._most
+        return await self._received(request, tenant, self._most, more)
+
+    async def _received(self, request: Request, tenant: str, most: int, more: Callable[[int], None]) -> bytes:
+        """The whole body. Raises TooLarge, before it is in memory, if it has over `most` bytes. `more` counts the size
+        of each part."""
         too_large = TooLarge(f"the body has over {most} bytes", field="body", bound=f"at most {most} bytes")
         if int(request.headers.get("content-length", 0)) > most:
             raise too_large

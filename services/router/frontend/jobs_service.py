@@ -22,6 +22,7 @@ from services.router.execution.output_queue import next_merged
 from services.router.frontend.grpc_service import authorization
 from services.router.frontend.job_runner import JobRunner, choices
 from services.router.generation import Generation
+from services.router.preprocess.request import DEFAULT_MAX_TOKENS
 from services.router.preprocess.served_model import ServedModel
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
@@ -33,7 +34,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.settings import Settings
-from tandem.telemetry.tracing import Span, Tracing
+from tandem.telemetry.tracing import NO_SPAN, Span, Tracing
 from tandem.v1 import generation_pb2, jobs_pb2, jobs_pb2_grpc
 
 MAX_SUBMITTED = 128  # in one call
@@ -90,10 +91,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self._check_stays()
         with self._tracing.serve("submit", context.invocation_metadata, {"tandem.jobs": len(request.requests)}) as span:
             key = self._rate_limits.who(authorization(context))
-            fixed = [
-                await self._fixed(generate_request, key) for generate_request in request.requests
-            ]  # all are valid, or none is stored
-            return jobs_pb2.SubmitJobsResponse(jobs=await self._submit(fixed, key, span))
+            return jobs_pb2.SubmitJobsResponse(jobs=await self.submit(request.requests, key, span))
 
     async def WatchJob(
         self, request: jobs_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
@@ -103,13 +101,8 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             job_id = _scoped(key, request.job_id)
             record = await self._journal.get(job_id)
             kept_request = jobs_pb2.KeptJob.FromString(record.request).request
-            started = generation_pb2.Started(
-                request_id=request.job_id,
-                model=self._settings.model_names[0],
-                prompt_tokens=len(kept_request.token_ids.ids),
-                choices=choices(kept_request),
-            )
-            yield jobs_pb2.WatchJobResponse(event=generation_pb2.GenerateResponse(started=started))
+            first = started(kept_request, request.job_id, self._settings.model_names[0])
+            yield jobs_pb2.WatchJobResponse(event=first)
             history = record.tokens  # those that have not been read yet
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
                 async for entries in pages:
@@ -117,7 +110,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                     events = deque(generation_pb2.GenerateResponse.FromString(e.event) for e in entries if e.event)
                     # A watcher that reconnects has more tokens of one completion than of another. Where from_token is
                     # the position of the shortest one, no message may mix tokens that it has with tokens that it lacks.
-                    take = next_merged if started.choices == 1 or history <= 0 else deque.popleft
+                    take = next_merged if first.started.choices == 1 or history <= 0 else deque.popleft
                     history -= sum(len(event.delta.token_ids) for event in events)
                     events = deque(event for event in events if not _known(event, request.from_token))
                     while events:
@@ -168,16 +161,28 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     # ---- accepting jobs
 
+    async def submit(
+        self,
+        requests: Sequence[generation_pb2.GenerateRequest],
+        key: ApiKey,
+        span: Span = NO_SPAN,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> list[jobs_pb2.Job]:
+        """Stores and runs all of them, or none. Raises what `Generation.fixed` and `JobJournal.submit` raise."""
+        self._check_stays()
+        fixed = [await self._fixed(request, key, default_max_tokens) for request in requests]
+        return await self._submit(fixed, key, span)
+
     def _check_stays(self) -> None:
         if self._leaving:
             raise _stopping()
 
     async def _fixed(
-        self, request: generation_pb2.GenerateRequest, key: ApiKey
+        self, request: generation_pb2.GenerateRequest, key: ApiKey, default_max_tokens: int
     ) -> tuple[generation_pb2.GenerateRequest, str]:
         """The request to be stored, and a digest that is equal for equal requests."""
         digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-        return await self._generation.fixed(request, key), digest
+        return await self._generation.fixed(request, key, default_max_tokens), digest
 
     async def _submit(
         self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
@@ -213,6 +218,14 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             takeovers=record.generation - 1,
             error=record.error.message if record.error else "",
         )
+
+
+def started(kept: generation_pb2.GenerateRequest, name: str, model: str) -> generation_pb2.GenerateResponse:
+    """The first event of a job's answer."""
+    about = generation_pb2.Started(
+        request_id=name, model=model, prompt_tokens=len(kept.token_ids.ids), choices=choices(kept)
+    )
+    return generation_pb2.GenerateResponse(started=about)
 
 
 def _stopping() -> Unavailable:

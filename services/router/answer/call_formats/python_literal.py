@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import islice
 
 from services.router.answer.call_formats.scanner import Emit, Scanner, Steps
 
 MAX_DEPTH = 64
 MAX_WORD = 4096  # characters of a number or another word without quotes
+# Of a literal that is converted at once, which blocks other work: some 10 ms. Counted as characters that may be between
+# two parts.
+MAX_PARTS = 2048
 WORD = re.compile(r"[\w.+-]+")
+_BETWEEN = re.compile(r"""[,:\\'"\[({]""")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}
@@ -25,7 +30,9 @@ _CLOSERS = {"]": "]", ")": "]", "}": "}"}
 
 
 def json_of_python(text: str) -> str:
-    """The value of a complete literal; not valid JSON if it is none."""
+    """The value of a complete literal; not valid JSON if it is none, or too long."""
+    if next(islice(_BETWEEN.finditer(text), MAX_PARTS, None), None):
+        return ""
     scanner, pieces = Scanner(), list[str]()
     scanner.feed(text)
     scanner.ended = True
@@ -119,8 +126,7 @@ def _string(scanner: Scanner, emit: Emit) -> Steps[bool]:
                 return True
             emit(json.dumps(scanner.release())[1:-1])
         else:
-            size = len(_PLAIN[quote].match(scanner.rest())[0])  # type: ignore[index]
-            emit(json.dumps(scanner.take(size), ensure_ascii=False)[1:-1])
+            emit(json.dumps(scanner.all_of(_PLAIN[quote]), ensure_ascii=False)[1:-1])
     return False
 
 

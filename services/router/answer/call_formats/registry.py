@@ -31,6 +31,7 @@ MARKERS: dict[str, tuple[str, ...]] = {name: reader.markers() for name, reader i
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _OTHER_TAGS = ("<tool_sep>", "<arg_key>", "<function=")  # within <tool_call>, instead of JSON
 _JSON_CALL = re.compile(r"<tool_call>.{0,200}?(\"name\\?\"|\\\"name|tojson)", re.DOTALL)
+_PYTHON_DEFINITION = re.compile(r"['\"\s]def ['\"]\s*[+~]")  # Command R's templates show the model its tools so
 _PYTHON_CALL = re.compile(r"\bname(\s*\|\s*\w+)?\s*[+~]\s*['\"]\(")
 
 
@@ -56,6 +57,6 @@ def format_of(template: str) -> str | None:
     if "<tool_call>" in source:
         writes_json = _JSON_CALL.search(source) and not any(tag in source for tag in _OTHER_TAGS)
         return "hermes" if writes_json else None
-    if _PYTHON_CALL.search(source) and "<function_calls>" not in source:
+    if _PYTHON_CALL.search(source) and "<function_calls>" not in source and not _PYTHON_DEFINITION.search(source):
         return "pythonic"
     return "llama3" if '"parameters"' in source and "ipython" in source else None

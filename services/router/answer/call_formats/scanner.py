@@ -128,6 +128,11 @@ class Scanner:
         """What is there and was not read."""
         return self._text[self._at :]
 
+    def all_of(self, pattern: re.Pattern[str]) -> str:
+        """Reads what is there and matches."""
+        match = pattern.match(self._text, self._at)
+        return self.take(match.end() - self._at) if match else ""
+
     def peek(self) -> Steps[str]:
         """The next character; empty at the end."""
         while self._at == len(self._text) and not self.ended:

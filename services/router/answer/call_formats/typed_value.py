@@ -11,7 +11,7 @@ from services.router.answer.call_formats.python_literal import json_of_python
 from services.router.answer.call_formats.scanner import MAX_HELD, Emit
 
 MAX_DEPTH = 4  # references and alternatives within each other, in a schema
-MAX_OPTIONS = 16
+MAX_OPTIONS = 64  # alternatives of a parameter, those within each other included
 _REF = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _TYPES = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _OF_PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -49,16 +49,17 @@ def parameter_kind(tools: list[Any], function: str, parameter: str) -> Kind:
         if tool["function"]["name"] == function:
             schema = tool["function"].get("parameters")
             properties = schema.get("properties") if isinstance(schema, dict) else None
-            return _kind(properties.get(parameter), schema, 0) if isinstance(properties, dict) else ANY
+            return _kind(properties.get(parameter), schema, 0, MAX_OPTIONS) if isinstance(properties, dict) else ANY
     return ANY
 
 
-def _kind(schema: Any, root: Any, depth: int) -> Kind:
+def _kind(schema: Any, root: Any, depth: int, most: int) -> Kind:
+    """`most`: alternatives that are looked at; with more it is any kind."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ANY
     if isinstance(schema.get("$ref"), str) and (target := _REF.fullmatch(schema["$ref"])):
         definitions = root.get(target[1])
-        return _kind(definitions.get(target[2]), root, depth + 1) if isinstance(definitions, dict) else ANY
+        return _kind(definitions.get(target[2]), root, depth + 1, most) if isinstance(definitions, dict) else ANY
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return Kind(frozenset(_OF_PYTHON.get(type(value), "null") for value in values), exact=True)
@@ -71,8 +72,11 @@ def _kind(schema: Any, root: Any, depth: int) -> Kind:
             longest=longest if isinstance(longest, int) else None,
         )
     for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(word), list):
-            return _joined([_kind(option, root, depth + 1) for option in schema[word][:MAX_OPTIONS]])
+        if isinstance(options := schema.get(word), list):
+            if len(options) > most:
+                return ANY
+            each = most // max(1, len(options))
+            return _joined([_kind(option, root, depth + 1, each) for option in options])
     return ANY
 
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from services.router.answer.call_formats.call_reader import CallReader, is_name
 from services.router.answer.call_formats.json_calls import NAME
 from services.router.answer.call_formats.scanner import MAX_NAME, NOTHING, Ends, Steps
-from services.router.answer.call_formats.typed_value import TypedValue, parameter_kind
+from services.router.answer.call_formats.typed_value import Kind, TypedValue, parameter_kind
 
 _QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
 
@@ -32,6 +32,10 @@ class XmlCalls(CallReader):
     closers: ClassVar[tuple[str, ...]] = ()  # tags after the last parameter
     value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; others show that its end is missing
     value_closers: ClassVar[tuple[str, ...]] = ()  # the first ones
+
+    def __init__(self, tools: list[Any] | None = None) -> None:
+        super().__init__(tools)
+        self._kinds: dict[tuple[str, str], Kind] = {}  # of parameters, since a schema may be long
 
     @abstractmethod
     def _key(self) -> Steps[str]:
@@ -68,7 +72,9 @@ class XmlCalls(CallReader):
             self._in.hold()
 
     def _value(self, name: str, key: str) -> Steps[None]:
-        value = TypedValue(parameter_kind(self._tools, name, key), self._pass)
+        if (kind := self._kinds.get((name, key))) is None:
+            kind = self._kinds[name, key] = parameter_kind(self._tools, name, key)
+        value = TypedValue(kind, self._pass)
         end = yield from self._in.upto(self.value_ends, value.push)
         if not end:
             value.cut()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,21 +136,21 @@ class MessagesAnswer:
     async def collect(self, events: Events) -> bytes:
         """One message."""
         message = self._message
-        inputs: dict[int, str] = {}  # the JSON of calls, by the index of the block
+        pieces: dict[tuple[int, str], list[str]] = defaultdict(list)  # by the index of the block, and the field
         async for _, event in events:
             for one in self._events(event):
                 match one:
                     case {"type": "content_block_start", "content_block": block}:
                         message["content"].append(dict(block))
-                    case {"type": "content_block_delta", "index": index, "delta": {"partial_json": text}}:
-                        inputs[index] = inputs.get(index, "") + text
                     case {"type": "content_block_delta", "index": index, "delta": delta}:
-                        block = message["content"][index]
-                        block |= {name: block[name] + text for name, text in delta.items() if name != "type"}
+                        for name, text in delta.items():
+                            pieces[index, name].append(text)
                     case {"type": "message_delta", "delta": delta, "usage": usage}:
                         message |= {**delta, "usage": usage}
-        for index, text in inputs.items():
-            message["content"][index]["input"] = _input(text)
+        for (index, name), texts in pieces.items():
+            block, text = message["content"][index], "".join(texts)
+            if name != "type":
+                block |= {"input": _input(text)} if name == "partial_json" else {name: text}
         return to_json(message)
 
     def _events(self, event: generation_pb2.GenerateResponse) -> Iterator[Event]:

@@ -67,9 +67,9 @@ class Turns:
         for block, place in _blocks(content, where):
             match block.get("type"):
                 case "text":
-                    turn.content += _string(block, "text", place)
+                    turn.content.append(_string(block, "text", place))
                 case "thinking":
-                    turn.reasoning += _string(block, "thinking", place)
+                    turn.reasoning.append(_string(block, "thinking", place))
                 case "tool_use":
                     turn.calls.append(call := _call(block, place))
                     self._tools[call["id"]] = call["function"]["name"]
@@ -118,12 +118,12 @@ class _Assistant:
     generated, whose KV may be cached."""
 
     def __init__(self) -> None:
-        self.content = self.reasoning = ""
+        self.content, self.reasoning = list[str](), list[str]()
         self.calls: list[dict[str, Any]] = []
 
     def message(self) -> generation_pb2.ChatMessage:
-        message = _message("assistant", self.content)
-        message.reasoning = self.reasoning.encode()
+        message = _message("assistant", "".join(self.content))
+        message.reasoning = "".join(self.reasoning).encode()
         if self.calls:
             message.tool_calls = to_bytes(encode(self.calls))
         return message

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,17 +116,22 @@ class Answer(ABC):
     async def collect(self, events: Events) -> bytes:
         """One JSON object."""
         pieces: dict[int, Piece] = {}
+        texts: dict[int, list[str]] = defaultdict(list)
         async for index, event in events:
             piece = self._piece(index, event)
             if piece is not None:
                 merged = pieces.setdefault(piece.choice.index, Piece(piece.choice))
-                merged.text += piece.text
+                texts[piece.choice.index].append(piece.text)
                 merged.parts += piece.parts
                 merged.token_ids += piece.token_ids
                 merged.logprobs += piece.logprobs
                 merged.prompt_logprobs += piece.prompt_logprobs
                 merged.finish, merged.stop_reason, merged.receipt = piece.finish, piece.stop_reason, piece.receipt
-        choices = [await self._encoded(piece, self.message(piece)) for _, piece in sorted(pieces.items())]
+        choices = []
+        for number, piece in sorted(pieces.items()):
+            piece.text = "".join(texts.pop(number))
+            choices.append(await self._encoded(piece, self.message(piece)))
+            await asyncio.sleep(0)
         return f'{self._opening}"choices":[{",".join(choices)}],"usage":{encode(self._usage())}}}'.encode()
 
     @abstractmethod
@@ -324,19 +331,24 @@ class ChatAnswer(Answer):
     def _fields(self, piece: Piece) -> dict[str, Any]:
         """The content, and where there are any the reasoning and the calls: of each call that the piece begins its id
         and name, and what came of the arguments."""
-        reasoning, calls = "", list[dict[str, Any]]()
+        reasoned, calls, arguments = list[str](), list[dict[str, Any]](), list[list[str]]()
         for part in piece.parts:
             match part:
                 case Reasoning(text):
-                    reasoning += text
+                    reasoned.append(text)
                 case CallBegin(id, name):
-                    function = {"name": name, "arguments": ""}
-                    calls.append({"index": piece.choice.calls, "id": id, "type": "function", "function": function})
+                    about = {"index": piece.choice.calls, "id": id, "type": "function", "function": {"name": name}}
+                    calls.append(about)
+                    arguments.append([])
                     piece.choice.calls += 1
                 case CallArguments(text):
                     if not calls:
-                        calls.append({"index": piece.choice.calls - 1, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += text
+                        calls.append({"index": piece.choice.calls - 1, "function": {}})
+                        arguments.append([])
+                    arguments[-1].append(text)
+        reasoning = "".join(reasoned)
+        for call, texts in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(texts)
         if piece.finish == "stop" and piece.choice.calls and not self._body.names_tool:
             piece.finish = "tool_calls"
         content = piece.text

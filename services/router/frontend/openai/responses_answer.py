@@ -41,8 +41,11 @@ Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
 class ResponsesAnswer:
     """Encodes the events of one request."""
 
-    def __init__(self, body: Responses, response_id: str, shown: str, tokenizer: Tokenizer, keep: Keep | None) -> None:
-        """`shown`: what the response object repeats of its request, a JSON object. Without `keep` it is not stored."""
+    def __init__(
+        self, body: Responses, response_id: str, shown: bytes, tokenizer: Tokenizer, keep: Keep | None
+    ) -> None:
+        """`shown`: what the response object repeats of its request, a JSON object, which may have megabytes. Without
+        `keep` it is not stored."""
         self._body = body
         self._streams = bool(body.stream)
         self._tokenizer = tokenizer
@@ -71,7 +74,7 @@ class ResponsesAnswer:
         text = self._event("error", encode({name: about[name] for name in ("code", "message", "param")})[1:-1], "")
         code = "rate_limit_exceeded" if error.http == 429 else "server_error"  # of OpenAI's codes
         failure = {"code": code, "message": about["message"]}
-        return (text + self._lifecycle("failed", self._response("failed", error=failure))).encode()
+        return text.encode() + self._lifecycle("failed", self._response("failed", error=failure))
 
     async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
         """The event as server-sent events; none before the first token."""
@@ -79,16 +82,16 @@ class ResponsesAnswer:
         if kind == "started":
             self._prompt_tokens = event.started.prompt_tokens
             return b""
-        text = self._begin() if self._sequence == 0 else ""
-        text += await self._take(event)
+        message = self._begin() if self._sequence == 0 else b""
+        message += (await self._take(event)).encode()
         if kind == "finished":
             status, response = await self._end(event.finished)
-            text += self._lifecycle(status, response)
-        return text.encode()
+            message += self._lifecycle(status, response)
+        return message
 
     async def collect(self, events: Events) -> bytes:
         """The response object."""
-        response = ""
+        response = b""
         async for _, event in events:
             kind = event.WhichOneof("event")
             if kind == "started":
@@ -97,7 +100,7 @@ class ResponsesAnswer:
             await self._take(event)
             if kind == "finished":
                 _, response = await self._end(event.finished)
-        return response.encode()
+        return response
 
     # ---- parts
 
@@ -186,20 +189,20 @@ class ResponsesAnswer:
 
     # ---- the response object and its events
 
-    def _begin(self) -> str:
+    def _begin(self) -> bytes:
         response = self._response("in_progress")
         return self._lifecycle("created", response) + self._lifecycle("in_progress", response)
 
-    async def _end(self, finished: generation_pb2.Finished) -> tuple[str, str]:
+    async def _end(self, finished: generation_pb2.Finished) -> tuple[str, bytes]:
         """Stores the response. Returns its status, and the object."""
         stopped = finished.reason == common_pb2.FINISH_REASON_STOP
         status = "completed" if stopped else "incomplete"
         response = self._response(status)
         if self._keep is not None:
-            await self._keep(response.encode())
+            await self._keep(response)
         return status, response
 
-    def _response(self, status: str, error: dict[str, Any] | None = None) -> str:
+    def _response(self, status: str, error: dict[str, Any] | None = None) -> bytes:
         output = list(self._ended)
         if len(output) < len(self._items):
             output.append(self._items[-1].json("incomplete"))
@@ -212,7 +215,8 @@ class ResponsesAnswer:
         }
         if self._body.tandem_receipt and status in ("completed", "incomplete"):
             about["tandem_receipt"] = results.receipt(self._receipt).to_dict()
-        return f'{self._head},{encode(about)[1:-1]},"output":[{",".join(output)}],{self._shown}}}'
+        own = f'{self._head},{encode(about)[1:-1]},"output":[{",".join(output)}],'
+        return b"".join((own.encode(), self._shown, b"}"))
 
     def _usage(self) -> dict[str, Any]:
         return {
@@ -223,8 +227,9 @@ class ResponsesAnswer:
             "total_tokens": self._prompt_tokens + self._tokens,
         }
 
-    def _lifecycle(self, name: str, response: str) -> str:
-        return self._event(f"response.{name}", f'"response":{response}', "")
+    def _lifecycle(self, name: str, response: bytes) -> bytes:
+        before, after = self._event(f"response.{name}", '"response":\0', "").split("\0")
+        return b"".join((before.encode(), response, after.encode()))
 
     def _about(self, item: OutputItem | None, events: list[Event]) -> str:
         """The events of the last item."""

@@ -75,7 +75,7 @@ class ResponsePreparation:
         requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
         encoded, shown = _encoded(items, "input"), _encoded(body.shown(model, requests[0].sampling), "body")
         keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
-        encoder = ResponsesAnswer(body, response_id, shown.decode(), self._tokenizer, keep)
+        encoder = ResponsesAnswer(body, response_id, shown, self._tokenizer, keep)
         return Prepared(requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 
 

@@ -8,7 +8,6 @@ One message of an assistant joins what the API has apart: the reasoning, the tex
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -199,7 +198,7 @@ def opened(value: object, where: str) -> str:
     try:
         if isinstance(value, str) and value.startswith(SEALED):
             return base64.b64decode(value.removeprefix(SEALED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not even ASCII, or not UTF-8 in it
         pass  # the same answer as for what another server has encrypted
     raise wrong(where, "not from this server, so its reasoning cannot be read", "absent, or what this server sent")
 
@@ -211,7 +210,7 @@ def opened(value: object, where: str) -> str:
 class _Turn:
     """An assistant's message in the making."""
 
-    reasoning: str = ""
+    reasoning: list[str] = field(default_factory=list)
     text: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -219,7 +218,7 @@ class _Turn:
         return generation_pb2.ChatMessage(
             role="assistant",
             content=to_bytes(self.text or ""),
-            reasoning=to_bytes(self.reasoning),
+            reasoning=to_bytes("".join(self.reasoning)),
             tool_calls=to_bytes(encode(self.calls)) if self.calls else b"",
         )
 
@@ -235,7 +234,7 @@ def chat_messages(items: list[Item], instructions: str | None) -> list[generatio
         if kind == "reasoning":
             if turn is None or turn.text is not None or turn.calls:
                 turn = _next(found, turn)
-            turn.reasoning += "".join(part["text"] for part in item["content"])
+            turn.reasoning += [part["text"] for part in item["content"]]
         elif kind in ("function_call", "custom_tool_call"):
             turn = turn or _Turn()
             turn.calls.append(_chat_call(item))

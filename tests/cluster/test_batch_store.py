@@ -1,0 +1,251 @@
+"""Files and batches on a real Valkey: whose they are, how large they may be, and that each line has one result."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cluster.state import batch_scripts, batch_store
+from cluster.state.batch_store import (
+    MAX_OPEN_BATCHES,
+    OUTPUT_SHARE,
+    PIECE_BYTES,
+    BatchRecord,
+    BatchStatus,
+    BatchStore,
+    LineResult,
+    Stored,
+)
+from cluster.state.embedded_valkey import EmbeddedValkey
+from cluster.state.job_journal import Kept
+from tandem.errors import Busy, NotFound, PreconditionFailed
+
+MIB = 1024 * 1024
+ASKED = {
+    "endpoint": "/v1/completions",
+    "input_file_id": "file-in",
+    "completion_window": "24h",
+    "metadata": "null",
+    "output_name": "file-out",
+    "error_name": "file-err",
+    "output_kept_s": "0",
+}
+
+
+@pytest.fixture
+async def store(valkey: EmbeddedValkey) -> AsyncIterator[BatchStore]:
+    one = BatchStore(valkey.url, "test", lease_s=6.0, kept_s=3600.0, most_bytes=4 * MIB)
+    yield one
+    await one.close()
+
+
+async def keys(store: BatchStore) -> set[str]:
+    async with store._store.connection() as client:
+        return {key.decode() for key in await client.keys("*")}
+
+
+async def content(store: BatchStore, tenant: str, file_id: str) -> bytes:
+    return b"".join([page async for page in store.content(tenant, await store.file(tenant, file_id))])
+
+
+async def claimed(store: BatchStore, name: str = "batch_1", tenant: str = "ann", size: int = 100) -> BatchRecord:
+    """A batch with an input of `size` bytes, by its first owner."""
+    await store.add_file(tenant, f"in-{name}", "in.jsonl", "batch", b"x" * size)
+    await store.create(tenant, name, f"in-{name}", ASKED | {"output_name": f"out-{name}", "error_name": f"err-{name}"})
+    record = await store.claim()
+    assert record is not None
+    assert (record.tenant, record.batch_id, record.generation) == (tenant, name, 1)
+    return record
+
+
+def result(line: int, text: bytes = b"", completed: bool = True) -> LineResult:
+    return LineResult(line, text or b"line %d\n" % line, completed, 10, 4, 3, 1)
+
+
+async def lose(store: BatchStore, record: BatchRecord) -> BatchRecord:
+    """The same batch with its next owner."""
+    await store.release([record])
+    following = await store.claim()
+    assert following is not None
+    return following
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 1])
+async def test_a_file_is_what_was_uploaded(store: BatchStore, size: int) -> None:
+    """Whatever its size, with its name and its times; deleted, nothing of it is left."""
+    data = bytes(range(256)) * (size // 256) + b"z" * (size % 256)
+    record = await store.add_file("ann", "file-1", "Ünï.jsonl", "batch", data)
+    assert (record.filename, record.size, record.expires - record.created) == ("Ünï.jsonl", size, 3600)
+    assert await content(store, "ann", "file-1") == data
+    await store.delete_file("ann", "file-1")
+    assert await keys(store) == set()
+    with pytest.raises(NotFound):
+        await store.delete_file("ann", "file-1")
+
+
+async def test_a_file_of_another_tenant_is_unknown(store: BatchStore) -> None:
+    """Also to a tenant whose name begins alike, and to a batch of that tenant."""
+    await store.add_file("ann", "file-1", "a", "batch", b"secret")
+    for other in ("an", "anna", ""):
+        with pytest.raises(NotFound):
+            await store.file(other, "file-1")
+        with pytest.raises(NotFound):
+            await store.delete_file(other, "file-1")
+        with pytest.raises(NotFound):
+            await store.create(other, "batch_1", "file-1", ASKED)
+        assert await store.files(other, 10) == ([], False)
+
+
+async def test_the_files_of_a_tenant_are_bounded_together(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes and in number; a refused one leaves nothing, a deleted one makes room, other tenants have their own."""
+    await store.add_file("ann", "file-1", "a", "batch", b"x" * 3 * MIB)
+    before = await keys(store)
+    with pytest.raises(PreconditionFailed) as full:
+        await store.add_file("ann", "file-2", "b", "batch", b"x" * (MIB + 1))
+    assert (full.value.reason, full.value.field) == ("FILES_FULL", "file")
+    assert await keys(store) == before
+    await store.add_file("bob", "file-2", "b", "batch", b"x" * 2 * MIB)
+    await store.delete_file("ann", "file-1")
+    await store.add_file("ann", "file-2", "b", "batch", b"x" * 2 * MIB)
+    monkeypatch.setattr(batch_store, "MAX_FILES", 1)
+    with pytest.raises(PreconditionFailed):
+        await store.add_file("ann", "file-3", "c", "batch", b"")
+
+
+async def test_files_are_forgotten_in_time(store: BatchStore) -> None:
+    """Every key has a time after which it is gone, and a client can only shorten it."""
+    await store.add_file("ann", "file-1", "a", "batch", b"x", kept_s=10_000.0)
+    record = await store.add_file("ann", "file-2", "a", "batch", b"x", kept_s=60.0)
+    assert record.expires - record.created == 60
+    async with store._store.connection() as client:
+        left = {key.decode().rpartition("}:")[2]: await client.pttl(key) for key in await client.keys("*")}
+    assert all(ms > 0 for ms in left.values())
+    for kind in ("file", "content"):
+        assert 3_500_000 < left[f"{kind}:ann/file-1"] <= 3_600_000
+        assert left[f"{kind}:ann/file-2"] <= 60_000
+
+
+async def test_lists_come_in_pages(store: BatchStore) -> None:
+    """Newest first or last, behind any file, only those of a purpose; a forgotten file is in none."""
+    for number in range(5):
+        await store.add_file("ann", f"file-{number}", "a", "batch" if number % 2 else "other", b"")
+    await store.delete_file("ann", "file-2")
+
+    async def names(*args: object, **more: object) -> tuple[list[str], bool] | None:
+        page = await store.files("ann", *args, **more)  # type: ignore[arg-type]
+        return page and ([record.file_id[-1] for record in page[0]], page[1])
+
+    assert await names(10) == (["4", "3", "1", "0"], False)
+    assert await names(2) == (["4", "3"], True)
+    assert await names(2, "file-3") == (["1", "0"], False)
+    assert await names(10, newest_first=False, purpose="batch") == (["1", "3"], False)
+    assert await names(10, "file-2") is None
+
+
+# ---- batches
+
+
+async def test_each_line_has_one_result_whoever_adds_it(store: BatchStore) -> None:
+    """A second result of a line adds nothing, also by the next owner; the first owner can add nothing any more."""
+    first = await claimed(store)
+    assert await store.add(first, [result(0), result(2), result(5, b"bad\n", completed=False)]) is Stored.KEPT
+    assert await store.add(first, [result(2, b"again\n"), result(2, b"again\n", completed=False)]) is Stored.KEPT
+    second = await lose(store, first)
+    assert second.generation == 2
+    assert await store.answered(second) == {0, 2, 5}
+    assert await store.add(first, [result(3)]) is Stored.LOST
+    assert await store.add(second, [result(5, b"again\n"), result(3)]) is Stored.KEPT
+    assert not await store.end(first, BatchStatus.COMPLETED)
+    assert await store.end(second, BatchStatus.COMPLETED)
+    done = await store.batch("ann", "batch_1")
+    assert {name: done.number(name) for name in ("completed", "failed")} == {"completed": 3, "failed": 1}
+    tokens = [done.number(f"{name}_tokens") for name in ("input", "cached", "output", "reasoning")]
+    assert tokens == [40, 16, 12, 4]
+    assert await content(store, "ann", "out-batch_1") == b"line 0\nline 2\nline 3\n"
+    assert await content(store, "ann", "err-batch_1") == b"bad\n"
+    assert await store.claim() is None
+
+
+async def test_control_without_the_owners_check_two_owners_add_results(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the refusal above is the script's doing."""
+    first = await claimed(store)
+    await lose(store, first)
+    unchecked = batch_scripts.ADD_RESULTS.replace(batch_scripts._OWNED, "")
+    monkeypatch.setattr(batch_scripts, "ADD_RESULTS", unchecked)
+    assert await store.add(first, [result(3)]) is Stored.KEPT
+
+
+async def test_an_ended_batch_leaves_only_what_clients_read(store: BatchStore) -> None:
+    """Its copy of the input and the marks of its lines are gone, every key expires, and nobody can change it."""
+    record = await claimed(store)
+    await store.add(record, [result(0)])
+    assert await store.end(record, BatchStatus.COMPLETED)
+    assert not [key for key in await keys(store) if ":input:" in key or ":answered:" in key]
+    async with store._store.connection() as client:
+        assert all([await client.pttl(key) > 0 for key in await client.keys("*")])
+    assert await store.add(record, [result(1)]) is Stored.LOST
+    assert not await store.begin(record, BatchStatus.IN_PROGRESS)
+    assert await store.renew([record]) == [Kept.LOST]
+    with pytest.raises(PreconditionFailed) as ended:
+        await store.cancel("ann", "batch_1")
+    assert "completed" in ended.value.message
+    done = await store.batch("ann", "batch_1")
+    assert done.fields["output_file_id"] == "out-batch_1"
+    assert "error_file_id" not in done.fields
+    assert done.number("completed_at") >= done.number("created_at")
+
+
+async def test_a_batch_has_its_own_copy_of_its_input(store: BatchStore) -> None:
+    """Its file may be deleted or expire while the batch waits or runs."""
+    record = await claimed(store, size=2 * PIECE_BYTES + 7)
+    await store.delete_file("ann", "in-batch_1")
+    assert await store.input(record) == b"x" * (2 * PIECE_BYTES + 7)
+
+
+async def test_a_cancelled_batch_tells_its_owner(store: BatchStore) -> None:
+    """When the lease is renewed, or by the next owner's claim; its status stays until the final one."""
+    record = await claimed(store)
+    await store.begin(record, BatchStatus.IN_PROGRESS, total=4)
+    await store.cancel("ann", "batch_1")
+    await store.cancel("ann", "batch_1")
+    assert await store.renew([record]) == [Kept.CANCELLED]
+    assert await store.begin(record, BatchStatus.FINALIZING)
+    assert (await store.batch("ann", "batch_1")).fields["status"] == "cancelling"
+    following = await lose(store, record)
+    assert following.cancelled
+    assert await store.end(following, BatchStatus.CANCELLED)
+    assert (await store.batch("ann", "batch_1")).fields["status"] == "cancelled"
+    with pytest.raises(NotFound):
+        await store.cancel("bob", "batch_1")
+
+
+async def test_the_answers_of_a_batch_are_bounded(store: BatchStore) -> None:
+    """An answer too many is refused and its line has no result; errors, which are short, still have room."""
+    record = await claimed(store)
+    most = 4 * MIB // OUTPUT_SHARE
+    assert await store.add(record, [result(0, b"x" * (most - 1))]) is Stored.KEPT
+    assert await store.add(record, [result(1, b"xx")]) is Stored.FULL
+    assert await store.answered(record) == {0}
+    assert await store.add(record, [result(1, b"too large\n", completed=False)]) is Stored.KEPT
+    assert await store.add(record, [result(2, b"x")]) is Stored.KEPT
+
+
+async def test_open_batches_of_a_tenant_are_bounded(store: BatchStore) -> None:
+    """An ended one makes room, and other tenants have theirs."""
+    records = [await claimed(store, f"batch_{number}") for number in range(MAX_OPEN_BATCHES)]
+    with pytest.raises(Busy) as full:
+        await claimed(store, "batch_more")
+    assert (full.value.reason, full.value.retry_after) == ("TENANT_BATCHES", 30.0)
+    await claimed(store, "batch_other", "bob")
+    await store.end(records[0], BatchStatus.FAILED, [{"code": "empty_file"}])
+    await store.create("ann", "batch_more", "in-batch_more", ASKED)
+    page = await store.batches("ann", 2)
+    assert page is not None
+    assert [record.batch_id for record in page[0]] == ["batch_more", f"batch_{MAX_OPEN_BATCHES - 1}"]
+    assert page[1]
