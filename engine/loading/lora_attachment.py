@@ -105,8 +105,9 @@ def _prove(lora: Lora) -> None:
         with torch.inference_mode():
             ours = compiled(x.new_zeros(len(x), place.height), x, rows, place).float()
             theirs = plain(x.new_zeros(len(x), place.height), x, rows, place).float()
-        allowed = GAP[lora.pool.dtype] * theirs.square().mean().sqrt()
-        if not (ours - theirs).abs().max() <= allowed:  # also for NaN
+        rounding = torch.finfo(lora.pool.dtype).eps * theirs.abs()  # one of the last place: 6 % of the mean, at 8 x it
+        allowed = GAP[lora.pool.dtype] * theirs.square().mean().sqrt() + rounding
+        if not bool(((ours - theirs).abs() <= allowed).all()):  # also for NaN
             raise CheckpointRefused(
                 f"the compiled operator for adapters of a weight of {place.height} x {place.width} in"
                 f" {lora.pool.dtype} differs from torch's"

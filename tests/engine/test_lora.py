@@ -19,11 +19,11 @@ from engine.attention.forward_context import Batch, Rows
 from engine.core import block_hash
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine import Engine, EngineConfig
-from engine.loading import lora_loader
+from engine.loading import lora_attachment, lora_loader
 from engine.loading.model_loader import load_model
 from engine.runner import lora
 from engine.runner.model_runner import ModelRunner
-from loadtest.harness.random_checkpoints import make_adapter
+from loadtest.harness.random_checkpoints import make_adapter, make_checkpoint
 from tandem.errors import CheckpointRefused
 from tests.support import oracle
 
@@ -91,6 +91,57 @@ def test_tokens_equal_merged_weights(
         assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
     wrong = {"": at["a"], "a": at["b"], "b": None}
     assert run(model, [(wrong[name], prompt) for name, prompt in asked]) != expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-moe", "gpt2", "phi3"])
+def test_an_adapter_that_comes_later_is_as_one_given_at_the_start(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of a smaller rank and on fewer layers than there is room for, beside one of the start with more rank than later
+    ones may have: what transformers gives with merged weights."""
+    base = checkpoint(f"tiny-{family}")
+    given = make_adapter(tmp_path / "given", base, seed=1, rank=20)
+    model = load(base, {"given": given}, slots=2, later_rank=8)
+    assert model.lora is not None
+    layers = ("c_attn",) if family == "gpt2" else ("o_proj",)
+    folder = make_adapter(tmp_path / "later", base, seed=2, rank=5, layers=layers, strength=1.0)
+    later = lora_attachment.fitting(model.lora, "later", folder)
+    assert later.layers == {}
+    at = placed(model, {"given": 1})
+    model.lora.put(0, lora_loader.read_again(later))
+    at["later"] = LoraSlot(0, later.fingerprint)
+    references = {"": base, "given": given, "later": folder}
+    asked = list(product(references, oracle.prompts(base, LENGTHS)))
+    merged = {name: oracle.merged(base, one, tmp_path / f"+{name}") for name, one in references.items() if name}
+    expected = [oracle.greedy(merged.get(name, base), prompt, NEW) for name, prompt in asked]
+    assert run(model, [(at[name], prompt) for name, prompt in asked]) == expected
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama4-text"])
+def test_one_rounding_is_no_difference_of_the_operator(family: str, tmp_path: Path) -> None:
+    """In bfloat16 the last place of a value of eight times the mean is more than 5 % of the mean: these two were
+    refused for it."""
+    base = make_checkpoint(tmp_path, f"tiny-{family}", dtype="bfloat16")
+    model = load_model(str(base), dtype=torch.bfloat16, device=CPU, adapter_slots=3, later_rank=16)
+    assert model.lora is not None
+    assert len(model.lora.slots) == 3
+
+
+def test_an_operator_that_differs_is_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one tenth of the mean, in one value."""
+    product_of = lora_attachment.plain
+
+    def wrong(y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y = product_of(y, *rest)
+        y[0, 0] += 0.1 * y.square().mean().sqrt()
+        return y
+
+    monkeypatch.setattr(lora_attachment, "plain", wrong)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(CheckpointRefused, match="the compiled operator"):
+            load_model(str(checkpoint("tiny-llama")), dtype=dtype, device=CPU, later_rank=16)
 
 
 def test_a_model_without_adapters_pays_nothing(checkpoint: Callable[[str], Path]) -> None:
