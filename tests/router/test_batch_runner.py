@@ -14,7 +14,7 @@ from services.router.frontend.batches import batch_runner
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.batches.batch_runner import WINDOW, BatchRunner, _Running
 
-RECORD = BatchRecord("ann", "batch_1", {"expires_at": str(int(time.time()) + 60), "generation": "1"})
+RECORD = BatchRecord("ann", "batch_1", {"expires_at": str(int(time.time()) + 86_400), "generation": "1"})
 LINES = [Line(number, str(number), b"") for number in range(3 * WINDOW)]
 
 

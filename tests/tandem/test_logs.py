@@ -17,7 +17,9 @@ from tandem.telemetry import logs
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    """Begins with structlog's own rendering, whatever another test has configured."""
     kept = structlog.get_config()["processors"]
+    structlog.configure(processors=[*kept[:-1], structlog.dev.ConsoleRenderer()])
     yield
     structlog.configure(processors=kept)
 
