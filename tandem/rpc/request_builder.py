@@ -29,7 +29,12 @@ class Options(SamplingOptions, total=False):
     """A chat instead of a prompt, each {"role": ..., "content": ...}, rendered with the model's chat template. Of an
     assistant also "reasoning" and "tool_calls", of a tool "tool_call_id" and "name"."""
     tools: Sequence[Mapping[str, Any]] | None
-    """Which the model may call, as in OpenAI's API. This and the next four options need `messages`."""
+    """Which the model may call, as in OpenAI's API. This and the next six options need `messages`."""
+    tool_choice: str | Mapping[str, str] | None
+    """"required": the answer is calls, and nothing else; {"name": NAME}: one call of that tool. Absent: as the model
+    likes."""
+    parallel_tool_calls: bool | None
+    """False: one call at most."""
     template_variables: Mapping[str, Any] | None
     """For the chat template, for example {"enable_thinking": False} or {"reasoning_effort": "low"}."""
     continue_last_message: bool | None
@@ -53,7 +58,11 @@ class Options(SamplingOptions, total=False):
 
 
 # Fields of the messages, where an option has another name.
-FIELDS = {"ttft_slo": "ttft_slo_seconds", "chat_template": "template"}
+FIELDS = {
+    "ttft_slo": "ttft_slo_seconds",
+    "chat_template": "template",
+    "parallel_tool_calls": "parallel_calls",
+}
 KINDS = {
     FieldDescriptor.TYPE_DOUBLE: "a number",
     FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
@@ -76,6 +85,8 @@ def build_request(
             raise TypeError(f"build_request() got an unexpected keyword argument {name!r}")
         if value is not None:
             SETTERS.get(name, _set)(_owner(request, name), FIELDS.get(name, name), value)
+    if request.chat.HasField("tool_choice") and request.chat.HasField("parallel_calls"):
+        request.chat.tool_choice.several &= request.chat.parallel_calls
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         bound = f"at most {MAX_MESSAGE_BYTES} bytes"
         raise TooLarge(f"the request has {size} bytes; {bound} can be sent", field="prompt", bound=bound)
@@ -223,6 +234,15 @@ def _set_json(message: Any, field: str, value: Any) -> None:
         setattr(message, field, _json(field, value))
 
 
+def _set_tool_choice(message: Any, field: str, value: Any) -> None:
+    if value == "required":
+        message.tool_choice.several = True
+    elif isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        _set(message.tool_choice, "name", value["name"])
+    else:
+        raise _unencodable(field, value, '"required" or {"name": NAME}')
+
+
 SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "stop_token_ids": _add_stop_ids,
     "logit_bias": _add_bias,
@@ -232,11 +252,15 @@ SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "bad_words": _add_bad_words,
     "cache_salt": _set_bytes,
     "tools": _set_json,
+    "tool_choice": _set_tool_choice,
     "template_variables": _set_json,
     "chat_template": _set_bytes,
     "suffix": _set_bytes,
 }
-OF_CHATS = ("tools", "template_variables", "continue_last_message", "without_generation_prompt", "chat_template")
+OF_CHATS = (
+    *("tools", "parallel_tool_calls", "tool_choice"),
+    *("template_variables", "continue_last_message", "without_generation_prompt", "chat_template"),
+)
 
 
 def _seconds(timeout: float | None) -> float | None:

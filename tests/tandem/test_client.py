@@ -457,6 +457,23 @@ def test_what_belongs_to_a_chat_reaches_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "name", "several"),
+    [
+        ({"tool_choice": "required"}, "", True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "", False),
+        ({"parallel_tool_calls": False, "tool_choice": "required"}, "", False),
+        ({"tool_choice": {"name": "f"}, "parallel_tool_calls": True}, "f", False),
+    ],
+)
+def test_calls_are_forced_as_over_http(options: dict[str, Any], name: str, several: bool) -> None:
+    """In any order of the options; what is not said of calls side by side is left to the server."""
+    chat = build_request(None, messages=[], tools=[{"type": "function", "function": {"name": "f"}}], **options).chat
+    assert (chat.tool_choice.name, chat.tool_choice.several) == (name, several)
+    assert chat.HasField("parallel_calls") == ("parallel_tool_calls" in options)
+    assert not build_request(None, messages=[]).chat.HasField("tool_choice")
+
+
+@pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
         ("x", {"seed": -1}, "seed"),
@@ -493,6 +510,10 @@ def test_what_belongs_to_a_chat_reaches_the_wire() -> None:
         (None, {"messages": [], "continue_last_message": "yes"}, "continue_last_message"),
         ("x", {"template_variables": {"enable_thinking": False}}, "template_variables"),
         ([1], {"tools": []}, "tools"),
+        ([1], {"tool_choice": "required"}, "tool_choice"),
+        (None, {"messages": [], "tool_choice": "some"}, "tool_choice"),
+        (None, {"messages": [], "tool_choice": {"name": 5}}, "tool_choice"),
+        (None, {"messages": [], "parallel_tool_calls": "no"}, "parallel_calls"),
         (None, {}, "prompt"),
         ("x", {"messages": []}, "prompt"),
     ],
