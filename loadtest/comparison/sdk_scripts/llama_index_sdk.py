@@ -15,7 +15,7 @@ llm = OpenAILike(
     api_key="none",
     is_chat_model=True,
     is_function_calling_model=True,
-    max_tokens=16,
+    max_tokens=200,
     temperature=0.0,
     max_retries=0,
     additional_kwargs={"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -37,8 +37,7 @@ def height(peak: str) -> int:
 
 def tools() -> object:
     tool = FunctionTool.from_defaults(height)
-    options = {"tool_required": True, "allow_parallel_tool_calls": False, "max_tokens": 200}
-    answer = llm.chat_with_tools([tool], user_msg=QUESTION, **options)
+    answer = llm.chat_with_tools([tool], user_msg=QUESTION, tool_required=True, allow_parallel_tool_calls=False)
     (call,) = llm.get_tool_calls_from_response(answer)
     return f"{call.tool_name}({call.tool_kwargs})"
 
