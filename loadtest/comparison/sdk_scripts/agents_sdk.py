@@ -16,7 +16,8 @@ from agents import (
 from openai import AsyncOpenAI
 from report import QUESTION, check, target
 
-URL, MODEL = target()
+SERVER = target()
+URL, MODEL = SERVER.url, SERVER.model
 set_tracing_disabled(True)
 
 

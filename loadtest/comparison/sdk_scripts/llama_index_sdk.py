@@ -1,19 +1,21 @@
-"""llama-index: its client for servers like OpenAI's."""
+"""llama-index: its client for servers like OpenAI's, with a forced call."""
 
 from __future__ import annotations
 
 from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from report import QUESTION, check, need, target
 
-URL, MODEL = target()
+SERVER = target()
+URL, MODEL = SERVER.url, SERVER.model
 llm = OpenAILike(
     model=MODEL,
     api_base=f"{URL}/v1",
     api_key="none",
     is_chat_model=True,
     is_function_calling_model=True,
-    max_tokens=16,
+    max_tokens=200,
     temperature=0.0,
     max_retries=0,
     additional_kwargs={"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -28,4 +30,17 @@ def chat() -> object:
     return whole
 
 
-check("chat", chat)
+def height(peak: str) -> int:
+    """The height of a mountain in metres."""
+    return 3967
+
+
+def tools() -> object:
+    tool = FunctionTool.from_defaults(height)
+    answer = llm.chat_with_tools([tool], user_msg=QUESTION, tool_required=True, allow_parallel_tool_calls=False)
+    (call,) = llm.get_tool_calls_from_response(answer)
+    return f"{call.tool_name}({call.tool_kwargs})"
+
+
+for work in (chat, tools):
+    check(work.__name__, work)

@@ -1,4 +1,4 @@
-"""The openai package: models, completions, chat, tools, responses, files and batches."""
+"""The openai package: models, completions, chat, tools, reasoning, responses, files and batches, errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import io
 import json
 import time
 
-from openai import OpenAI
-from report import QUESTION, TOOL, check, need, target
+from openai import AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from report import QUESTION, THINKING, TOOL, check, need, refused, target
 
-URL, MODEL = target()
+SERVER = target()
+URL, MODEL = SERVER.url, SERVER.model
 client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOLS = [{"type": "function", "function": TOOL}]
@@ -63,6 +64,28 @@ def tools() -> object:
     answer = {"role": "tool", "tool_call_id": call.id, "content": "3967"}
     client.chat.completions.create(model=MODEL, tools=TOOLS, messages=[*MESSAGES, message, answer], max_tokens=8)
     return f"{call.function.name}({json.loads(call.function.arguments)})"
+
+
+def one_call() -> object:
+    """What LangChain and others send beside `auto`; the model may call or not."""
+    options = {"tool_choice": "auto", "parallel_tool_calls": False, "max_tokens": 16}
+    message = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, **options).choices[0].message
+    need(len(message.tool_calls or []) <= 1, message)
+    return message.content
+
+
+def reasoning() -> object:
+    """The demo model never ends its reasoning, so there is nothing else."""
+    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 16, "temperature": 0, "extra_body": THINKING}
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **options)]
+    streamed = "".join(getattr(delta, "reasoning_content", None) or "" for delta in chunks)
+    need(message.reasoning_content and not message.content, message)
+    need(streamed == message.reasoning_content, streamed)
+    counted = whole.usage.completion_tokens_details.reasoning_tokens
+    need(0 < counted <= whole.usage.completion_tokens, whole.usage)  # the token that ends the answer is none
+    return f"{counted} tokens: {streamed}"
 
 
 def structured() -> object:
@@ -122,5 +145,29 @@ def batches() -> object:
     return f"{len(results)} lines"
 
 
-for work in (models, completions, scores, chat, tools, structured, responses, response_tools, batches):
+def errors() -> object:
+    ask = client.chat.completions.create
+    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/peak.png"}}
+    seen = [{"role": "user", "content": [{"type": "text", "text": QUESTION}, image]}]
+    many = [{"role": "user", "content": "word " * 40_000}]
+    other = OpenAI(base_url=f"{SERVER.keyed_url}/v1", api_key="a-key-that-nobody-has", max_retries=0)
+    said = [
+        refused(NotFoundError, lambda: ask(model="unknown", messages=MESSAGES)),
+        refused(BadRequestError, lambda: ask(model=MODEL, messages=seen)),
+        refused(BadRequestError, lambda: ask(model=MODEL, messages=many)),
+        refused(AuthenticationError, lambda: other.models.list()),
+    ]
+    need("context_length_exceeded" in said[2], said[2])
+    return [line[:40] for line in said]
+
+
+def key() -> object:
+    return OpenAI(base_url=f"{SERVER.keyed_url}/v1", api_key=SERVER.key, max_retries=0).models.retrieve(MODEL).id
+
+
+WORK = (
+    *(models, completions, scores, chat, tools, one_call, reasoning, structured),
+    *(responses, response_tools, batches, errors, key),
+)
+for work in WORK:
     check(work.__name__, work)

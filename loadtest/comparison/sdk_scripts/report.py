@@ -1,4 +1,6 @@
-"""How a script that runs in a client's own environment reports what it did: a line of JSON for each check."""
+"""How a script that runs in a client's own environment learns about the server, and reports what the client did: a line
+of JSON for each check. Only the standard library: no environment has anything else in common.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 TOOL = {
@@ -14,11 +17,12 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"peak": {"enum": ["Eiger", "Jungfrau"]}}, "required": ["peak"]},
 }
 QUESTION = "How high is the Eiger?"
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
-def target() -> tuple[str, str]:
-    """The server's URL without a path, and the model's name."""
-    return sys.argv[1], sys.argv[2]
+def target() -> SimpleNamespace:
+    """The fields of loadtest/comparison/sdk_server.py's Target, and `program`: a command-line client's executable."""
+    return SimpleNamespace(**json.loads(sys.argv[1]))
 
 
 def check(name: str, work: Callable[[], Any]) -> None:
@@ -34,3 +38,12 @@ def check(name: str, work: Callable[[], Any]) -> None:
 def need(condition: object, problem: object) -> None:
     if not condition:
         raise ValueError(problem)
+
+
+def refused(kind: type[Exception], work: Callable[[], Any]) -> str:
+    """The message with which the client refuses. Raises ValueError if it does not."""
+    try:
+        answer = work()
+    except kind as error:
+        return f"{kind.__name__}: {error}"
+    raise ValueError(f"no {kind.__name__}, but {answer}")
