@@ -52,11 +52,11 @@ def answered(found: list[dict[str, Any]]) -> str:
 def forced() -> str:
     """The proxy's, not Codex's, is the choice of the tool. Codex runs it and sends what came of it."""
     with forcing(SERVER.url, TOOL, FORCED) as proxy:
-        said = answered(events(proxy.url))
+        answered(events(proxy.url))
         items = [item for body in proxy.bodies for item in body.get("input", [])]
     results = [item for item in items if item.get("type") == "function_call_output"]
     need(results, [item.get("type") for item in items])
-    return f"{results[0]['output']}; {said}"
+    return f"{TOOL}: {results[0]['output']}"
 
 
 check("a question", lambda: answered(events(SERVER.url)))
