@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from services.router.frontend.http_body import BURST_S, Bodies
+from services.router.frontend.http_body import BURST_S, Bodies, BoundedAnswer
 from services.router.tenancy import tenant_rate
+from tandem.errors import Busy
 
 RATE = 1000.0  # bytes per second
 
@@ -60,3 +64,30 @@ async def test_nothing_is_kept_of_tenants_that_keep_to_the_rate(clock: list[floa
         clock[0] += 1
     assert len(bodies._rate._paid_at) <= 1
     assert bodies.total() == 0
+
+
+async def test_an_answer_that_its_client_does_not_read_counts_as_a_body_of_the_tenant() -> None:
+    """Until it has been written: as many connections as one likes hold no more than that. Another tenant's come."""
+    bodies, sent = Bodies(1000, 10**9), list[Any]()
+    written, read = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            written.set()
+            await read.wait()  # as uvicorn does while what it has written before waits for the client
+        sent.append(message)
+
+    async def answer(tenant: str) -> None:
+        await BoundedAnswer(b"x" * 600, bodies, tenant)({"type": "http"}, None, send)  # type: ignore[arg-type]
+
+    unread = asyncio.create_task(answer("greedy"))
+    await asyncio.wait_for(written.wait(), 5)
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"x" * 600)
+    assert dict(sent[0]["headers"])[b"content-length"] == b"600"
+    with pytest.raises(Busy, match="600 bytes"):
+        await asyncio.wait_for(answer("greedy"), 5)
+    read.set()
+    await answer("other")
+    await unread
+    assert bodies.total() == 0
+    await answer("greedy")

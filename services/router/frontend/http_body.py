@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from services.router.preprocess.offload import Offload
 from services.router.tenancy.rate_limits import RateLimits
@@ -65,6 +67,26 @@ class Bodies:
             if not self._held[tenant]:
                 del self._held[tenant]
                 self._rate.forget()
+
+
+class BoundedAnswer(Response):
+    """JSON that may have megabytes and costs its client a line to ask for. It counts as a body of the tenant until the
+    client has read it: otherwise a thousand connections that read nothing hold gigabytes. Raises Busy."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, bodies: Bodies, tenant: str) -> None:
+        super().__init__(content)
+        self._bodies = bodies
+        self._tenant = tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.of(self._tenant) as more:
+            more(len(self.body))
+            await self._bodies.keep_rate(self._tenant, len(self.body))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})  # waits until the body has been written
 
 
 class BodyReader:

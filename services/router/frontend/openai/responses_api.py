@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.state.response_store import StoredResponse
-from services.router.frontend.http_body import BodyReader
+from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
@@ -133,7 +133,7 @@ class ResponsesApi:
                     field=name,
                     bound="absent",
                 )
-        return Response(await self._stored.response(request, request.path_params["id"]), media_type="application/json")
+        return self._read(request, await self._stored.response(request, request.path_params["id"]))
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
@@ -141,7 +141,10 @@ class ResponsesApi:
         return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        return Response(await self._stored.page(request, request.path_params["id"]), media_type="application/json")
+        return self._read(request, await self._stored.page(request, request.path_params["id"]))
+
+    def _read(self, request: Request, stored: bytes) -> Response:
+        return BoundedAnswer(stored, self._bodies.bodies, self._stored.tenant(request))
 
     async def cancel(self, request: Request) -> Response:
         await self._stored.response(request, request.path_params["id"])

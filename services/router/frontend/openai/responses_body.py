@@ -24,6 +24,7 @@ from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, and characters of each; OpenAI's bounds
 MAX_INCLUDE = 16
+MAX_IDENTIFIER = 512  # characters; OpenAI takes 64. Every response object repeats them
 FORMAT_FIELD = "text.format"
 SEALED_REASONING, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # of `include`
 # Fields of this or of another endpoint that would change the answer and are not served, with the values that would not.
@@ -107,6 +108,9 @@ class Responses(Sampled):
         if len(self.include or ()) > MAX_INCLUDE:
             raise wrong("include", f"{len(self.include or ())} long", f"at most {MAX_INCLUDE}")
         _check_metadata(self.metadata or {})
+        for name in ("prompt_cache_key", "safety_identifier", "user"):
+            if len(getattr(self, name) or "") > MAX_IDENTIFIER:
+                raise wrong(name, f"{len(getattr(self, name))} characters", f"at most {MAX_IDENTIFIER}")
         self._tools = read_tools(self.tools)
         self._choice = choose(self.tool_choice, self._tools, parallel=self.parallel_tool_calls is not False)
         self._items = [*history, *read_items(self.input, new_id, known)]
