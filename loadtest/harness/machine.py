@@ -88,7 +88,10 @@ class Machine:
         seconds = {f"prefill {PROMPT}": [2 * sizes.layers * PROMPT / peak.of("bfloat16") for peak in self.peaks]}
         for batch in BATCHES:
             moved = sizes.weight_bytes + batch * CONTEXT * sizes.token_bytes
-            seconds[f"decode {batch} x {CONTEXT}"] = [moved / peak.read for peak in self.peaks]
+            flop = 2 * batch * (sizes.layers + sizes.head)
+            seconds[f"decode {batch} x {CONTEXT}"] = [
+                max(moved / peak.read, flop / peak.of("bfloat16")) for peak in self.peaks
+            ]
         return seconds
 
 

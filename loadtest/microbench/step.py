@@ -55,7 +55,8 @@ def run(folder: Path, plan: Plan, threads: int, tick: Tick) -> Section:
         "both sides compute the logits of the last position only, and take the argmax",
         f"floor of prefill: 2 x parameters of the layers x tokens / GEMM rate ({'x'.join(map(str, machine.GEMM))},"
         " ours or torch's, whichever is faster);"
-        " floor of decode: (weights + KV read) / read bandwidth (the model's own weights, read once)",
+        " floor of decode: the longer of (weights + KV read) / read bandwidth (the model's own weights, read once), and"
+        " of 2 x parameters x sequences / GEMM rate",
     ]
     return Section("Packed engine step against a plain transformers forward", read, rows, notes)
 
@@ -86,7 +87,8 @@ def _of_dtype(folder: Path, name: str, plan: Plan, tick: Tick) -> list[Row]:
         decode = _decode(engine, plain, plan, batch, machine.reader_of(weights))
         read = [sum(each.nbytes for each in weights) / second for second in decode["floor"]]
         kv = batch * plan.context * model.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
-        floor = [(model.step_bytes + kv) / rate for rate in read]
+        computed = 2 * batch * model.step_bytes / dtype.itemsize / max(gemm)
+        floor = [max(computed, (model.step_bytes + kv) / rate) for rate in read]
         wanted = WANTED.get(batch) if name == "bfloat16" else None
         rows += _rows(f"decode {batch} x context {plan.context}, {name}", decode, floor, wanted)
         rows[-1].beside["read"] = (Spread.of(read), "B/s")
