@@ -18,7 +18,7 @@ HELP = """\
 /new            forget the conversation
 /system TEXT    set the system message; without TEXT: remove it
 /again          another answer to the last question
-/model NAME     go on with this adapter, or with the model itself; without NAME: list them
+/model NAME     go on with this model or adapter; without NAME: list them
 /receipt        the receipt of the last answer
 /quit           end, as Ctrl-D does; Ctrl-C ends an answer"""
 
@@ -75,16 +75,21 @@ class Chat:
         self._ask(question)
 
     def _choose_model(self, name: str) -> None:
-        """A request names an adapter, or none for the model itself."""
-        info = self.client.model_info()
+        """A request names an adapter, or none for the model itself, and the model where there are several."""
+        chosen = self.client.model_info(self.options.get("model") or "")
+        others = [self.client.model_info(one) for one in chosen.models if one != chosen.model]
         if not name:
-            chosen = self.options.get("adapter") or info.model
-            self.tell("\n".join(f"{'*' if known == chosen else ' '} {known}" for known in (info.model, *info.adapters)))
-        elif name in (info.model, *info.adapters):
-            self.options["adapter"] = None if name == info.model else name
-            self.tell(f"{name} answers from now on")
-        else:
-            self.tell(f"there is no model {name}; /model lists them")
+            current = self.options.get("adapter") or chosen.model
+            names = [known for info in (chosen, *others) for known in (info.model, *info.adapters)]
+            self.tell("\n".join(f"{'*' if known == current else ' '} {known}" for known in names))
+            return
+        for info in (chosen, *others):
+            if name in (info.model, *info.adapters):
+                self.options["model"] = info.model if others else None
+                self.options["adapter"] = None if name == info.model else name
+                self.tell(f"{name} answers from now on")
+                return
+        self.tell(f"there is no model {name}; /model lists them")
 
     def _show_receipt(self) -> None:
         if self.receipt is None:

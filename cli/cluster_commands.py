@@ -24,12 +24,18 @@ Autoscale = Annotated[
 SpeculationKind = Annotated[
     str | None, typer.Option(help="Draft tokens and verify them: off, ngram or draft. [default: off]")
 ]
+Folders = Annotated[list[str] | None, typer.Option(help="A checkpoint folder or a hub id; repeated: several models.")]
+ModelsFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Several models, with settings of their own: a TOML file.")
+]
+Adapters = Annotated[list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")]
 app = typer.Typer()
 
 
 @app.command()
 def up(
-    model: Annotated[str | None, typer.Option(help="A checkpoint folder or a hub id.")] = None,
+    model: Folders = None,
+    models: ModelsFile = None,
     served_model_name: ServedModelName = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [default: 1]")] = None,
@@ -67,9 +73,7 @@ def up(
     speculation: SpeculationKind = None,
     speculation_tokens: Annotated[int | None, typer.Option(help="Drafts in one step. [default: 8]")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller checkpoint, for --speculation draft.")] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.")
-    ] = None,
+    adapter: Adapters = None,
     adapter_slots: Annotated[int | None, typer.Option(help="Adapters loaded at a time. [default: 8]")] = None,
     adapter_root: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where `tandem adapters load` may load from. [default: none]")
@@ -84,10 +88,19 @@ def up(
     with reported():
         from tandem.settings import load
 
-        settings = load(**overrides)
+        settings = load(**overrides | _models(model or [], models))
         from cluster.local_cluster import run_forever
 
         raise typer.Exit(run_forever(settings, as_json=output is JSON))
+
+
+def _models(folders: list[str], file: Path | None) -> dict[str, object]:
+    """The settings `model` and `models`: one checkpoint, or several with the settings of a file or without any."""
+    from tandem.model_settings import name_models, read_models
+
+    if len(folders) > 1 and file is None:
+        return {"model": None, "models": name_models(folders)}
+    return {"model": " ".join(folders) or None, "models": read_models(file) if file else None}
 
 
 def _parse_adapters(options: list[str] | None) -> dict[str, str] | None:

@@ -30,26 +30,31 @@ def workers(target: Target = DEFAULT_TARGET, output: Output = TEXT) -> None:
 
 @app.command()
 def scale(
-    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N")],
+    sizes: Annotated[list[str], typer.Argument(metavar="[MODEL/]prefill=N [MODEL/]decode=N")],
     target: Target = DEFAULT_TARGET,
     output: Output = TEXT,
 ) -> None:
     """Set how many workers of a role are wanted; the cluster starts or drains workers until it has them."""
-    wanted = dict(_parse_size(size) for size in sizes)
-    if len(wanted) < len(sizes):
-        raise typer.BadParameter("name each pool once")
+    wanted: dict[str, dict[str, int]] = {}
+    for model, role, size in map(_parse_size, sizes):
+        if role in wanted.setdefault(model, {}):
+            raise typer.BadParameter("name each pool once")
+        wanted[model][role] = size
     with connected(target) as client:
         from cli import rendering
 
-        answer = client.scale(**wanted)
+        for model, pools in wanted.items():
+            answer = client.scale(**pools, model=model)
         print_json({"wanted": answer}) if output is JSON else print(f"wanted: {rendering.wanted(answer)}")
 
 
-def _parse_size(text: str) -> tuple[str, int]:
-    role, _, number = text.partition("=")
+def _parse_size(text: str) -> tuple[str, str, int]:
+    """Model, role and size."""
+    pool, _, number = text.partition("=")
+    model, _, role = pool.rpartition("/")
     if role not in ("prefill", "decode") or not number.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not prefill=N or decode=N")
-    return role, int(number)
+        raise typer.BadParameter(f"{text!r} is not prefill=N or decode=N, with MODEL/ before it where needed")
+    return model, role, int(number)
 
 
 @app.command()
@@ -92,12 +97,13 @@ def adapters_list(target: Target = DEFAULT_TARGET, output: Output = TEXT) -> Non
 def adapters_load(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Within the cluster's adapter_root.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help="For which of the cluster's models.")] = "",
     target: Target = DEFAULT_TARGET,
     output: Output = TEXT,
 ) -> None:
     """Load an adapter on every worker; if one of them cannot, on none."""
     with connected(target) as client:
-        answer = client.load_adapter(name, folder)
+        answer = client.load_adapter(name, folder, model=model)
         print_json(answer.to_dict()) if output is JSON else print(f"{name} is loaded from {folder}")
 
 

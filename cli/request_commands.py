@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Adapter = Annotated[str | None, typer.Option(metavar="NAME", help="An adapter instead of the base model.")]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="Which of the cluster's models, if it has several.")]
 Priority = Annotated[int | None, typer.Option(help="The smaller is placed first when requests wait. [default: 0]")]
 
 
@@ -62,6 +63,7 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="The text is one of these; may be repeated.")
     ] = None,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="Number of answers; as JSON a list.")] = None,
+    model: Model = None,
     adapter: Adapter = None,
     priority: Priority = None,
     ttft_slo: Annotated[
@@ -85,6 +87,7 @@ def generate(
         {
             **sampling,
             "grammar": _grammar(json_schema, json_mode, regex, ebnf, choice),
+            "model": model,
             "adapter": adapter,
             "priority": priority,
             "ttft_slo": ttft_slo,
@@ -156,6 +159,7 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: 0]")] = None,
     top_p: Annotated[float | None, typer.Option(help="[default: 1]")] = None,
     seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
+    model: Model = None,
     adapter: Adapter = None,
     target: Target = DEFAULT_TARGET,
 ) -> None:
@@ -168,10 +172,12 @@ def chat(
             "temperature": temperature,
             "top_p": top_p,
             "seed": seed,
+            "model": model,
             "adapter": adapter,
         }
-        model = client.model_info()
-        tell(f"{model.model}; /help says what a line can be, Ctrl-D ends")
+        info = client.model_info(model or "")
+        options["model"] = info.model if len(info.models) > 1 else None
+        tell(f"{info.model}; /help says what a line can be, Ctrl-D ends")
         Chat(client, write, write_dim, tell, options, system).run(typed())
 
 
@@ -213,6 +219,7 @@ def submit(
     seed: Annotated[int | None, typer.Option(help="[default: random]")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
     n: Annotated[int | None, typer.Option("--n", metavar="N", help="Number of answers to each prompt.")] = None,
+    model: Model = None,
     adapter: Adapter = None,
     priority: Priority = None,
     request_id: Annotated[
@@ -232,6 +239,7 @@ def submit(
             seed=seed,
             ignore_eos=ignore_eos,
             n=n,
+            model=model,
             adapter=adapter,
             priority=priority,
             request_id=request_id,

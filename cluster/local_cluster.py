@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,14 +29,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from cluster import run_directory
+from cluster.model_clusters import check_folders, pool_name, supervised_clusters, want
 from cluster.orphan_reaper import OrphanReaper
-from cluster.reconcile_plan import role_of
+from cluster.reconcile_plan import pool_of, role_of
 from cluster.state.embedded_valkey import EmbeddedValkey
-from cluster.state.lease import Lease
-from cluster.state.registry import Registry
 from cluster.supervisor import STOP_MARGIN_S, Event, Kind
-from tandem.checkpoint import check_adapter, check_adapter_root, folder_of
 from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
+from tandem.model_settings import settings_of_models
 from tandem.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,6 +55,22 @@ class _Notice(Enum):
     SIGNAL = "signal"
     STOPPED = "stopped"
     VALKEY_DIED = "valkey died"
+
+
+@dataclass(eq=False, slots=True)
+class _Supervised:
+    """A supervisor, and the number of its last event."""
+
+    handle: SupervisorHandle
+    seq: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Of a supervisor: events, or the error that ended its run."""
+
+    of: _Supervised
+    events: Future[Any]
 
 
 class LocalCluster:
@@ -79,11 +95,10 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._began = monotonic()
         self._undo = ExitStack()
-        self._inbox: SimpleQueue[Future[list[Event]] | _Notice] = SimpleQueue()
+        self._inbox: SimpleQueue[_Answer | _Notice] = SimpleQueue()
         self._guard: OrphanReaper | None = None
         self._valkey: EmbeddedValkey | None = None
-        self._supervisor: SupervisorHandle | None = None
-        self._seq = 0
+        self._supervised: list[_Supervised] = []  # the routers' cluster first
         self._ready: dict[str, Event] = {}
         self._failed = False
         self._kept: Path | None = None
@@ -111,10 +126,9 @@ class LocalCluster:
     def stop(self, grace_s: float | None = None) -> None:
         """Drains, then ends every process and removes every file. Safe to repeat. A signal ends the grace early."""
         try:
-            if self._supervisor:
-                self._drain(self._supervisor, self.settings.drain_grace_s if grace_s is None else grace_s)
+            self._drain(self.settings.drain_grace_s if grace_s is None else grace_s)
         finally:
-            stopping, self._supervisor = self._supervisor is not None, None
+            stopping, self._supervised = bool(self._supervised), []
             self._undo.close()
             if stopping:
                 self._report("stopped, nothing is left" + (" but the logs" if self._kept else ""))
@@ -144,11 +158,11 @@ class LocalCluster:
             return []
         if item is _Notice.STOPPED:
             return []
-        assert isinstance(item, Future)
-        events = item.result(timeout=0)
+        assert isinstance(item, _Answer)
+        events: list[Event] = item.events.result(timeout=0)
         for event in events:
-            self._note(event)
-        self._listen()
+            self._note(item.of, event)
+        self._listen(item.of)
         return events
 
     def interrupt(self) -> None:
@@ -159,18 +173,16 @@ class LocalCluster:
 
     def _start(self) -> None:
         self._began = monotonic()
+        models = settings_of_models(self.settings)
         if not self.settings.ray_address:  # on an external Ray the folder may exist only where the workers run
-            folder_of(self.settings.model)
-            for name, folder in self.settings.adapters.items():
-                check_adapter(name, folder)
-            if self.settings.adapter_root is not None:
-                check_adapter_root(self.settings.adapter_root)
+            for own in models.values():
+                check_folders(own)
         ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
         if self.settings.http_port is not None:
             ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")
         token = self.settings.cluster_token or SecretStr(secrets.token_hex(16))
         self.settings = self.settings.model_copy(update={**ports, "cluster_token": token})
-        logs = _writable(self.settings.logs)
+        logs = run_directory.writable(self.settings.logs)
         self.directory = run_directory.create()
         self._undo.callback(run_directory.remove, self.directory)
         self._guard = OrphanReaper(self.directory, logs)
@@ -182,25 +194,20 @@ class LocalCluster:
             self.settings = self.settings.model_copy(update={"redis": self._valkey.start()})
             self._report("registry: embedded Valkey")
         runtime = self._start_ray()
-        runtime.check_free(self.settings.cluster)
+        clusters = supervised_clusters(self.settings)
+        for own, _ in clusters:
+            runtime.check_free(own.cluster)
         run_id = secrets.token_hex(8)
-        asyncio.run(self._want(run_id))
-        self._supervisor = runtime.supervise(self.settings, self._launcher, run_id)
-        if self.settings.ray_address:
-            self._undo.callback(runtime.end_actors, self.settings.cluster)
-        self._watch(self._supervisor.run())
-        self._listen()
-        self._await_ready()
-
-    async def _want(self, run_id: str) -> None:
-        """Writes the wanted sizes before the supervisor starts. Takes the lease first: another supervisor of this
-        cluster would follow them as well."""
-        registry = Registry(self.settings.redis or "", self.settings.cluster, self.settings.heartbeat_ttl_s)
-        try:
-            await Lease(registry, run_id).take()
-            await registry.set_wanted(self._wanted())
-        finally:
-            await registry.close()
+        for own, wanted in clusters:
+            asyncio.run(want(own, run_id, wanted))
+        for own, _ in clusters:
+            handle = runtime.supervise(own, self._launcher, run_id)
+            if own.ray_address:
+                self._undo.callback(runtime.end_actors, own.cluster)
+            self._supervised.append(supervised := _Supervised(handle))
+            self._watch(supervised)
+            self._listen(supervised)
+        self._await_ready({pool_name(own, role): size for own, wanted in clusters for role, size in wanted.items()})
 
     def _start_ray(self) -> Runtime:
         from cluster.ray_runtime import Runtime  # takes half a second; a refused port is reported before it
@@ -217,42 +224,36 @@ class LocalCluster:
             self._report(f"Ray: on this machine, logs in {run_directory.logs(self.directory)}")
         return runtime
 
-    def _await_ready(self) -> None:
-        wanted = self._wanted()
+    def _await_ready(self, wanted: dict[str, int]) -> None:
         deadline = self._began + self._start_timeout_s
-        while not all(self._count(role) >= size for role, size in wanted.items()):
+        while not all(self._count(pool) >= size for pool, size in wanted.items()):
             left = deadline - monotonic()
             if left <= 0:
-                waiting = ", ".join(f"{self._count(role)} of {size} {role}" for role, size in wanted.items())
+                waiting = ", ".join(f"{self._count(pool)} of {size} {pool}" for pool, size in wanted.items())
                 raise DeadlineExceeded(f"not ready within {self._start_timeout_s:g} s: {waiting}")
             for event in self.events(left):
                 if event.kind is Kind.FAILED and event.error:
                     raise event.error
 
-    def _wanted(self) -> dict[str, int]:
-        settings = self.settings
-        return {"router": settings.routers, "prefill": settings.prefill, "decode": settings.decode}
+    def _count(self, pool: str) -> int:
+        return sum(pool_of(worker_id) == pool for worker_id in self._ready)
 
-    def _count(self, role: str) -> int:
-        return sum(role_of(worker_id) == role for worker_id in self._ready)
+    # ---- events of the supervisors
 
-    # ---- events of the supervisor
+    def _listen(self, to: _Supervised) -> None:
+        to.handle.events(to.seq).add_done_callback(lambda events: self._inbox.put(_Answer(to, events)))
 
-    def _listen(self) -> None:
-        assert self._supervisor is not None
-        self._supervisor.events(self._seq).add_done_callback(self._inbox.put)
-
-    def _watch(self, run: Future[None]) -> None:
-        """Puts a failed run of the supervisor into the inbox, so that events() raises its error."""
+    def _watch(self, supervised: _Supervised) -> None:
+        """Puts a failed run of a supervisor into the inbox, so that events() raises its error."""
 
         def lost(ended: Future[Any]) -> None:
             if ended.exception():
-                self._inbox.put(ended)
+                self._inbox.put(_Answer(supervised, ended))
 
-        run.add_done_callback(lost)
+        supervised.handle.run().add_done_callback(lost)
 
-    def _note(self, event: Event) -> None:
-        self._seq = event.seq
+    def _note(self, supervised: _Supervised, event: Event) -> None:
+        supervised.seq = event.seq
         if event.kind is Kind.READY and event.started:
             self._ready[event.worker_id] = event
             self._report(f"{event.worker_id}: ready on {event.started.address}")
@@ -281,20 +282,29 @@ class LocalCluster:
 
     # ---- stop
 
-    def _drain(self, supervisor: SupervisorHandle, grace_s: float) -> None:
-        """Waits for the supervisor's stop(), until the grace is over or a signal arrives."""
+    def _drain(self, grace_s: float) -> None:
+        """Waits for the supervisors to stop, those of the routers first, so that no new request arrives; until the
+        grace is over or a signal arrives."""
+        if not self._supervised:
+            return
         self._report("stopping")
-        stopped = supervisor.stop(grace_s)
-        stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
-        deadline = monotonic() + grace_s + 2 * STOP_MARGIN_S
-        while not stopped.done() and (left := deadline - monotonic()) > 0:
-            try:
-                self.events(left)
-            except TandemError as error:  # a second signal, or the supervisor is lost
-                self._report(f"stopping at once, running requests are cut off: {error.message}")
-                return
-        if stopped.done() and (failure := stopped.exception()):
-            self._report(f"the drain failed, running requests are cut off: {failure}")
+        deadline = monotonic() + grace_s
+        for batch in (self._supervised[:1], self._supervised[1:]):
+            stopping = [one.handle.stop(max(0.0, deadline - monotonic())) for one in batch]
+            for stopped in stopping:
+                stopped.add_done_callback(lambda _: self._inbox.put(_Notice.STOPPED))
+            while not all(stopped.done() for stopped in stopping):
+                left = deadline + 2 * STOP_MARGIN_S - monotonic()
+                if left <= 0:
+                    break
+                try:
+                    self.events(left)
+                except TandemError as error:  # a second signal, or the supervisor is lost
+                    self._report(f"stopping at once, running requests are cut off: {error.message}")
+                    return
+            for failure in (stopped.exception() for stopped in stopping if stopped.done()):
+                if failure:
+                    self._report(f"the drain failed, running requests are cut off: {failure}")
 
     def _keep_logs(self, directory: Path, logs: Path | None) -> None:
         """Keeps the logs of a failed run, or of every run if the setting `logs` names a folder."""
@@ -339,6 +349,8 @@ def run_forever(
 def _ready(cluster: LocalCluster) -> dict[str, Any]:
     settings = cluster.settings
     http = {"http": cluster.http} if settings.http_port is not None else {}
+    if settings.models:
+        return {"target": cluster.target, **http, "routers": settings.routers, "models": list(settings.models)}
     sizes = {"routers": settings.routers, "prefill": settings.prefill, "decode": settings.decode}
     return {"target": cluster.target, **http, **sizes, "model": settings.model}
 
@@ -347,6 +359,8 @@ def _ready_lines(cluster: LocalCluster) -> str:
     settings = cluster.settings
     http = f"http {cluster.http}\n" if settings.http_port is not None else ""
     routers = f"{settings.routers} routers, " if settings.routers > 1 else ""
+    if settings.models:
+        return f"{http}ready {cluster.target} ({routers}models {', '.join(settings.models)})"
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
     return f"{http}ready {cluster.target} ({routers}{workers}, model {settings.model})"
 
@@ -367,19 +381,6 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
 def _is_failure(error: BaseException | None) -> bool:
     """Whether the logs are worth keeping: not after a deliberate stop."""
     return error is not None and not isinstance(error, Cancelled | KeyboardInterrupt | SystemExit)
-
-
-def _writable(folder: Path | None) -> Path | None:
-    """The folder's absolute path; creates it. Raises SettingsError."""
-    if folder is None:
-        return None
-    try:
-        folder.expanduser().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(
-            f"logs cannot be kept in {folder}: {error.strerror}", field="logs", bound="a folder that can be written"
-        ) from error
-    return folder.expanduser().resolve()
 
 
 def _free_port(host: str, port: int, field: str) -> int:

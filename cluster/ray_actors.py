@@ -246,7 +246,7 @@ class RayHost:
     async def survivors(self) -> dict[str, WorkerProcess]:
         processes: list[RayWorkerProcess] = []
         for name in _our_actors(self._prefix):
-            worker_id = name.removeprefix(self._prefix).partition("/")[0]
+            worker_id = name.removeprefix(self._prefix).rpartition("/")[0]
             try:
                 processes.append(RayWorkerProcess(ray.get_actor(name, namespace=NAMESPACE), worker_id))
             except ValueError:  # it died meanwhile

@@ -99,7 +99,7 @@ class Runtime:
         self._directory = directory
         self._processes: list[psutil.Process] = []
         self._connected = False
-        self._owner: Any = None  # ends with this handle
+        self._owners: list[Any] = []  # they end with these handles
 
     def start(self) -> None:
         """From a thread that stays: Linux kills Ray's processes when the thread that started them ends."""
@@ -164,7 +164,7 @@ class Runtime:
         if not self._address:
             return ""
         name = f"tandem-owner-{cluster}/{secrets.token_hex(4)}"
-        self._owner = ray.remote(OwnerActor).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
+        self._owners.append(ray.remote(OwnerActor).options(name=name, namespace=NAMESPACE, num_cpus=0).remote())
         return name
 
     def end_actors(self, cluster: str) -> None:

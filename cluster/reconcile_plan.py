@@ -1,7 +1,8 @@
 """Which workers to start, stop or switch to the other pool, given the wanted sizes, the live workers and the time.
 Pure: no Ray, no clock, no sockets.
 
-A place is a role and a number; its worker's id is `<role>-<number>`, which the next worker in the place reuses. If one
+A place is a role and a number; its worker's id is `<role>-<number>`, which the next worker in the place reuses, or
+`<model>/<role>-<number>` in a cluster of several models. If one
 pool has a surplus worker and the other lacks one, the worker switches roles: it drains and returns under an id of the
 other pool, with its weights. Idempotent: the same input gives the same plan, and after a plan has been executed the
 next one is empty.
@@ -56,17 +57,29 @@ class Plan:
     """When the first place in backoff may be filled; None: no place is."""
 
 
-def role_of(worker_id: str) -> str:
+def pool_of(worker_id: str) -> str:
+    """Its role, with its model before it in a cluster of several models, as in small/decode."""
     return worker_id.rpartition("-")[0]
+
+
+def role_of(worker_id: str) -> str:
+    return pool_of(worker_id).rpartition("/")[2]
 
 
 def number_of(worker_id: str) -> int:
     return int(worker_id.rpartition("-")[2])
 
 
-def plan(wanted: Mapping[str, int], live: Iterable[LiveWorker], backoffs: Mapping[str, Backoff], now: float) -> Plan:
-    """The next steps. A stopping worker does not count, but keeps its id until it has ended. A role that `wanted` does
-    not name is unknown, not unwanted: a registry that lost its content must not stop workers."""
+def plan(
+    wanted: Mapping[str, int],
+    live: Iterable[LiveWorker],
+    backoffs: Mapping[str, Backoff],
+    now: float,
+    model: str = "",
+) -> Plan:
+    """The next steps for the pools of `model`, which is empty for the only one. A stopping worker does not count, but
+    keeps its id until it has ended. A role that `wanted` does not name is unknown, not unwanted: a registry that lost
+    its content must not stop workers."""
     workers = list(live)
     start: list[str] = []
     stop: list[str] = []
@@ -79,7 +92,7 @@ def plan(wanted: Mapping[str, int], live: Iterable[LiveWorker], backoffs: Mappin
         serving.sort(key=lambda worker: (worker.phase is Phase.READY, -number_of(worker.worker_id)))
         stop += [worker.worker_id for worker in serving[:surplus]]
         missing = max(0, wanted[role] - len(serving))
-        for worker_id in _free(role, {worker.worker_id for worker in pool}, missing):
+        for worker_id in _free(f"{model}/{role}" if model else role, {worker.worker_id for worker in pool}, missing):
             retry_at = backoffs.get(worker_id, Backoff()).retry_at
             if retry_at <= now:
                 start.append(worker_id)
@@ -95,7 +108,7 @@ def plan(wanted: Mapping[str, int], live: Iterable[LiveWorker], backoffs: Mappin
     return Plan(tuple(start), tuple(stop), tuple(switch), min(held, default=None))
 
 
-def _free(role: str, taken: set[str], count: int) -> list[str]:
+def _free(pool: str, taken: set[str], count: int) -> list[str]:
     """The `count` lowest worker ids that are free."""
-    candidates = (f"{role}-{number}" for number in range(len(taken) + count))
+    candidates = (f"{pool}-{number}" for number in range(len(taken) + count))
     return [worker_id for worker_id in candidates if worker_id not in taken][:count]

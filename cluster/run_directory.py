@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tandem.errors import SettingsError
+
 RAY_SOCKET_CHARACTERS = 66  # /session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store
 MAX_SOCKET_CHARACTERS = 107
 MAX_FAILED_RUNS = 10
@@ -85,3 +87,16 @@ def _is_stale(path: Path) -> bool:
         return abs(psutil.Process(pid).create_time() - created) > 2
     except psutil.NoSuchProcess:
         return True
+
+
+def writable(folder: Path | None) -> Path | None:
+    """The folder's absolute path; creates it. Raises SettingsError."""
+    if folder is None:
+        return None
+    try:
+        folder.expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"logs cannot be kept in {folder}: {error.strerror}", field="logs", bound="a folder that can be written"
+        ) from error
+    return folder.expanduser().resolve()

@@ -26,6 +26,7 @@ from cluster.reconcile_plan import ROLES, Backoff, LiveWorker, Phase, plan, role
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
+from tandem.model_settings import model_of
 from tandem.tasks import end, forever, once, within
 
 log = structlog.get_logger(__name__)
@@ -133,6 +134,7 @@ class Supervisor:
         self._host = host
         self._lease = lease
         self._registry = registry
+        self._model = model_of(registry.cluster)
         self._grace_s = grace_s
         self._clock = clock
         self._spares = spares
@@ -199,7 +201,7 @@ class Supervisor:
             LiveWorker(worker.worker_id, worker.phase, worker.started is not None and worker.started.can_switch_role)
             for worker in self._workers.values()
         ]
-        steps = plan(self._wanted, live, self._backoffs, self._clock())
+        steps = plan(self._wanted, live, self._backoffs, self._clock(), self._model)
         for worker_id in steps.start:
             self._watch(worker_id, self._host.create(worker_id))
         for worker_id in steps.stop:

@@ -29,7 +29,6 @@ from tandem.rpc.unary_calls import (
     _AUDIT,
     _AUTOSCALING,
     _DIAGNOSE,
-    _MODEL_INFO,
     _WORKERS,
     Answer,
     _call_span,
@@ -37,6 +36,7 @@ from tandem.rpc.unary_calls import (
     _drain,
     _get_job,
     _load_adapter,
+    _model_info,
     _Question,
     _receipts,
     _scale,
@@ -155,9 +155,10 @@ class Client(_Connection):
         """Every worker of the cluster, and the wanted pool sizes."""
         return self._ask(_WORKERS)
 
-    def scale(self, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
-        """Set how many workers are wanted; None keeps a pool. Returns the wanted sizes of all pools."""
-        return self._ask(_scale(prefill, decode))
+    def scale(self, prefill: int | None = None, decode: int | None = None, *, model: str = "") -> dict[str, int]:
+        """Set how many workers are wanted; None keeps a pool. `model`: of which, where the cluster serves several.
+        Returns the wanted sizes of all pools."""
+        return self._ask(_scale(prefill, decode, model))
 
     def autoscaling(self) -> Autoscaling:
         """The autoscaler's latest verdicts. Raises PreconditionFailed where it is off."""
@@ -171,10 +172,10 @@ class Client(_Connection):
         """The adapters that requests may name."""
         return self._ask(_ADAPTERS)
 
-    def load_adapter(self, name: str, path: str) -> ServedAdapter:
+    def load_adapter(self, name: str, path: str, *, model: str = "") -> ServedAdapter:
         """Add an adapter on every worker, from a folder within the cluster's `adapter_root`. Returns when it can be
         named. Raises InvalidRequest and NotFound with the worker's reason; then nothing has changed."""
-        return self._ask(_load_adapter(name, path))
+        return self._ask(_load_adapter(name, path, model))
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter that `load_adapter` added; requests that it has already admitted finish. Raises
@@ -194,9 +195,9 @@ class Client(_Connection):
         """Every prefill-decode pair probed, the registry and the versions."""
         return self._ask(_DIAGNOSE)
 
-    def model_info(self) -> ModelInfo:
-        """The served model."""
-        return self._ask(_MODEL_INFO)
+    def model_info(self, model: str = "") -> ModelInfo:
+        """The served model; of several this one, or the first."""
+        return self._ask(_model_info(model))
 
     def _submitted(self, requests: list[generation_pb2.GenerateRequest]) -> list[Job]:
         with _call_span("submit", self.target) as span:

@@ -38,6 +38,8 @@ class Worker(_Dict):
     """In which order it sums products, such as tile32: equal in two workers, equal bits; empty for a router."""
     metrics_address: str = ""
     """host:port of its metrics; empty: it serves none there."""
+    model: str = ""
+    """Whose pool it is in, where the cluster serves several models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class ServedAdapter(_Dict):
     """Of its weights, in hexadecimal; empty for one of the setting `adapters`, which only the workers have read."""
     loaded_at: float
     """Unix seconds; 0 for one of the setting `adapters`."""
+    model: str = ""
+    """For which model, where the cluster serves several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,7 @@ def autoscaling(answer: admin_pb2.GetScalingResponse) -> Autoscaling:
 
 
 def adapter(one: admin_pb2.ServedAdapter) -> ServedAdapter:
-    return ServedAdapter(one.name, one.path, one.fingerprint.hex(), one.loaded_at)
+    return ServedAdapter(one.name, one.path, one.fingerprint.hex(), one.loaded_at, one.model)
 
 
 def audit(answer: admin_pb2.AuditResponse) -> Audit:

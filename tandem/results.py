@@ -6,7 +6,7 @@ Everything here is frozen, compares by value and turns into JSON with `to_dict()
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from tandem.v1 import admin_pb2, common_pb2, generation_pb2, jobs_pb2
@@ -214,6 +214,8 @@ class ModelInfo(_Dict):
     has_chat_template: bool
     adapters: list[str]
     """What a request may name as its adapter."""
+    models: list[str] = field(default_factory=list)
+    """All models of the cluster."""
 
 
 def model_info(answer: generation_pb2.GetModelInfoResponse) -> ModelInfo:

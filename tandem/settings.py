@@ -21,6 +21,7 @@ RESERVED_OUTPUT_TOKENS = 64
 PROMPT_STEP_SHARE = 0.5
 ENV_PREFIX = "TANDEM_"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
+MODEL_KEY = r"^[a-z0-9][a-z0-9-]{0,30}$"
 MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127})*$"
 ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
@@ -30,8 +31,12 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str
-    """A checkpoint folder or a hub id."""
+    model: str = ""
+    """A checkpoint folder or a hub id. Required, unless `models` names several."""
+    models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
+    """Several models behind the same routers: a name for each, with the settings of its own, `model` among them
+    (tandem/model_settings.py lists those that a model may have). Each has its own pools. `--models FILE` reads them
+    from a TOML file with one table for each model; in the environment they are JSON."""
     served_model_name: Annotated[str, Field(pattern=MODEL_NAMES)] | None = None
     """The model's name for clients, or several with commas between them: requests may use any, and `model` as well;
     answers have the first. Absent: the folder's own name, without the path, or the hub id."""
@@ -112,8 +117,9 @@ class Settings(BaseSettings):
     redis: Annotated[str | None, Field(repr=False)] = None
     """URL of the registry: redis://, rediss://, unix://, redis+sentinel://HOST:PORT,.../SERVICE or
     redis+cluster://HOST:PORT,... Absent: an embedded Valkey that runs as long as `tandem up`."""
-    cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "default"
-    """Prefix of this cluster's keys, for several clusters on one registry."""
+    cluster: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}(\.[a-z0-9][a-z0-9-]{0,30})?$")] = "default"
+    """Prefix of this cluster's keys, for several clusters on one registry. CLUSTER.MODEL: the pools of that model of
+    CLUSTER, for a worker that is started by itself (`models`)."""
     ray_address: str | None = None
     """An existing Ray cluster. Absent: one on this machine that runs as long as `tandem up`."""
 
@@ -302,16 +308,41 @@ def load(**overrides: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        if (name, first["type"]) == ("model", "missing"):
-            raise SettingsError(
-                "no model is named: give a checkpoint folder or a hub id, as in `tandem up --model demo/model`;"
-                " `tandem demo` brings its own",
-                field="model",
-            ) from error
         got = "" if name == "cluster_token" else f" (got {first.get('input')!r})"  # a secret, if a wrong one
         raise SettingsError(f"{name}: {first['msg']}{got}", field=name) from None
     except Unreadable as error:  # of what is not JSON, where the environment must have JSON
-        raise SettingsError(f'{error}; adapters are JSON like {{"name": "folder"}}', field="adapters") from error
+        field = "models" if "models" in str(error) else "adapters"
+        example = '{"name": {"model": "folder"}}' if field == "models" else '{"name": "folder"}'
+        raise SettingsError(f"{error}; {field} are JSON like {example}", field=field) from error
+    if not settings.model and not settings.models:
+        raise SettingsError(
+            "no model is named: give a checkpoint folder or a hub id, as in `tandem up --model demo/model`;"
+            " `tandem demo` brings its own",
+            field="model",
+        )
+    if settings.model and settings.models:
+        raise SettingsError(
+            f"model is {settings.model!r:.100}, and models names others",
+            field="models",
+            bound="either model or models",
+        )
+    if not settings.models:
+        check_model(settings)
+    _all_or_none(settings, "tls_cert", "tls_key")
+    _all_or_none(settings, "cluster_cert", "cluster_key", "cluster_ca")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="set with tls_client_ca")
+    if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
+        raise SettingsError(
+            "heartbeat_ttl_s must be at least twice heartbeat_s, or one late heartbeat loses a worker",
+            field="heartbeat_ttl_s",
+            bound=f">= {2 * settings.heartbeat_s}",
+        )
+    return settings
+
+
+def check_model(settings: Settings) -> None:
+    """Raises SettingsError for settings of one model that do not fit together."""
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(
             "max_num_batched_tokens must be at least max_num_seqs, so that every stream advances in every step",
@@ -331,17 +362,6 @@ def load(**overrides: Any) -> Settings:
             bound="names that differ from the model's",
         )
     _check_autoscale(settings)
-    _all_or_none(settings, "tls_cert", "tls_key")
-    _all_or_none(settings, "cluster_cert", "cluster_key", "cluster_ca")
-    if settings.tls_client_ca is not None and settings.tls_cert is None:
-        raise SettingsError("tls_client_ca needs tls_cert", field="tls_cert", bound="set with tls_client_ca")
-    if settings.heartbeat_ttl_s < 2 * settings.heartbeat_s:
-        raise SettingsError(
-            "heartbeat_ttl_s must be at least twice heartbeat_s, or one late heartbeat loses a worker",
-            field="heartbeat_ttl_s",
-            bound=f">= {2 * settings.heartbeat_s}",
-        )
-    return settings
 
 
 def _check_autoscale(settings: Settings) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
-from cluster.state.heartbeat import Heartbeat
-from cluster.state.registry import Registry, State, WorkerRecord
+from cluster.state.registry import State, WorkerRecord
 from cluster.state.response_store import ResponseStore
-from services.adapter_follower import AdapterFollower
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.poison_check import PoisonCheck
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
-from services.router.execution.stream_mux import StreamMuxes
 from services.router.execution.usage_meter import UsageMeter
 from services.router.frontend.adapter_control import AdapterControl
 from services.router.frontend.admin_service import AdminServicer
@@ -36,26 +35,25 @@ from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai.adapters_api import AdaptersApi
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
 from services.router.frontend.openai.stored_responses import StoredResponses
 from services.router.generation import Generation
+from services.router.model_pools import ModelPools
+from services.router.models import Model, Models
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.offload import Offload
 from services.router.preprocess.preprocessor import Preprocessor
-from services.router.preprocess.served_model import ServedModel
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
-from services.router.routing.placement import RoutingConfig
-from services.router.routing.prefix_index import PrefixIndex
-from services.router.routing.request_scheduler import RequestScheduler
 from services.router.tenancy.api_keys import ApiKeys
 from services.router.tenancy.rate_limits import RateLimits
 from services.watchdog import Watchdog
-from services.worker_liveness import WorkerLiveness
 from tandem.errors import InternalError
+from tandem.model_settings import settings_of_models
 from tandem.settings import Settings
 from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
+from tandem.telemetry.exposition import Exposition
 from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.metrics_server import Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
@@ -66,32 +64,36 @@ CHANNELS_PER_SLICE = 64  # channels that are checked before the event loop serve
 EXPIRY_BEATS = 4  # heartbeats after the expiry of a dead worker's record, after which its absence is certain
 
 
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What a router has read of one model."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    defaults: Defaults
+
+
 class Router:
     """One incarnation of a router."""
 
     can_switch_role = False  # its role cannot be switched: it has no engine
 
-    def __init__(self, settings: Settings, worker_id: str, tokenizer: Tokenizer, defaults: Defaults) -> None:
+    def __init__(self, settings: Settings, worker_id: str, parts: Mapping[str, ModelParts]) -> None:
+        """`parts`: by the name of the model in the setting `models`, empty for the only one."""
         self.settings = settings
         self.worker_id = worker_id
         self.incarnation = secrets.token_hex(8)
         self.address = ""
-        self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
-        self.view = WorkerLiveness(self.registry, settings.heartbeat_s)
         self.channels = Channels(settings.cluster_token, to_workers(settings))
         self.tracing = tracing.of_process(settings, "router", worker_id)
-        self.adapters = AdapterFollower(self.registry, settings.heartbeat_s, lambda: self._heartbeat.changed())
-        self.model = ServedModel(self.view, settings.adapters, self.adapters)
         self.offload = Offload(settings.queue_timeout_s)
-        self.muxes = StreamMuxes(self.channels, settings.stream_interval_s)
-        self.prefixes = PrefixIndex(self.view, self.channels)
-        self.scheduler = RequestScheduler(self.view, settings.queue_timeout_s, _routing_config(settings))
-        self.metrics = RouterMetrics(settings, worker_id, self.scheduler.waiting)
         self.receipts = ReceiptLog()
         keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self.rate_limits = RateLimits(keys)
-        self.generation = self._build_generation(tokenizer)
-        self._build_front_doors(tokenizer, defaults, keys)
+        self._metrics: list[RouterMetrics] = []
+        self.models = Models([self._build_model(key, one) for key, one in parts.items()])
+        self._exposition = Exposition(settings, [metrics.exposed for metrics in self._metrics])
+        self._build_front_doors(keys)
         self._record = WorkerRecord(
             worker_id=worker_id,
             role="router",
@@ -99,34 +101,34 @@ class Router:
             pid=os.getpid(),
             incarnation=self.incarnation,
             address="",
-            model=settings.model,
         )
-        self._heartbeat = Heartbeat(self.registry, self._current_record, settings.heartbeat_s)
         self._watchdog = Watchdog([], lambda check, why: self._watchdog.exit_within(0.0), MAX_LOOP_BLOCKED_S)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._following: asyncio.Task[None] | None = None
-        self._indexing: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
         self._metrics_served: Served | None = None
         self._stopped = False
 
-    def _build_generation(self, tokenizer: Tokenizer) -> Generation:
-        settings = self.settings
-        poison = PoisonCheck(self.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
-        runner = CompletionRunner(settings, self.scheduler, self.prefixes, self.muxes, poison)
-        usage = UsageMeter(self.metrics, self.receipts, self.rate_limits, self.scheduler)
+    def _build_model(self, key: str, parts: ModelParts) -> Model:
+        settings, tokenizer = parts.settings, parts.tokenizer
+        pools = ModelPools(settings, self.channels, lambda: self._describe(model))
+        metrics = RouterMetrics(settings, self.worker_id, pools.scheduler.waiting)
+        self._metrics.append(metrics)
+        poison = PoisonCheck(pools.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
+        runner = CompletionRunner(settings, pools.scheduler, pools.prefixes, pools.muxes, poison)
+        usage = UsageMeter(metrics, self.receipts, self.rate_limits, pools.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
-        preprocessor = Preprocessor(tokenizer, self.model, self.offload)
-        return Generation(settings, preprocessor, self.rate_limits, poison, executor, self.metrics, self.tracing)
+        preprocessor = Preprocessor(tokenizer, pools.served, self.offload)
+        generation = Generation(settings, preprocessor, self.rate_limits, poison, executor, metrics, self.tracing)
+        model = Model(key, tokenizer, parts.defaults, pools, generation)
+        return model
 
-    def _build_front_doors(self, tokenizer: Tokenizer, defaults: Defaults, keys: ApiKeys | None) -> None:
-        settings = self.settings
+    def _build_front_doors(self, keys: ApiKeys | None) -> None:
+        settings, models = self.settings, self.models
         self.journal = open_journal(settings)
-        self.job_runner = JobRunner(self.generation, self.model, self.rate_limits, self.journal)
-        self.jobs = JobService(
-            settings, self.generation, self.model, self.rate_limits, self.journal, self.job_runner, self.tracing
-        )
-        control = AdapterControl(settings, self.adapters, self.view, self.channels)
-        admin = AdminServicer(settings, self.registry, self.view, self.channels, self.receipts, control)
+        self.job_runner = JobRunner(models, self.rate_limits, self.journal)
+        self.jobs = JobService(settings, models, self.rate_limits, self.journal, self.job_runner, self.tracing)
+        control = AdapterControl(models, self.channels)
+        admin = AdminServicer(models, self.channels, self.receipts, control)
         self.grpc = GrpcServer(
             max_message_bytes=settings.max_prompt_bytes,
             guard=keys.guard if keys else None,
@@ -135,24 +137,22 @@ class Router:
             credentials=front_door(settings),
             for_clients=True,
         )
-        servicer = GenerationServicer(settings, self.generation, self.model, tokenizer)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self.grpc.server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(models), self.grpc.server)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self.grpc.server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.bodies = BodyReader(self.rate_limits, self.offload, settings.max_prompt_bytes)
-        self.dashboard = Dashboard(
-            Goal(settings.slo_ttft_s, settings.slo_tpot_s), self.receipts, self._state, admin, keys
-        )
-        api = Api(settings, self.generation, self.model, tokenizer, defaults, self.bodies, self.metrics)
-        endpoint = GeneratingEndpoint(settings, self.generation, self.model, self.bodies)
-        messages = MessagesApi(endpoint, self.model, tokenizer, defaults, self.bodies)
-        responses = self._build_responses(endpoint, tokenizer, defaults)
+        first = models.first.pools.settings
+        self.dashboard = Dashboard(Goal(first.slo_ttft_s, first.slo_tpot_s), self.receipts, self._state, admin, keys)
+        api = Api(settings, models, self.bodies, self._exposition)
+        endpoint = GeneratingEndpoint(self.bodies)
+        messages = MessagesApi(endpoint, models, self.bodies)
+        responses = self._build_responses(endpoint)
         adapters = AdaptersApi(control, self.bodies, keys)
         doors = (self.dashboard, messages, responses, adapters, *self._build_batches(api))
         routes = [route for door in doors for route in door.routes()]
         self.http = Server(api.app(*routes, keys=keys), settings)
 
-    def _build_responses(self, endpoint: GeneratingEndpoint, tokenizer: Tokenizer, defaults: Defaults) -> ResponsesApi:
+    def _build_responses(self, endpoint: GeneratingEndpoint) -> ResponsesApi:
         settings = self.settings
         self.response_store = ResponseStore(
             settings.redis or "",
@@ -161,38 +161,35 @@ class Router:
             most_bytes=settings.max_tenant_response_mib * 1024 * 1024,
         )
         stored = StoredResponses(settings, self.response_store, self.rate_limits, self.offload)
-        preparation = ResponsePreparation(endpoint, stored, self.model, tokenizer, defaults)
+        preparation = ResponsePreparation(stored, self.models)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 
     def _build_batches(self, api: Api) -> tuple[FilesApi, BatchesApi]:
         most_bytes = self.settings.max_file_mib * 1024 * 1024
         self.batch_store = open_store(self.settings)
         lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, api.parsers)
-        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.scheduler.waiting)
+        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models.waiting)
         files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
         batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(api.parsers))
         return files, batches
 
     async def start(self) -> None:
-        await self.view.start()
-        await self.adapters.start()
+        await asyncio.gather(*(model.pools.start() for model in self.models))
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         if self.settings.http_port is not None:
             await self.http.start(self.settings.http_port, self._on_broken)
-        self._metrics_served = await asyncio.to_thread(self.metrics.serve)
+        self._metrics_served = await asyncio.to_thread(self._exposition.serve)
         self._record = replace(
             self._record,
             state=State.READY,
             address=self.address,
             metrics_address=self._metrics_served.address if self._metrics_served else "",
         )
-        await self._heartbeat.start()
+        await asyncio.gather(*(model.pools.announce() for model in self.models))
         self._watchdog.start()
         await self.job_runner.start()
         await self.batch_runner.start()
-        self._following = forever(self._follow, name="warm-channels")
-        if self.settings.place_by_prefix:
-            self._indexing = forever(self.prefixes.follow, name="prefixes")
+        self._following = [forever(partial(self._follow, model.pools), name="warm-channels") for model in self.models]
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -202,23 +199,19 @@ class Router:
             return
         self._stopped = True
         self._record = replace(self._record, state=State.DRAINING)
-        self._heartbeat.changed()
+        for model in self.models:
+            model.pools.heartbeat.changed()
         await self.batch_runner.leave()
         await self.jobs.leave()
         self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
-        await end(self._following)
-        await end(self._indexing)
-        await self.adapters.stop()
-        await self._heartbeat.stop()
-        await self.view.stop()
-        await self.muxes.close()
+        await asyncio.gather(*map(end, self._following))
+        await asyncio.gather(*(model.pools.stop() for model in self.models))
         await self.channels.close()
         await self.journal.close()
         await self.response_store.close()
         await self.batch_store.close()
         self.offload.close()
-        await self.registry.close()
         if self._metrics_served:
             await asyncio.to_thread(self._metrics_served.close)
         await asyncio.to_thread(self.tracing.close)
@@ -226,62 +219,57 @@ class Router:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    def _current_record(self) -> WorkerRecord:
-        """The router's record with its present load."""
+    def _describe(self, model: Model) -> WorkerRecord:
+        """This router's record in the registry of a model, with its present load of it."""
+        scheduler = model.pools.scheduler
         return replace(
             self._record,
-            running=self.generation.running,
-            waiting=self.scheduler.waiting(),
-            backlog=self.scheduler.waiting_tokens(),
-            arrived=self.scheduler.arrived,
-            adapters_version=self.adapters.list.version,
+            model=model.pools.settings.model,
+            running=model.generation.running,
+            waiting=scheduler.waiting(),
+            backlog=scheduler.waiting_tokens(),
+            arrived=scheduler.arrived,
+            adapters_version=model.pools.adapters.list.version,
         )
 
     def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
-        outcomes = self.metrics.outcomes()
-        running, waiting, name = self.generation.running, self.scheduler.waiting(), self.settings.model_names[0]
-        return RouterState(name, self.worker_id, self.view.registry_ok, running, waiting, outcomes)
+        outcomes = sum((Counter(metrics.outcomes()) for metrics in self._metrics), Counter[str]())
+        names = ", ".join(model.names[0] for model in self.models)
+        registry_ok = all(model.pools.view.registry_ok for model in self.models)
+        running, waiting = self.models.running(), self.models.waiting()
+        return RouterState(names, self.worker_id, registry_ok, running, waiting, outcomes)
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be restarted: one of its servers has failed."""
         fail(self._ended, InternalError(f"{self.worker_id} broke: {error}"))
 
-    async def _follow(self) -> None:
+    async def _follow(self, pools: ModelPools) -> None:
         """Connects to workers before a request needs them, and closes channels to those that are gone."""
-        async for _ in self.view.updates():
-            incarnations = self.view.incarnations.values()
-            addresses = {record.address for record in incarnations if record.role != "router"}
-            self.channels.keep_only(addresses)
-            await self.scheduler.keep_up()
-            for number, address in enumerate(addresses):
+        async for _ in pools.view.updates():
+            self.channels.keep_only({address for model in self.models for address in model.pools.addresses()})
+            await pools.scheduler.keep_up()
+            for number, address in enumerate(pools.addresses()):
                 self.channels.to(address).get_state(try_to_connect=True)
                 if number % CHANNELS_PER_SLICE == CHANNELS_PER_SLICE - 1:
                     await asyncio.sleep(0)
 
 
-def _routing_config(settings: Settings) -> RoutingConfig:
-    return RoutingConfig(
-        local=settings.local_prefill,
-        decode_slowdown_limit=settings.stretch,
-        mixed_step_floor_s=settings.beside_s,
-        ttft=settings.slo_ttft_s,
-        tpot=settings.slo_tpot_s,
-    )
-
-
 async def start(settings: Settings, worker_id: str, say: Callable[[str], None]) -> Router:
     """A router that listens on settings.port, and on settings.http_port if there is one. Raises SettingsError (port in
     use), CheckpointRefused (tokenizer)."""
-    folder = await asyncio.to_thread(local_folder, settings.model)
-    tokenizer = await asyncio.to_thread(
-        Tokenizer.load,
-        folder,
-        request_templates=settings.allow_request_chat_template,
-        reasoning=settings.reasoning_format,
-        calls=settings.tool_call_format,
-    )
-    say("tokenizer loaded")
-    router = Router(settings, worker_id, tokenizer, Defaults.load(folder))
+    parts: dict[str, ModelParts] = {}
+    for key, own in settings_of_models(settings).items():
+        folder = await asyncio.to_thread(local_folder, own.model)
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load,
+            folder,
+            request_templates=own.allow_request_chat_template,
+            reasoning=own.reasoning_format,
+            calls=own.tool_call_format,
+        )
+        parts[key] = ModelParts(own, tokenizer, Defaults.load(folder))
+        say(f"tokenizer of {key} loaded" if key else "tokenizer loaded")
+    router = Router(settings, worker_id, parts)
     await router.start()
     return router

@@ -45,6 +45,8 @@ class Options(SamplingOptions, total=False):
     """Another chat template than the model's, if the server permits it, or the name of another one that it has."""
     suffix: str | bytes | None
     """The completion fills the gap between the prompt and this text, if the model's tokenizer has tokens for that."""
+    model: str | None
+    """One of the models that the cluster serves; required where it serves several. `model_info` lists them."""
     adapter: str | None
     """The name of an adapter; absent: the base model. `model_info` lists them."""
     cache_salt: str | bytes | None

@@ -48,12 +48,6 @@ _ADAPTERS: _Question[list[ServedAdapter]] = _Question(
     admin_pb2.ListAdaptersResponse,
     lambda answer: [cluster_results.adapter(one) for one in answer.adapters],
 )
-_MODEL_INFO: _Question[ModelInfo] = _Question(
-    f"/{GENERATION}/GetModelInfo",
-    generation_pb2.GetModelInfoRequest(),
-    generation_pb2.GetModelInfoResponse,
-    results.model_info,
-)
 
 
 def _call_span(name: str, target: str) -> tracing.Span:
@@ -61,11 +55,17 @@ def _call_span(name: str, target: str) -> tracing.Span:
     return tracing.of_application().call(name, {"server.address": target})
 
 
-def _scale(prefill: int | None, decode: int | None) -> _Question[dict[str, int]]:
+def _model_info(model: str) -> _Question[ModelInfo]:
+    request = generation_pb2.GetModelInfoRequest()
+    _set(request, "model", model)
+    return _Question(f"/{GENERATION}/GetModelInfo", request, generation_pb2.GetModelInfoResponse, results.model_info)
+
+
+def _scale(prefill: int | None, decode: int | None, model: str) -> _Question[dict[str, int]]:
     request = admin_pb2.ScalePoolsRequest()
     for role, size in (("prefill", prefill), ("decode", decode)):
         try:
-            request.wanted.update({} if size is None else {role: size})
+            request.wanted.update({} if size is None else {f"{model}/{role}" if model else role: size})
         except (TypeError, ValueError) as error:
             raise _unencodable(role, size, "an integer of 32 bits, 0 or more") from error
     return _Question(f"/{ADMIN}/ScalePools", request, admin_pb2.ScalePoolsResponse, lambda answer: dict(answer.wanted))
@@ -83,10 +83,11 @@ def _drain(worker_id: str, grace: float) -> _Question[Drained]:
     )
 
 
-def _load_adapter(name: str, path: str) -> _Question[ServedAdapter]:
+def _load_adapter(name: str, path: str, model: str) -> _Question[ServedAdapter]:
     request = admin_pb2.LoadAdapterRequest()
     _set(request, "name", name)
     _set(request, "path", path)
+    _set(request, "model", model)
     return _Question(
         f"/{ADMIN}/LoadAdapter",
         request,

@@ -3,8 +3,8 @@
     Metrics ── RouterMetrics    requests, from their arrival to their end
             └─ WorkerMetrics    blocks, steps, transfers; gauges are read at each scrape
 
-A process has one of these objects. `text()` has its samples, each with the labels pool, worker and model; `serve`
-serves them over HTTP, on a separate thread.
+A worker has one of these objects, a router one for each of its models. exposition.py adds the labels pool, worker and
+model to each sample.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from itertools import accumulate
 from time import monotonic
 from typing import NamedTuple
-from wsgiref.simple_server import make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -32,15 +30,13 @@ from tandem.errors import (
     DeadlineExceeded,
     InternalError,
     ResumeFailed,
-    SettingsError,
     TandemError,
     Unavailable,
 )
 from tandem.settings import Settings
-from tandem.telemetry.metrics_server import Served, _Handler, _Server, _Server6
+from tandem.telemetry.exposition import Exposed, Exposition
 from tandem.v1 import common_pb2, generation_pb2
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 STATES = ("starting", "ready", "draining")
 # Upper edges, in seconds: of whole requests, of first tokens and phases, of single tokens.
 LONG_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
@@ -50,99 +46,17 @@ TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
 
 
-class _Theirs(NamedTuple):
-    """vLLM's name for a metric of Tandem, or for the part of it with one value of a label."""
-
-    name: str
-    only: tuple[str, str] | None = None
-
-
-# With metrics_compat = vllm. Families without `_total`; WorkerMetrics computes the number of running sequences.
-VLLM: dict[str, tuple[_Theirs, ...]] = {
-    "tandem_queue_depth": (_Theirs("vllm:num_requests_waiting"),),
-    "tandem_kv_cache_usage_ratio": (_Theirs("vllm:kv_cache_usage_perc"),),
-    "tandem_preemptions": (_Theirs("vllm:num_preemptions"),),
-    "tandem_prefill_tokens": (
-        _Theirs("vllm:prefix_cache_queries"),
-        _Theirs("vllm:prefix_cache_hits", ("source", "local_cache")),
-    ),
-    "tandem_kv_transfer_seconds": (_Theirs("vllm:nixl_xfer_time_seconds"),),
-    "tandem_kv_transfers": (_Theirs("vllm:nixl_num_failed_transfers", ("result", "failed")),),
-    "tandem_requests": (_Theirs("vllm:request_success", ("outcome", "ok")),),
-    "tandem_prompt_tokens": (_Theirs("vllm:prompt_tokens"),),
-    "tandem_generated_tokens": (_Theirs("vllm:generation_tokens"),),
-    "tandem_time_to_first_token_seconds": (_Theirs("vllm:time_to_first_token_seconds"),),
-    "tandem_inter_token_latency_seconds": (_Theirs("vllm:inter_token_latency_seconds"),),
-    "tandem_request_duration_seconds": (_Theirs("vllm:e2e_request_latency_seconds"),),
-    "tandem_phase_seconds": (
-        _Theirs("vllm:request_queue_time_seconds", ("phase", "queue")),
-        _Theirs("vllm:request_prefill_time_seconds", ("phase", "prefill_compute")),
-    ),
-}
-
-
-class _Exposed:
-    """The metrics of a process, with its labels on every sample, optionally also under vLLM's names."""
-
-    def __init__(self, counted: CollectorRegistry, about: dict[str, str], *, vllm: bool) -> None:
-        self._counted = counted
-        self._about = about
-        self._vllm = vllm
-        self._theirs = {"model_name": about["model"], "engine": about["worker"]}
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._counted.collect():
-            about = self._theirs if family.name.startswith("vllm:") else self._about
-            ours = Metric(family.name, family.documentation, family.type)
-            ours.samples = [sample._replace(labels=about | sample.labels) for sample in family.samples]
-            yield ours
-            for theirs in VLLM.get(family.name, ()) if self._vllm else ():
-                yield self._renamed(family, theirs)
-
-    def _renamed(self, family: Metric, theirs: _Theirs) -> Metric:
-        """Summed over the labels that vLLM's metric does not have."""
-        sums: dict[tuple[str, str], float] = defaultdict(float)
-        for name, labels, value, *_ in family.samples:
-            if (theirs.only is None or theirs.only in labels.items()) and not name.endswith("_created"):
-                sums[name.removeprefix(family.name), labels.get("le", "")] += value
-        renamed = Metric(theirs.name, family.documentation, family.type)
-        for (end, edge), value in sums.items():
-            renamed.add_sample(theirs.name + end, self._theirs | ({"le": edge} if edge else {}), value)
-        return renamed
-
-
-class Metrics:
-    """The metrics of one process."""
+class Metrics(Exposition):
+    """The metrics of one worker, or of one model of a router."""
 
     def __init__(self, settings: Settings, pool: str, worker: str) -> None:
-        self._settings = settings
         self._registry = registry = CollectorRegistry()
         self.vllm = settings.metrics_compat == "vllm"
         about = {"pool": pool, "worker": worker, "model": settings.model_names[0]}
-        self._exposed = CollectorRegistry()
-        self._exposed.register(_Exposed(registry, about, vllm=self.vllm))
+        self.exposed = Exposed(registry, about, vllm=self.vllm)
+        super().__init__(settings, [self.exposed])
         version = importlib.metadata.version("tandem-serving")
         Info("tandem_build", "What this process runs.", registry=registry).info({"version": version})
-
-    def text(self) -> bytes:
-        """In the format of Prometheus."""
-        return bytes(generate_latest(self._exposed))
-
-    def serve(self) -> Served | None:
-        """Serves /metrics on a separate thread; None without `metrics_port`. Raises SettingsError when the port is
-        taken."""
-        host, port = self._settings.host, self._settings.metrics_port
-        if port is None:
-            return None
-        server = _Server6 if ":" in host else _Server
-        try:
-            listening = make_server(host, port, make_wsgi_app(self._exposed), server, _Handler)
-        except OSError as error:
-            raise SettingsError(
-                f"port {port} of {host} is in use; where several processes share a machine, let each pick one: 0",
-                field="metrics_port",
-            ) from error
-        return Served(listening, self._settings.advertise_host or host)
 
 
 class Request:

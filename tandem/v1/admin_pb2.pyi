@@ -9,8 +9,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ListAdaptersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersResponse(_message.Message):
     __slots__ = ("adapters",)
@@ -19,24 +21,28 @@ class ListAdaptersResponse(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ...) -> None: ...
 
 class ServedAdapter(_message.Message):
-    __slots__ = ("name", "path", "fingerprint", "loaded_at")
+    __slots__ = ("name", "path", "fingerprint", "loaded_at", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LOADED_AT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     fingerprint: bytes
     loaded_at: float
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., loaded_at: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., loaded_at: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path")
+    __slots__ = ("name", "path", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
@@ -71,7 +77,7 @@ class ListReceiptsResponse(_message.Message):
     def __init__(self, receipts: _Optional[_Iterable[_Union[_generation_pb2.Receipt, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address")
+    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address", "model")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +95,7 @@ class Worker(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     SUM_ORDER_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -106,7 +113,8 @@ class Worker(_message.Message):
     kv_token_bytes: float
     sum_order: str
     metrics_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from cluster.local_cluster import LocalCluster
+from cluster.model_clusters import want
 from cluster.state import lease
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.lease import Lease
@@ -116,7 +116,7 @@ async def test_a_second_cluster_of_one_name_changes_no_size_of_the_first(
     keeping = asyncio.create_task(first.keep())
     await registry.set_wanted({"decode": 3})
     with pytest.raises(PreconditionFailed) as refused:
-        await LocalCluster(Settings(model="m", redis=valkey.url, cluster="test", decode=1))._want("two")
+        await want(Settings(model="m", redis=valkey.url, cluster="test"), "two", {"decode": 1})
     assert refused.value.field == "cluster"
     assert await registry.wanted() == {"decode": 3}
     await end(keeping)

@@ -81,9 +81,10 @@ def incarnation(event: Event) -> str:
     return event.started.incarnation
 
 
-def want(cluster: LocalCluster, **sizes: int) -> None:
+def want(cluster: LocalCluster, model: str = "", **sizes: int) -> None:
     async def write() -> None:
-        registry = Registry(cluster.settings.redis or "", cluster.settings.cluster, 1.0)
+        name = cluster.settings.cluster + (f".{model}" if model else "")
+        registry = Registry(cluster.settings.redis or "", name, 1.0)
         await registry.set_wanted(sizes)
         await registry.close()
 
@@ -216,6 +217,24 @@ def test_stop_leaves_nothing_behind(cluster: LocalCluster, strangers: set[psutil
     assert not directory.exists()
     assert not answers(cluster.target)
     assert shared_memory() == set()
+
+
+def test_the_pools_of_several_models_are_sized_apart() -> None:
+    """Each has a supervisor and a cluster of its own in the registry; one goes to zero and back, and the workers of the
+    other are the same all the time. At the end nothing is left."""
+    models = {"one": {"model": "fake", "decode": 2}, "two": {"model": "fake", "prefill": 0}}
+    before = set(psutil.Process().children(recursive=True))
+    given = Settings(models=models, port=0, drain_grace_s=2.0)
+    with LocalCluster(given, launcher=LAUNCHER, start_timeout_s=START_S) as running:
+        others = {"router-0", "two/decode-0"}
+        assert set(running.workers) == others | {"one/prefill-0", "one/decode-0", "one/decode-1"}
+        kept = {name: incarnation(running.workers[name]) for name in others}
+        want(running, "one", prefill=0, decode=0)
+        until(running, lambda workers: set(workers) == others)
+        want(running, "one", prefill=1, decode=1)
+        until(running, lambda workers: set(workers) == others | {"one/prefill-0", "one/decode-0"})
+        assert {name: incarnation(running.workers[name]) for name in others} == kept
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_spare_becomes_the_worker_that_is_missing(

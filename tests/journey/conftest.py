@@ -23,6 +23,7 @@ from services import launch
 from services.router.routing.path_latency import PathLatencyTracker
 from services.router.server import Router
 from services.worker import Worker
+from tandem import model_settings
 from tandem.async_client import AsyncClient
 from tandem.settings import Settings
 from tests.support.stopwatch import Stopwatch
@@ -58,8 +59,8 @@ class Inside:
         self.exits: Queue[int]  # statuses with which a worker would have ended its process
 
     async def start_worker(self, worker_id: str) -> Worker:
-        role = worker_id.rsplit("-", 1)[0]
-        worker: Any = await launch.start(role, self.settings, worker_id)
+        model, _, role = worker_id.rpartition("-")[0].rpartition("/")
+        worker: Any = await launch.start(role, model_settings.settings_of_models(self.settings)[model], worker_id)
         self._stack.push_async_callback(worker.stop, 0.0)
         self.workers[worker_id] = worker
         return worker  # type: ignore[no-any-return]
@@ -72,10 +73,11 @@ class Inside:
         self._stack.push_async_callback(self.client.close)
 
     async def seen(self, count: int) -> None:
-        """Until the router knows that many ready workers."""
-        async for workers in self.router.view.updates():
-            if sum(record.role != "router" and record.state == "ready" for record in workers.values()) == count:
-                return
+        """Until the router knows that many ready workers of each model."""
+        for model in self.router.models:
+            async for workers in model.pools.view.updates():
+                if sum(record.role != "router" and record.state == "ready" for record in workers.values()) == count:
+                    break
 
     def held(self) -> dict[str, int]:
         """Blocks held by anybody, by worker."""
@@ -108,7 +110,7 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
     ) -> AsyncIterator[Inside]:
         exits: Queue[int] = Queue()
         given = {
-            "model": str(tiny),
+            "model": "" if "models" in settings else str(tiny),
             "redis": valkey_url,
             "cluster": f"t{abs(hash(request.node.nodeid)) % 10**9}",
             "port": 0,
@@ -146,10 +148,11 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
             cluster = Inside(Settings(**given), stack)
             cluster.exits = exits
             await cluster.start_router()
-            for number in range(prefill):
-                await cluster.start_worker(f"prefill-{number}")
-            for number in range(decode):
-                await cluster.start_worker(f"decode-{number}")
+            for model in cluster.router.models:
+                for number in range(prefill):
+                    await cluster.start_worker(f"{model.pool('prefill')}-{number}")
+                for number in range(decode):
+                    await cluster.start_worker(f"{model.pool('decode')}-{number}")
             await cluster.seen(prefill + decode)
             yield cluster
 

@@ -185,14 +185,14 @@ async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> No
         ("", "red", 400, "lora_name"),
         ("two words", "red", 400, "cannot be the name"),
         ("#version", "red", 400, "cannot be the name"),
-        ("tiny", "red", 400, "the name of the model"),
+        ("tiny", "red", 400, "the name of a model"),
         ("given", "red", 400, "already been loaded"),
         ("taken", "red", 400, "already been loaded"),
     ]
     given = {"given": str(guarded / "red")}
     async with inside(adapters=given, adapter_root=guarded, served_model_name="tiny", http_port=0) as cluster:
         assert (await load(cluster, "taken", "red"))[0] == 200
-        before = cluster.router.adapters.list
+        before = cluster.router.models.first.pools.adapters.list
         for name, path, status, reason in cases:
             found, answer = await load(cluster, name, path)
             assert (found, reason in answer["error"]["message"]) == (status, True), (name, path, found, answer)
@@ -206,7 +206,7 @@ async def test_what_is_refused_changes_nothing(inside: Any, guarded: Path) -> No
             assert (found, reason in answer["error"]["message"]) == (status, True), (name, found, answer)
         inplace = {"lora_name": "taken", "lora_path": "red", "load_inplace": True}
         assert (await call(cluster, "/v1/load_lora_adapter", inplace))[0] == 400
-        assert cluster.router.adapters.list is before
+        assert cluster.router.models.first.pools.adapters.list is before
         assert all(list(worker.later.served) == ["taken"] for worker in cluster.workers.values())
 
 
@@ -244,7 +244,7 @@ async def test_all_workers_or_none(inside: Any, root: Path, tiny: Path, tmp_path
             assert "prefill-1" in answer["error"]["message"]
             await worker.stop(0.0)
             await cluster.seen(2)
-        assert not cluster.router.adapters.list.adapters
+        assert not cluster.router.models.first.pools.adapters.list.adapters
         assert not any(worker.later.served for worker in cluster.workers.values())
         with pytest.raises(NotFound):
             await cluster.client.generate([5, 6, 7], adapter="red", max_tokens=2)
@@ -424,7 +424,7 @@ async def test_a_later_worker_without_the_folder_serves_the_rest(
         (tmp_path / "red").unlink()
         make_adapter(tmp_path / "red", tiny, seed=1, rank=4)
         lacking.later._retry_at = 0.0
-        async for _ in cluster.router.view.updates():
+        async for _ in cluster.router.models.first.pools.view.updates():
             if lacking.later.served:
                 break
         assert not (await cluster.client.diagnose()).problems
@@ -434,13 +434,13 @@ async def test_a_registry_that_loses_the_list_gets_it_back(inside: Any, root: Pa
     """Before the next change, and for workers that start afterwards."""
     async with inside(adapter_root=root) as cluster:
         await cluster.client.load_adapter("red", "red")
-        registry, before = cluster.router.registry, cluster.router.adapters.list
+        registry, before = cluster.router.models.first.pools.registry, cluster.router.models.first.pools.adapters.list
         await registry.run(adapter_list.KEY, "return redis.call('DEL', KEYS[1])", [])
         await cluster.client.load_adapter("blue", "blue")
         after = await adapter_list.read(registry)
         assert after.version == before.version + 1
         assert sorted(after.adapters) == ["blue", "red"]
         await registry.run(adapter_list.KEY, "return redis.call('DEL', KEYS[1])", [])
-        async for _ in cluster.router.view.updates():
+        async for _ in cluster.router.models.first.pools.view.updates():
             if (await adapter_list.read(registry)) == after:
                 break

@@ -261,7 +261,7 @@ async def test_overload_is_told_at_once_and_what_is_let_in_is_right(inside: Any,
     prompts = oracle.prompts(tiny, [600] * 40)
     async with inside(max_num_seqs=4, kv_blocks=1024, measured=True) as cluster:
         await cluster.client.generate(prompts[0], max_tokens=1)
-        rate = next(iter(cluster.router.view.of_role("prefill"))).prompt_rate
+        rate = next(iter(cluster.router.models.first.pools.view.of_role("prefill"))).prompt_rate
         objective = 4 * 600 / rate
         refused: list[tuple[float, Busy]] = []
         done: dict[int, list[int]] = {}

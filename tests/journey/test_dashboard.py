@@ -56,7 +56,7 @@ async def told(client: httpx2.AsyncClient, **headers: str) -> AsyncIterator[tupl
 
 
 async def scaled(cluster: Any) -> dict[str, int]:
-    wanted: dict[str, int] = await cluster.router.registry.wanted()
+    wanted: dict[str, int] = await cluster.router.models.first.pools.registry.wanted()
     return wanted
 
 
@@ -91,7 +91,7 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
                     break
 
         # Actions: first what is refused, then the same with nothing wrong.
-        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
+        await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
         target = "/dashboard/pools/prefill?size=2"
         rebound = {**PAGE, "host": "evil.example:8000"}
         for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}, rebound, {**PAGE, "host": "["}):
@@ -137,7 +137,7 @@ async def test_with_keys_only_an_admin_sees_and_acts_and_open_dashboards_are_bou
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, client):
         target = "/dashboard/pools/prefill?size=2"
-        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
+        await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
         for key, status in (("", 401), ("wrong-key-0123456789", 401), (USER, 403)):
             for method, path in (
                 ("GET", EVENTS),
@@ -250,7 +250,7 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
     file = tmp_path / "keys"
     file.write_text(f"anna {USER}\nops {ADMIN} admin\n")
     async with web(api_keys=file) as (cluster, _):
-        await cluster.router.registry.set_wanted({"prefill": 1, "decode": 1})
+        await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
         async with AsyncClient(cluster.router.address, api_key=USER) as user:
             for name in ("first", EVIL):
                 await user.generate([1, 2, 3], max_tokens=4, ignore_eos=True, request_id=name)

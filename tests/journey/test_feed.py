@@ -180,7 +180,7 @@ async def test_a_feed_that_breaks_is_a_lost_attempt(inside: Any, tiny: Path) -> 
     ids: list[list[int]] = [[], []]
     attempts = [0, 0]
     async with inside() as cluster:
-        feeds = cluster.router.muxes
+        feeds = cluster.router.models.first.pools.muxes
 
         async def read(number: int) -> None:
             async for piece in cluster.client.stream(prompts[number], max_tokens=200, ignore_eos=True):

@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from services.router.frontend import http_answers, http_body, http_server
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.chat.chat_template import ChatTemplate
+from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import CheckpointRefused, InvalidRequest
 from tests.support.faults import Harm, hold_until
 from tests.support.stopwatch import Stopwatch
@@ -720,7 +720,7 @@ async def test_more_than_the_context_is_refused_in_openais_words(door: Any, monk
             assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
             assert "5000 in the completion" in refused.value.message
         monkeypatch.setattr(
-            type(it.cluster.router.generation._preprocessor._tokenizer),
+            type(it.cluster.router.models.first.generation._preprocessor._tokenizer),
             "encode",
             lambda *_, **__: pytest.fail("tokenised"),
         )
@@ -928,7 +928,7 @@ async def test_metrics_count_what_came_through_either_door(door: Any) -> None:
         await it.raw.post("/v1/completions", json={"prompt": ""})
         about = f'model="{DEMO.name}",'
         idle = f'tandem_inflight_requests{{{about}pool="router",worker="router-0"}} 0.0'
-        counted = it.cluster.router.metrics.text
+        counted = it.cluster.router._exposition.text
         assert await until(lambda: idle.encode() in counted(), 5.0)
         said = (await it.raw.get("/metrics")).text
         for how, why in (("ok", ""), ("cancelled", ""), ("refused", "INVALID_REQUEST")):

@@ -412,7 +412,7 @@ async def test_workers_with_another_checkpoint_do_not_go_on_with_a_job(
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
         second: Any = await launch.start("router", cluster.settings, "router-1")
-        monkeypatch.setattr(second.model, "layouts", lambda: {"another"})
+        monkeypatch.setattr(second.models.first.served, "layouts", lambda: {"another"})
         async with AsyncClient(second.address) as client:
             held(cluster.router, lambda now: len(now[0]) >= 1)
             job = await cluster.client.submit(prompt, max_tokens=400, ignore_eos=True)
@@ -613,7 +613,8 @@ async def test_watchers_of_a_tenant_are_bounded(inside: Any, tiny: Path, monkeyp
     monkeypatch.setattr(jobs_service, "MAX_WATCHERS", 1)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
-        job = await cluster.client.submit(prompt, max_tokens=300, ignore_eos=True)
+        slow_down(cluster.workers["decode-0"])  # so that the job outlasts the refusal
+        job = await cluster.client.submit(prompt, max_tokens=150, ignore_eos=True)
         watching = cluster.client.watch(job.job_id)
         await anext(watching)
         with pytest.raises(Busy) as full:
@@ -622,7 +623,7 @@ async def test_watchers_of_a_tenant_are_bounded(inside: Any, tiny: Path, monkeyp
         await watching.aclose()
         await until(lambda: not cluster.router.jobs._watchers)
         async with asyncio.timeout(20):
-            assert len(await read(cluster.client, job.job_id)) == 300
+            assert len(await read(cluster.client, job.job_id)) == 150
 
 
 # ---- jobs and the tokens of their tenant
@@ -690,7 +691,7 @@ async def test_a_job_that_waits_for_tokens_ends_as_it_would_have(
 
 async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reason: str | None = None) -> list[int]:
     """The next attempts end with INTERNAL. Returns a list with one entry for each."""
-    generate, seen = cluster.router.generation.generate, []
+    generate, seen = cluster.router.models.first.generation.generate, []
 
     def failing(*given: Any, **more: Any) -> Any:
         if len(seen) < times:
@@ -698,7 +699,7 @@ async def broken(monkeypatch: pytest.MonkeyPatch, cluster: Any, times: int, reas
             raise InternalError("broken", reason=reason)
         return generate(*given, **more)
 
-    monkeypatch.setattr(cluster.router.generation, "generate", failing)
+    monkeypatch.setattr(cluster.router.models.first.generation, "generate", failing)
     monkeypatch.setattr(job_runner, "MIN_RETRY_S", 0.05)
     return seen
 
@@ -738,7 +739,7 @@ async def test_a_job_waits_while_some_workers_have_another_layout(
     monkeypatch.setattr(job_runner, "MAX_LAYOUT_ABSENCE_S", 0.2)
     prompt = oracle.prompts(tiny, [30])[0]
     async with inside() as cluster:
-        model = cluster.router.model
+        model = cluster.router.models.first.served
         (mine,) = model.layouts()
         with monkeypatch.context() as upgrade:
             upgrade.setattr(model, "layouts", lambda: {mine, "another"})

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from cluster.state.registry import Registry, State, WorkerRecord
 from services.grpc_server import Channels
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.admin_service import AdminServicer
+from services.router.models import Model, Models
 from services.worker_liveness import WorkerLiveness
 from tandem.calibration import calibration
 from tandem.errors import PreconditionFailed, Unavailable
@@ -49,8 +51,14 @@ async def registry(valkey: EmbeddedValkey) -> AsyncIterator[Registry]:
 @pytest.fixture
 async def admin(registry: Registry) -> AsyncIterator[AdminServicer]:
     channels = Channels()
-    yield AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), channels, ReceiptLog(), UNUSED)
+    yield AdminServicer(only(Settings(model="m"), registry), channels, ReceiptLog(), UNUSED)
     await channels.close()
+
+
+def only(settings: Settings, registry: Registry) -> Models:
+    """A model of which only the pools exist."""
+    pools: Any = SimpleNamespace(settings=settings, registry=registry, view=WorkerLiveness(registry, 1.0))
+    return Models([Model("", UNUSED, UNUSED, pools, UNUSED)])
 
 
 async def problems(admin: AdminServicer) -> list[str]:
@@ -68,7 +76,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     three = admin_pb2.ScalePoolsRequest(wanted={"decode": 3})
     for mode, reason in (("on", "AUTOSCALED"), ("dry-run", "")):
         given = Settings(model="m", autoscale=mode, decode_max=2)  # type: ignore[arg-type]
-        admin = AdminServicer(given, registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog(), UNUSED)
+        admin = AdminServicer(only(given, registry), Channels(), ReceiptLog(), UNUSED)
         with pytest.raises(Unavailable, match="nothing lately"):
             await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
         if reason:
@@ -83,7 +91,7 @@ async def test_one_alone_sizes_the_pools(registry: Registry) -> None:
     found = await admin.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
     assert (found.mode, found.pools[0].wanted, found.pools[0].why) == ("dry-run", 2, "9 requests")
     assert 2.0 <= found.age_seconds < 10.0
-    off = AdminServicer(Settings(model="m"), registry, WorkerLiveness(registry, 1.0), Channels(), ReceiptLog(), UNUSED)
+    off = AdminServicer(only(Settings(model="m"), registry), Channels(), ReceiptLog(), UNUSED)
     with pytest.raises(PreconditionFailed, match="off"):
         await off.GetScaling(admin_pb2.GetScalingRequest(), CONTEXT)
 

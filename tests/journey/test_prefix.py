@@ -18,8 +18,8 @@ NEW = 8
 
 def known(cluster: Any, worker_id: str, tokens: list[int], salt: bytes = b"") -> int:
     """What the router believes that a worker has of it."""
-    record = cluster.router.view.workers[worker_id]
-    found: int = cluster.router.prefixes.cached(Prompt(tokens, salt, ""), record)
+    record = cluster.router.models.first.pools.view.workers[worker_id]
+    found: int = cluster.router.models.first.pools.prefixes.cached(Prompt(tokens, salt, ""), record)
     return found
 
 

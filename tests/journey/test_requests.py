@@ -139,7 +139,9 @@ async def test_the_router_counts_the_requests_in_progress(inside: Any, tiny: Pat
         async def shown(running: int) -> None:
             async with asyncio.timeout(10):
                 while {one.role: one.running for one in await cluster.client.workers()}["router"] != running:
-                    await cluster.router.view.newer_than(cluster.router.view.version)
+                    await cluster.router.models.first.pools.view.newer_than(
+                        cluster.router.models.first.pools.view.version
+                    )
 
         streams = [
             asyncio.create_task(cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)) for _ in range(3)
@@ -372,7 +374,11 @@ async def test_calls_that_are_opened_and_reset_leave_nothing(inside: Any, tiny: 
             call.cancel()
         assert (await asking).token_ids == oracle.greedy(tiny, prompt, NEW)
         await cluster.freed(within_s=5.0)
-        await until(lambda: not cluster.router.generation.running, 5.0, lambda: cluster.router.generation.running)
+        await until(
+            lambda: not cluster.router.models.first.generation.running,
+            5.0,
+            lambda: cluster.router.models.first.generation.running,
+        )
         assert await cluster.ledgers_balance()
 
 

@@ -22,7 +22,7 @@ def sums(cluster: Any, **orders: str) -> None:
 async def known(cluster: Any) -> None:
     """Until the router has a record of each worker's order."""
     wanted = {name: worker.engine.model.sum_order for name, worker in cluster.workers.items()}
-    async for records in cluster.router.view.updates():
+    async for records in cluster.router.models.first.pools.view.updates():
         if {name: record.sum_order for name, record in records.items() if name in wanted} == wanted:
             return
 

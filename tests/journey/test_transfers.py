@@ -147,7 +147,7 @@ async def test_with_no_other_prefill_worker_the_decode_worker_computes_the_promp
         decode: Any = cluster.workers["decode-0"]
         (link,) = decode._peers._links.values()
         await until(lambda: link.failed is None, 10, lambda: link)
-        cluster.router.scheduler._avoided.clear()  # as SUSPECT_S would
+        cluster.router.models.first.pools.scheduler._avoided.clear()  # as SUSPECT_S would
         third = await cluster.client.generate(prompts[2], max_tokens=NEW, ignore_eos=True)
         assert (third.receipt.path, third.receipt.attempts) == ("disaggregated", 1)
         await cluster.freed()

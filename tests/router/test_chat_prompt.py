@@ -10,13 +10,13 @@ import pytest
 
 from services.router.frontend.openai import openai_protocol
 from services.router.frontend.openai.openai_protocol import Chat
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess import json_limits
 from services.router.preprocess.chat import prompt
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.chat.prompt import END_CHARACTERS, MAX_TEMPLATE_BYTES, prompt_tokens
 from services.router.preprocess.offload import MEDIUM_BYTES
 from services.router.preprocess.preprocessor import Preprocessor
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest

@@ -67,8 +67,10 @@ async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
 ) -> None:
     """A router that died between keeping the end of a completion and hearing so leaves it twice. It counts once: the
     job neither ends before its last completion nor stays open after it."""
-    journal, model = Journal(*ended), GIVEN(layouts=lambda: {"L"})
-    runner = JobRunner(GIVEN(generate=Generation(*left).generate), model, RateLimits(None), GIVEN(**members(journal)))
+    journal = Journal(*ended)
+    generation = GIVEN(generate=Generation(*left).generate)
+    model = GIVEN(generation=generation, served=GIVEN(layouts=lambda: {"L"}))
+    runner = JobRunner(GIVEN(named=lambda name: model), RateLimits(None), GIVEN(**members(journal)))
     request = generation_pb2.GenerateRequest(sampling=sampling_pb2.SamplingParams(n=3, max_tokens=4))
     kept = jobs_pb2.KeptJob(request=request, layout_hash="L", deadline=time.time() + 60)
     await runner._attempt(_Running(GIVEN(job_id="/job", generation=1, tokens=0), kept))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from services.router.frontend import json_body
 from services.router.frontend.openai import openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess import json_limits
+from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import InvalidRequest
 
 SIZE = 4 * 1024 * 1024

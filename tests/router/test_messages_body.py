@@ -11,8 +11,8 @@ import pytest
 
 from services.router.frontend.anthropic import messages_body, messages_errors
 from services.router.frontend.anthropic.messages_body import Messages, Prompt
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import MAX_STOPS, over_context
 from tandem.errors import Busy, Cancelled, InternalError, InvalidRequest, NotFound, NoWorker, TandemError, TooLarge
 from tandem.v1 import generation_pb2

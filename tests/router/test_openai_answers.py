@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.router.frontend.openai import logprobs_json, openai_answers, openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, generation_pb2
 

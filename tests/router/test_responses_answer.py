@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 from services.router.answer.part_messages import put_parts
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
 from services.router.frontend.openai import openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_answer import Keep, ResponsesAnswer
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import opened
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import Busy, TandemError, Unavailable, WorkerLost
 from tandem.v1 import common_pb2, generation_pb2

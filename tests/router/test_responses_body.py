@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from services.router.frontend.openai import openai_protocol, responses_items
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import SEALED, sealed
 from services.router.frontend.openai.responses_tools import custom_input
 from services.router.preprocess.chat.prompt import MAX_TOOLS
+from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import InvalidRequest, NotFound
 from tandem.v1 import generation_pb2
 

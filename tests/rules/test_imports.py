@@ -128,7 +128,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "services.router": (
         ("server",),
         ("frontend",),
-        ("generation",),
+        ("models",),
+        ("model_pools", "generation"),
         ("execution",),
         ("routing",),
         ("preprocess", "tenancy"),
@@ -142,7 +143,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cluster": (
         *(("local_cluster",), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
         *(
-            ("reconcile_plan", "autoscale_policy"),
+            ("reconcile_plan", "autoscale_policy", "model_clusters"),
             ("state",),
             ("orphan_reaper",),
             ("run_directory", "exit_with_parent"),
@@ -183,7 +184,7 @@ ONLY_IN = {
     "starlette": ["services/router/frontend/"],  # doors are HTTP
     "uvicorn": ["services/router/frontend/http_server.py"],
     "opentelemetry": ["tandem/telemetry/tracing.py"],
-    "prometheus_client": ["tandem/telemetry/metrics.py"],
+    "prometheus_client": ["tandem/telemetry/exposition.py", "tandem/telemetry/metrics.py"],
     "compressed_tensors": ["engine/loading/quantized_checkpoint.py"],
     "aiohttp": ["loadtest/loadgen/targets.py"],
     "matplotlib": ["loadtest/harness/plots.py"],

@@ -22,8 +22,8 @@ from loadtest.scenarios.fuzz import GOOD, TEMPLATE
 from services.router.answer.call_formats.registry import NAMES, reader_of
 from services.router.answer.parts import CallBegin, Part, joined
 from services.router.frontend.openai import openai_errors, openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.preprocess.request import build_request as admitted
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.served_model import ModelFacts
 from services.router.preprocess.tokenizer import Tokenizer
 from services.router.tenancy import api_keys

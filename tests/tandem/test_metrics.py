@@ -15,8 +15,8 @@ from prometheus_client.samples import Sample
 
 from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
 from tandem.settings import Settings
-from tandem.telemetry import metrics as tandem_metrics
-from tandem.telemetry.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
+from tandem.telemetry import exposition
+from tandem.telemetry.metrics import STATES, Load, Metrics, RouterMetrics, WorkerMetrics
 from tandem.v1 import common_pb2, generation_pb2
 
 WHO = {"pool", "worker", "model"}
@@ -118,7 +118,7 @@ def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
     assert [found["tandem_kv_blocks", state] for state in ("free", "cached", "held")] == [6, 1, 3]
     assert found["tandem_kv_cache_usage_ratio",] == 0.3
     assert (found["tandem_prefill_backlog_tokens",], found["tandem_prefill_backlog_seconds",]) == (500, 0.5)
-    assert {state: found["tandem_worker_state", state] for state in tandem_metrics.STATES} == {
+    assert {state: found["tandem_worker_state", state] for state in STATES} == {
         "starting": 0, "ready": 1, "draining": 0,
     }  # fmt: skip
     assert (found["tandem_inflight_requests",], found["tandem_queue_depth",]) == (5, 2)
@@ -198,7 +198,7 @@ def test_vllms_names_have_the_same_values() -> None:
     assert (said["vllm:num_requests_running"], said["vllm:kv_cache_usage_perc"]) == (3, 0.3)
     assert (said["vllm:prefix_cache_queries_total"], said["vllm:prefix_cache_hits_total"]) == (100, 16)
     assert said["vllm:num_preemptions_total"] == 4
-    named = {one.name for metrics in (router, worker) for one in tandem_metrics.VLLM.values() for one in one}
+    named = {one.name for metrics in (router, worker) for one in exposition.VLLM.values() for one in one}
     assert {name.split("_total")[0] for name in said} >= {name for name in named if not name.endswith("seconds")} - {
         "vllm:nixl_num_failed_transfers"  # none has failed
     }

@@ -192,7 +192,8 @@ class Faults:
 
     async def _scale(self, client: AsyncClient) -> str:
         role = self._chance.choice(["prefill", "decode"])
-        return json.dumps(await client.scale(**{role: self._chance.randint(1, 3)}))
+        size = self._chance.randint(1, 3)
+        return json.dumps(await client.scale(size if role == "prefill" else None, size if role == "decode" else None))
 
     # ---- inside a worker
 

@@ -15,8 +15,8 @@ import structlog
 
 from cluster.state.adapter_list import LoadedAdapter, taken, unknown
 from cluster.state.registry import State, WorkerRecord
-from services.adapter_follower import AdapterFollower
 from services.grpc_server import Channels
+from services.router.models import Model, Models
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import (
     CheckpointRefused,
@@ -28,7 +28,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.grpc_errors import calling
-from tandem.settings import ADAPTER_NAME, Settings
+from tandem.settings import ADAPTER_NAME
 from tandem.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -37,43 +37,38 @@ SEEN_TIMEOUT_S = 5.0  # for every process to read the new list
 
 
 class AdapterControl:
-    def __init__(self, settings: Settings, follower: AdapterFollower, view: WorkerLiveness, channels: Channels) -> None:
-        self._settings = settings
-        self._follower = follower
-        self._view = view
+    def __init__(self, models: Models, channels: Channels) -> None:
+        self._models = models
         self._channels = channels
 
-    def listed(self) -> list[admin_pb2.ServedAdapter]:
-        """The adapters that requests may name."""
-        given = self._settings.adapters
-        loaded = {name: one for name, one in self._follower.list.adapters.items() if name not in given}
-        return [
-            *(admin_pb2.ServedAdapter(name=name, path=path) for name, path in given.items()),
-            *(_served(name, adapter) for name, adapter in loaded.items()),
-        ]
+    def listed(self, model_name: str = "") -> list[admin_pb2.ServedAdapter]:
+        """The adapters that requests may name: of all models, or of one. Raises NotFound."""
+        models = [self._models.named(model_name)] if model_name else self._models
+        return [one for model in models for one in _listed(model)]
 
-    async def load(self, name: str, path: str) -> admin_pb2.ServedAdapter:
+    async def load(self, name: str, path: str, model_name: str = "") -> admin_pb2.ServedAdapter:
         """Raises InvalidRequest for a name that is taken and for what the workers refuse, NotFound for a folder without
         an adapter, PreconditionFailed where none may be loaded, Unavailable if a worker or the registry does not
         answer. Then nothing has changed."""
+        model = self._models.named(model_name)
         if not path or not is_utf8(path):
             raise InvalidRequest("path names no folder", field="path", bound="a folder within adapter_root, in UTF-8")
         self._check_name(name)
-        if self._settings.adapter_root is None:
+        if model.pools.settings.adapter_root is None:
             raise PreconditionFailed(
                 "adapters cannot be loaded while this cluster runs; start it with adapter_root",
                 reason="NO_ADAPTER_ROOT",
                 field="adapter_root",
                 bound="the folder that has them",
             )
-        adapter = LoadedAdapter(path, (await self._prepared(name, path)).hex())
-        await self._seen_by_all(await self._follower.add(name, adapter))
-        log.info("adapter.listed", adapter=name, path=path, fingerprint=adapter.fingerprint)
-        return _served(name, adapter)
+        adapter = LoadedAdapter(path, (await self._prepared(model.pools.view, name, path)).hex())
+        await _seen_by_all(model.pools.view, await model.pools.adapters.add(name, adapter))
+        log.info("adapter.listed", adapter=name, path=path, fingerprint=adapter.fingerprint, model=model.key)
+        return _served(name, adapter, model.key)
 
     async def unload(self, name: str) -> None:
         """Raises NotFound, PreconditionFailed for an adapter of the settings, Unavailable."""
-        if name in self._settings.adapters:
+        if any(name in model.pools.settings.adapters for model in self._models):
             raise PreconditionFailed(
                 f"{name} is of the setting adapters; it is served until the cluster is restarted without it",
                 reason="ADAPTER_OF_SETTINGS",
@@ -82,8 +77,9 @@ class AdapterControl:
             )
         if not re.fullmatch(ADAPTER_NAME, name):
             raise unknown(name)
-        await self._seen_by_all(await self._follower.remove(name))
-        log.info("adapter.unlisted", adapter=name)
+        model = next((one for one in self._models if name in one.served.adapters), self._models.first)
+        await _seen_by_all(model.pools.view, await model.pools.adapters.remove(name))
+        log.info("adapter.unlisted", adapter=name, model=model.key)
 
     def _check_name(self, name: str) -> None:
         if not re.fullmatch(ADAPTER_NAME, name):
@@ -92,16 +88,15 @@ class AdapterControl:
                 field="name",
                 bound="1 to 128 letters, digits and ._/:-, the first one a letter or a digit",
             )
-        settings = self._settings
-        if name in self._follower.list.adapters or name in settings.adapters:
+        if any(name in model.served.adapters for model in self._models):
             raise taken(name)
-        if name in (settings.model, *settings.model_names):
-            raise InvalidRequest(f"{name} is the name of the model", field="name", bound="a name that is free")
+        if self._models.is_taken(name):
+            raise InvalidRequest(f"{name} is the name of a model", field="name", bound="a name that is free")
 
-    async def _prepared(self, name: str, path: str) -> bytes:
+    async def _prepared(self, view: WorkerLiveness, name: str, path: str) -> bytes:
         """The fingerprint that all ready workers found."""
-        await self._view.refresh()
-        workers = [one for one in self._view.workers.values() if one.role != "router" and one.state is State.READY]
+        await view.refresh()
+        workers = [one for one in view.workers.values() if one.role != "router" and one.state is State.READY]
         if not workers:
             raise NoWorker("no worker is ready to check the adapter; `tandem workers` shows the pools", retry_after=2.0)
         answers = await asyncio.gather(*(self._prepare(worker, name, path) for worker in workers))
@@ -129,18 +124,27 @@ class AdapterControl:
             return _refusal(worker.worker_id, error)
         return bytes(answer.fingerprint)
 
-    async def _seen_by_all(self, version: int) -> None:
-        """Until every process that is ready has read this version of the list; at most SEEN_TIMEOUT_S."""
-        behind: list[str] = []
-        try:
-            async with asyncio.timeout(SEEN_TIMEOUT_S):
-                async for workers in self._view.updates():
-                    ready = [record for record in workers.values() if record.state is State.READY]
-                    behind = [record.worker_id for record in ready if record.adapters_version < version]
-                    if not behind:
-                        return
-        except TimeoutError:
-            log.warning("adapters.behind", version=version, workers=behind)
+
+async def _seen_by_all(view: WorkerLiveness, version: int) -> None:
+    """Until every process that is ready has read this version of the list; at most SEEN_TIMEOUT_S."""
+    behind: list[str] = []
+    try:
+        async with asyncio.timeout(SEEN_TIMEOUT_S):
+            async for workers in view.updates():
+                ready = [record for record in workers.values() if record.state is State.READY]
+                behind = [record.worker_id for record in ready if record.adapters_version < version]
+                if not behind:
+                    return
+    except TimeoutError:
+        log.warning("adapters.behind", version=version, workers=behind)
+
+
+def _listed(model: Model) -> list[admin_pb2.ServedAdapter]:
+    given, loaded = model.pools.settings.adapters, model.pools.adapters.list.adapters
+    return [
+        *(admin_pb2.ServedAdapter(name=name, path=path, model=model.key) for name, path in given.items()),
+        *(_served(name, adapter, model.key) for name, adapter in loaded.items() if name not in given),
+    ]
 
 
 def is_utf8(text: str) -> bool:
@@ -163,7 +167,7 @@ def _refusal(worker_id: str, error: TandemError) -> TandemError:
     return Unavailable(message, reason="ADAPTER_NOT_PREPARED", retry_after=1.0)
 
 
-def _served(name: str, adapter: LoadedAdapter) -> admin_pb2.ServedAdapter:
+def _served(name: str, adapter: LoadedAdapter, model: str) -> admin_pb2.ServedAdapter:
     return admin_pb2.ServedAdapter(
-        name=name, path=adapter.path, fingerprint=adapter.digest, loaded_at=adapter.loaded_at
+        name=name, path=adapter.path, fingerprint=adapter.digest, loaded_at=adapter.loaded_at, model=model
     )

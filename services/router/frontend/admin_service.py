@@ -11,14 +11,13 @@ from time import time
 import grpc
 import structlog
 
-from cluster.state.registry import Registry, WorkerRecord
+from cluster.state.registry import WorkerRecord
 from services.grpc_server import Channels
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.adapter_control import AdapterControl
-from services.worker_liveness import WorkerLiveness
+from services.router.models import Model, Models
 from tandem.errors import InvalidRequest, NotFound, PreconditionFailed, TandemError, Unavailable
 from tandem.grpc_errors import calling
-from tandem.settings import Settings
 from tandem.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -38,35 +37,36 @@ VERSIONS = ("tandem-serving", "torch", "transformers", "grpcio", "ray", "nixl", 
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        view: WorkerLiveness,
-        channels: Channels,
-        receipts: ReceiptLog,
-        adapters: AdapterControl,
-    ) -> None:
+    def __init__(self, models: Models, channels: Channels, receipts: ReceiptLog, adapters: AdapterControl) -> None:
+        self._models = models
+        self._channels = channels
         self._receipts = receipts
         self._adapters = adapters
-        self._settings = settings
-        self._registry = registry
-        self._view = view
-        self._channels = channels
-        self._wanted: dict[str, int] = {}  # the last known
+        self._wanted: dict[str, dict[str, int]] = {}  # model -> role -> size, the last known
 
     async def ListWorkers(
         self, request: admin_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListWorkersResponse:
-        await self._view.refresh()
+        await asyncio.gather(*(model.pools.view.refresh() for model in self._models))
         return await self.pools()
 
     async def pools(self) -> admin_pb2.ListWorkersResponse:
         """The pools as last seen. A registry that did not answer then is not asked again."""
-        wanted = await self._wanted_sizes() if self._view.registry_ok else self._wanted
-        return admin_pb2.ListWorkersResponse(
-            workers=[_worker(record, self._view.age(record)) for record in self._view.workers.values()], wanted=wanted
-        )
+        response = admin_pb2.ListWorkersResponse()
+        routers: set[str] = set()
+        for model in self._models:
+            view = model.pools.view
+            for record in view.workers.values():
+                if record.role == "router":  # it has a record for each model
+                    if record.incarnation in routers:
+                        continue
+                    routers.add(record.incarnation)
+                name = "" if record.role == "router" else model.key
+                response.workers.append(_worker(record, view.age(record), name))
+            known = self._wanted.get(model.key, {})
+            wanted = await self._wanted_sizes(model) if view.registry_ok else known
+            response.wanted.update({model.pool(role): size for role, size in wanted.items()})
+        return response
 
     async def ListReceipts(
         self, request: admin_pb2.ListReceiptsRequest, context: grpc.aio.ServicerContext
@@ -82,57 +82,79 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ScalePools(
         self, request: admin_pb2.ScalePoolsRequest, context: grpc.aio.ServicerContext | None = None
     ) -> admin_pb2.ScalePoolsResponse:
-        for role, size in request.wanted.items():
-            if role not in MIN_POOL_SIZES:
-                raise InvalidRequest(f"there is no pool {role!r}", field="wanted", bound="prefill or decode")
-            if not MIN_POOL_SIZES[role] <= size <= MAX_POOL_SIZE:
-                raise InvalidRequest(
-                    f"{role} is {size}", field=f"wanted.{role}", bound=f"{MIN_POOL_SIZES[role]} to {MAX_POOL_SIZE}"
-                )
-        if not (self._wanted or await self._registry.wanted()):  # raises when the registry does not answer
+        pools = {model.pool(role): (model, role) for model in self._models for role in MIN_POOL_SIZES}
+        for pool, size in request.wanted.items():
+            if pool not in pools:
+                raise InvalidRequest(f"there is no pool {pool!r:.140}", field="wanted", bound=" or ".join(pools))
+            model, role = pools[pool]
+            least = 0 if model.key else MIN_POOL_SIZES[role]
+            if not least <= size <= MAX_POOL_SIZE:
+                raise InvalidRequest(f"{pool} is {size}", field=f"wanted.{pool}", bound=f"{least} to {MAX_POOL_SIZE}")
+        changed = {pools[pool][0].key: pools[pool][0] for pool in request.wanted}
+        for model in changed.values():
+            await self._check_scalable(model)
+        for model in changed.values():
+            sizes = {pools[pool][1]: size for pool, size in request.wanted.items() if pools[pool][0] is model}
+            await model.pools.registry.set_wanted(sizes)
+        sizes_now = [(model, await self._wanted_sizes(model)) for model in self._models]
+        wanted = {model.pool(role): size for model, sizes in sizes_now for role, size in sizes.items()}
+        return admin_pb2.ScalePoolsResponse(wanted=wanted)
+
+    async def _check_scalable(self, model: Model) -> None:
+        """Raises PreconditionFailed, and Unavailable when the registry does not answer."""
+        if not (self._wanted.get(model.key) or await model.pools.registry.wanted()):
             raise PreconditionFailed(
                 "these pools have no supervisor that follows wanted sizes; scale them where their workers are started,"
                 " on Kubernetes with kubectl scale",
                 reason="NOT_SUPERVISED",
             )
-        if self._settings.autoscale == "on":
+        if model.pools.settings.autoscale == "on":
             raise PreconditionFailed(
                 "the autoscaler sizes the pools here; `tandem autoscale` shows its decisions. Start the cluster with"
                 " another prefill, decode, prefill_max or decode_max, or without autoscale",
                 reason="AUTOSCALED",
             )
-        await self._registry.set_wanted(dict(request.wanted))
-        return admin_pb2.ScalePoolsResponse(wanted=await self._wanted_sizes())
 
     async def GetScaling(
         self, request: admin_pb2.GetScalingRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetScalingResponse:
-        if self._settings.autoscale == "off":
+        scaled = [model for model in self._models if model.pools.settings.autoscale != "off"]
+        if not scaled:
             raise PreconditionFailed(
                 "autoscale is off here; with dry-run it would report what it would do", reason="NOT_AUTOSCALED"
             )
-        text = await self._registry.scaling()
-        if text is None:
-            raise Unavailable("the autoscaler has reported nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0)
-        scaling = json.loads(text)
-        return admin_pb2.GetScalingResponse(
-            mode=scaling["mode"],
-            age_seconds=max(0.0, time() - scaling["at"]),
-            pools=[admin_pb2.ScalingVerdict(**verdict) for verdict in scaling["pools"]],
-        )
+        response = admin_pb2.GetScalingResponse()
+        modes: dict[str, None] = {}
+        for model in scaled:
+            text = await model.pools.registry.scaling()
+            if text is None:
+                raise Unavailable(
+                    "the autoscaler has reported nothing lately", reason="AUTOSCALER_SILENT", retry_after=1.0
+                )
+            scaling = json.loads(text)
+            modes[scaling["mode"]] = None
+            response.age_seconds = max(response.age_seconds, 0.0, time() - scaling["at"])
+            response.pools.extend(
+                admin_pb2.ScalingVerdict(**{**verdict, "role": model.pool(verdict["role"])})
+                for verdict in scaling["pools"]
+            )
+        response.mode = ", ".join(modes)
+        return response
 
-    async def _wanted_sizes(self) -> dict[str, int]:
+    async def _wanted_sizes(self, model: Model) -> dict[str, int]:
         """The registry's wanted sizes; the last known ones where it has lost them or does not answer."""
+        known = self._wanted.setdefault(model.key, {})
         try:
-            self._wanted |= await self._registry.wanted()
+            known |= await model.pools.registry.wanted()
         except Unavailable as error:
             log.warning("admin.registry_lost", error=error.message)
-        return self._wanted
+        return known
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext | None = None
     ) -> admin_pb2.DrainWorkerResponse:
-        record = self._view.workers.get(request.worker_id)
+        records = (model.pools.view.workers.get(request.worker_id) for model in self._models)
+        record = next((record for record in records if record is not None), None)
         if record is None or record.role == "router":
             raise NotFound(f"there is no worker {request.worker_id!r}; `tandem workers` lists them", field="worker_id")
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels.to(record.address))
@@ -146,12 +168,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ListAdaptersResponse:
-        return admin_pb2.ListAdaptersResponse(adapters=self._adapters.listed())
+        return admin_pb2.ListAdaptersResponse(adapters=self._adapters.listed(request.model))
 
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.LoadAdapterResponse:
-        return admin_pb2.LoadAdapterResponse(adapter=await self._adapters.load(request.name, request.path))
+        return admin_pb2.LoadAdapterResponse(
+            adapter=await self._adapters.load(request.name, request.path, request.model)
+        )
 
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
@@ -162,8 +186,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Audit(
         self, request: admin_pb2.AuditRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.AuditResponse:
-        await self._view.refresh()
-        workers = [record for record in self._view.workers.values() if record.role != "router"]
+        await asyncio.gather(*(model.pools.view.refresh() for model in self._models))
+        records = [record for model in self._models for record in model.pools.view.workers.values()]
+        workers = [record for record in records if record.role != "router"]
         answers = await asyncio.gather(*(self._ledger(record) for record in workers))
         response = admin_pb2.AuditResponse()
         for record, answer in zip(workers, answers, strict=True):
@@ -188,18 +213,25 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DiagnoseResponse:
         response = admin_pb2.DiagnoseResponse(versions={name: _version(name) for name in VERSIONS})
         try:
-            response.registry_round_trip_seconds = await self._registry.ping()
+            response.registry_round_trip_seconds = await self._models.first.pools.registry.ping()
             response.registry_reachable = True
         except Unavailable as error:
             response.problems.append(error.message)
-        await self._view.refresh()
-        decodes, prefills = self._view.of_role("decode"), self._view.of_role("prefill")
-        wanted = await self._wanted_sizes()
+        for model in self._models:
+            await self._diagnose(model, response)
+        return response
+
+    async def _diagnose(self, model: Model, response: admin_pb2.DiagnoseResponse) -> None:
+        """Adds the pairs of one model's workers, and what an operator should look at."""
+        view = model.pools.view
+        await view.refresh()
+        decodes, prefills = view.of_role("decode"), view.of_role("prefill")
+        wanted = await self._wanted_sizes(model)
         for role, pool in (("decode", decodes), ("prefill", prefills)):
-            least = wanted.get(role, 1)
+            least, name = wanted.get(role, 1), model.pool(role)
             if len(pool) < least:
                 problem = (
-                    f"{len(pool)} of {least} wanted {role} workers are there" if pool else f"there is no {role} worker"
+                    f"{len(pool)} of {least} wanted {name} workers are there" if pool else f"there is no {name} worker"
                 )
                 response.problems.append(problem)
         response.problems.extend(
@@ -216,7 +248,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     response.problems.append(f"{name}: {'; '.join(pair.differences)}")
                 elif pair.transport.endswith(("tcp", "unknown")) and _host(decode) == _host(prefill):
                     response.problems.append(f"{name}: both on one host, but KV moves over {pair.transport}")
-        return response
 
     async def _probe(self, decode: WorkerRecord, prefill: WorkerRecord) -> admin_pb2.Pair:
         pair = admin_pb2.Pair(prefill_worker=prefill.worker_id, decode_worker=decode.worker_id)
@@ -239,9 +270,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pair
 
 
-def _worker(record: WorkerRecord, age_s: float) -> admin_pb2.Worker:
-    same = {name: getattr(record, name) for name in admin_pb2.Worker.DESCRIPTOR.fields_by_name if hasattr(record, name)}
-    return admin_pb2.Worker(**same, heartbeat_age_seconds=age_s)
+def _worker(record: WorkerRecord, age_s: float, model: str) -> admin_pb2.Worker:
+    names = admin_pb2.Worker.DESCRIPTOR.fields_by_name
+    same = {name: getattr(record, name) for name in names if name != "model" and hasattr(record, name)}
+    return admin_pb2.Worker(**same, heartbeat_age_seconds=age_s, model=model)
 
 
 def _host(record: WorkerRecord) -> str:

@@ -180,8 +180,8 @@ class Dashboard:
         return [
             *pages,
             Route("/dashboard/events", self.events, methods=["GET"]),
-            Route("/dashboard/pools/{role}", self.scale, methods=["POST"]),
-            Route("/dashboard/workers/{worker_id}/drain", self.drain, methods=["POST"]),
+            Route("/dashboard/pools/{role:path}", self.scale, methods=["POST"]),
+            Route("/dashboard/workers/{worker_id:path}/drain", self.drain, methods=["POST"]),
         ]
 
     def close(self) -> None:

@@ -6,24 +6,18 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from services.router.generation import Generation
-from services.router.preprocess.served_model import ServedModel
-from services.router.preprocess.tokenizer import Tokenizer
-from tandem.settings import Settings
+from services.router.models import Models
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    def __init__(self, settings: Settings, generation: Generation, model: ServedModel, tokenizer: Tokenizer) -> None:
-        self._settings = settings
-        self._generation = generation
-        self._model = model
-        self._tokenizer = tokenizer
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
-        return self._generation.generate(
+        return self._models.named(request.model).generation.generate(
             request,
             context.time_remaining(),
             authorization=authorization(context),
@@ -33,15 +27,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModelInfo(
         self, request: generation_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelInfoResponse:
-        facts = self._model.facts()
+        model = self._models.named(request.model) if request.model else self._models.first
+        facts = model.served.facts()
         return generation_pb2.GetModelInfoResponse(
-            model=self._settings.model_names[0],
+            model=model.names[0],
             max_context_tokens=facts.context,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
-            has_tokenizer=self._tokenizer.backend is not None,
-            has_chat_template=self._tokenizer.template is not None,
+            has_tokenizer=model.tokenizer.backend is not None,
+            has_chat_template=model.tokenizer.template is not None,
             adapters=list(facts.adapters),
+            models=[one.names[0] for one in self._models],
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -26,15 +27,13 @@ from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_answers, openai_errors, openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults, Sampled
-from services.router.generation import Generation
-from services.router.preprocess.served_model import ServedModel
-from services.router.preprocess.tokenizer import Tokenizer
+from services.router.frontend.openai.openai_sampling import Sampled
+from services.router.models import Models
 from services.router.preprocess.validation import checked_request_id
 from services.router.tenancy.api_keys import ApiKeys
-from tandem.errors import InvalidRequest, NotFound, TandemError, Unauthenticated
+from tandem.errors import InvalidRequest, NotFound, NoWorker, TandemError, Unauthenticated
 from tandem.settings import Settings
-from tandem.telemetry.metrics import CONTENT_TYPE, RouterMetrics
+from tandem.telemetry.exposition import CONTENT_TYPE, Exposition
 
 MAX_TOKENIZE_TOKENS = 2**17  # tokens to text or back, or the context if that is longer
 PUBLIC_PATHS = ("/health", "/version", *PAGES)  # probes have none, and the page asks its user for it
@@ -43,6 +42,7 @@ PUBLIC_PATHS = ("/health", "/version", *PAGES)  # probes have none, and the page
 class Tokenize(BaseModel):
     """POST /tokenize."""
 
+    model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
@@ -50,27 +50,17 @@ class Tokenize(BaseModel):
 class Detokenize(BaseModel):
     """POST /detokenize."""
 
+    model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 class Api:
     """The endpoints."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        generation: Generation,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        defaults: Defaults,
-        bodies: BodyReader,
-        metrics: RouterMetrics,
-    ) -> None:
+    def __init__(self, settings: Settings, models: Models, bodies: BodyReader, metrics: Exposition) -> None:
         self._settings = settings
-        self._endpoint = GeneratingEndpoint(settings, generation, model, bodies)
-        self._model = model
-        self._tokenizer = tokenizer
-        self._defaults = defaults
+        self._endpoint = GeneratingEndpoint(bodies)
+        self._models = models
         self._bodies = bodies
         self._metrics = metrics
         self._began = int(time.time())
@@ -105,24 +95,25 @@ class Api:
         return await self._endpoint.answer(request, self.parsers["/v1/chat/completions"])
 
     async def models(self, request: Request) -> Response:
-        names = (self._settings.model_names[0], *self._model.adapters)
+        names = [name for model in self._models for name in (model.names[0], *model.served.adapters)]
         return JSONResponse({"object": "list", "data": [self._about(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """One of them, by any of its names. Raises NotFound."""
         if not request.path_params["name"]:
             return await self.models(request)
-        name, _ = self._endpoint.resolve_model(request.path_params["name"])
-        return JSONResponse(self._about(name))
+        return JSONResponse(self._about(request.path_params["name"]))
 
     def _about(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self._began, "owned_by": "tandem"}
-        about["max_model_len"] = self._model.facts().context
-        return {**about, "parent": self._settings.model_names[0]} if name in self._model.adapters else about
+        model, shown, adapter = self._models.resolve(name)
+        about = {"id": shown, "object": "model", "created": self._began, "owned_by": "tandem"}
+        with suppress(NoWorker):  # its pools may be empty, unlike those of another model
+            about["max_model_len"] = model.context
+        return {**about, "parent": model.names[0]} if adapter else about
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be served."""
-        return Response(status_code=200 if self._model.ready() else 503)
+        return Response(status_code=200 if self._models.ready() else 503)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("tandem-serving")})
@@ -139,26 +130,27 @@ class Api:
 
     def _tokenized(self, raw: bytes) -> bytes:
         body = openai_protocol.parse(raw, Tokenize)
-        context = self._model.facts().context
-        if least := self._tokenizer.at_least(body.prompt, max(context, MAX_TOKENIZE_TOKENS)):
+        model, _, _ = self._models.resolve(body.model)
+        context = model.context
+        if least := model.tokenizer.at_least(body.prompt, max(context, MAX_TOKENIZE_TOKENS)):
             bound = f"at most {max(context, MAX_TOKENIZE_TOKENS)} tokens"
             raise InvalidRequest(f"prompt has over {least} tokens", field="prompt", bound=bound)
-        ids = self._tokenizer.encode(body.prompt, special=body.add_special_tokens)
+        ids = model.tokenizer.encode(body.prompt, special=body.add_special_tokens)
         return to_json({"count": len(ids), "max_model_len": context, "tokens": ids})
 
     def _detokenized(self, raw: bytes) -> bytes:
-        body = openai_protocol.parse(raw, Detokenize, max(self._model.facts().context, MAX_TOKENIZE_TOKENS))
-        return to_json({"prompt": self._tokenizer.decode(body.tokens)})
+        body = openai_protocol.parse(raw, Detokenize, max(self._models.context, MAX_TOKENIZE_TOKENS))
+        model, _, _ = self._models.resolve(body.model)
+        return to_json({"prompt": model.tokenizer.decode(body.tokens)})
 
     def _parsed(self, kind: type[Sampled], raw: bytes, request_id: str | None) -> Prepared:
         """Raises InvalidRequest, NotFound for a model that there is not."""
-        context = self._model.facts().context
-        body = openai_protocol.parse(raw, kind, kind.most_numbers(context))
-        model, adapter = self._endpoint.resolve_model(body.model)
+        body = openai_protocol.parse(raw, kind, kind.most_numbers(self._models.context))
+        model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
-        requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
-        encoder = openai_answers.answer(body, request_id, model, self._tokenizer, requests)
-        return Prepared(requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
+        requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
+        encoder = openai_answers.answer(body, request_id, name, model.tokenizer, requests)
+        return Prepared(model, requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 
 
 class KeyMiddleware:

@@ -10,33 +10,31 @@ from starlette.responses import Response
 
 from services.router.frontend.http_answers import AnswerEncoder, Collected, Streaming, merged_events
 from services.router.frontend.http_body import BodyReader
-from services.router.generation import Generation
-from services.router.preprocess.served_model import ServedModel
-from tandem.errors import NotFound
-from tandem.settings import Settings
+from services.router.models import Model
 from tandem.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A parsed body: what to generate, and the encoder of the answer."""
+    """A parsed body: what to generate, with which model, and the encoder of the answer."""
 
+    model: Model
     requests: list[generation_pb2.GenerateRequest]  # one for each prompt
     encoder: AnswerEncoder
     request_id: str
     stream: bool
     default_max_tokens: int
 
+    def __post_init__(self) -> None:
+        for message in self.requests:  # those that are stored as jobs, too
+            message.model = self.model.key
+
 
 Parse = Callable[[bytes, str | None], Prepared]  # of the body and of x-request-id; runs on a thread
 
 
 class GeneratingEndpoint:
-    def __init__(self, settings: Settings, generation: Generation, model: ServedModel, bodies: BodyReader) -> None:
-        self._names = settings.model_names
-        self._accepted = {*settings.model_names, settings.model}
-        self._model = model
-        self._generation = generation
+    def __init__(self, bodies: BodyReader) -> None:
         self._bodies = bodies
 
     async def answer(self, request: Request, parse: Parse) -> Response:
@@ -48,20 +46,9 @@ class GeneratingEndpoint:
         key, headers = request.headers.get("authorization"), request.headers.items
         events = merged_events(
             [
-                self._generation.generate(message, None, prepared.default_max_tokens, key, headers=headers)
+                prepared.model.generation.generate(message, None, prepared.default_max_tokens, key, headers=headers)
                 for message in prepared.requests
             ]
         )
         kind = Streaming if prepared.stream else Collected
         return kind(prepared.encoder, events, prepared.request_id)
-
-    def resolve_model(self, name: str | None) -> tuple[str, str]:
-        """The name in the answer for the model that a request names, and the adapter if that is one; absent: the base
-        model. Raises NotFound."""
-        adapters = self._model.adapters
-        if name and name in adapters:
-            return name, name
-        if not name or name in self._accepted:
-            return self._names[0], ""
-        names = ", ".join((*self._names, *adapters))
-        raise NotFound(f"there is no model {name!r:.140}; there are: {names}", field="model", bound=names)

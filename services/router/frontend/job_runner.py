@@ -16,7 +16,7 @@ import structlog
 
 from cluster.state.job_journal import JobJournal, JobRecord, Kept
 from cluster.state.job_journal import JobState as State
-from services.router.generation import Generation
+from services.router.models import Models
 from services.router.preprocess.request import ResumeState
 from services.router.preprocess.served_model import ServedModel
 from services.router.tenancy.rate_limits import RateLimits
@@ -71,11 +71,8 @@ class _Running:
 
 
 class JobRunner:
-    def __init__(
-        self, generation: Generation, model: ServedModel, rate_limits: RateLimits, journal: JobJournal
-    ) -> None:
-        self._generation = generation
-        self._model = model
+    def __init__(self, models: Models, rate_limits: RateLimits, journal: JobJournal) -> None:
+        self._models = models
         self._rate_limits = rate_limits
         self._journal = journal
         self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, its task
@@ -188,14 +185,15 @@ class JobRunner:
 
     async def _attempt(self, job: _Running) -> None:
         """Continues after the stored tokens. Raises an error that ends the attempt early."""
-        self._check_layout(job)
+        model = self._models.named(job.kept.request.model)
+        self._check_layout(job, model.served)
         key = self._rate_limits.named(job.kept.tenant)
         prompt_tokens = 0 if job.charged else job.prompt_tokens
         with self._rate_limits.job(key, prompt_tokens, max(1, job.tokens - job.record.tokens)) as allowance:
             job.charged = True
             entries = await self._journal.all(job.record.job_id)
             past = [generation_pb2.GenerateResponse.FromString(entry.event) for entry in entries]
-            events = self._generation.generate(
+            events = model.generation.generate(
                 job.kept.request, job.kept.deadline - time(), tenant=key, past=past, headers=job.kept.trace.items
             )
             unfinished = choices(job.kept.request) - len(ResumeState(past).ended)  # an end may be stored twice
@@ -230,11 +228,11 @@ class JobRunner:
             log.warning("job.not_kept", job=job_id, why=outcome.value)
         return outcome is Kept.KEPT
 
-    def _check_layout(self, job: _Running) -> None:
+    def _check_layout(self, job: _Running, served: ServedModel) -> None:
         """A job continues only while all workers have the layout that it began with: others would generate other
         tokens. While some have another layout (an upgrade, perhaps one that is reverted) it waits."""
         layout = job.kept.layout_hash
-        layouts = self._model.layouts()
+        layouts = served.layouts()
         if layouts == {layout}:
             job.homeless_since = None
             return

@@ -21,9 +21,8 @@ from cluster.state.job_journal import JobState as State
 from services.router.execution.output_queue import next_merged
 from services.router.frontend.grpc_service import authorization
 from services.router.frontend.job_runner import JobRunner, choices
-from services.router.generation import Generation
+from services.router.models import Models
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS
-from services.router.preprocess.served_model import ServedModel
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
 from services.router.tenancy.tenant_rate import TenantRate
@@ -31,6 +30,7 @@ from tandem.errors import (
     Busy,
     Cancelled,
     InvalidRequest,
+    NotFound,
     Unavailable,
 )
 from tandem.settings import Settings
@@ -57,16 +57,14 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     def __init__(
         self,
         settings: Settings,
-        generation: Generation,
-        model: ServedModel,
+        models: Models,
         rate_limits: RateLimits,
         journal: JobJournal,
         runner: JobRunner,
         tracing: Tracing,
     ) -> None:
         self._settings = settings
-        self._generation = generation
-        self._model = model
+        self._models = models
         self._rate_limits = rate_limits
         self._journal = journal
         self._runner = runner
@@ -101,7 +99,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             job_id = _scoped(key, request.job_id)
             record = await self._journal.get(job_id)
             kept_request = jobs_pb2.KeptJob.FromString(record.request).request
-            first = started(kept_request, request.job_id, self._settings.model_names[0])
+            first = started(kept_request, request.job_id, self._model_name(kept_request.model))
             yield jobs_pb2.WatchJobResponse(event=first)
             history = record.tokens  # those that have not been read yet
             async with aclosing(self._journal.watch(job_id, IDLE_CHECK_S)) as pages:
@@ -182,7 +180,8 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     ) -> tuple[generation_pb2.GenerateRequest, str]:
         """The request to be stored, and a digest that is equal for equal requests."""
         digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-        return await self._generation.fixed(request, key, default_max_tokens), digest
+        generation = self._models.named(request.model).generation
+        return await generation.fixed(request, key, default_max_tokens), digest
 
     async def _submit(
         self, fixed: Sequence[tuple[generation_pb2.GenerateRequest, str]], key: ApiKey, span: Span
@@ -203,11 +202,18 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         kept = jobs_pb2.KeptJob(
             request=request,
             tenant=key.name,
-            layout_hash=self._model.facts().layout_hash,
+            layout_hash=self._models.named(request.model).served.facts().layout_hash,
             deadline=time() + self._settings.job_timeout_s,
             trace=dict(span.headers),
         )
         return Asked(_scoped(key, request.request_id), kept.SerializeToString(), digest)
+
+    def _model_name(self, model: str) -> str:
+        """As in the answer. The cluster may have been restarted without the job's model."""
+        try:
+            return self._models.named(model).names[0]
+        except (InvalidRequest, NotFound):
+            return model
 
     async def _job(self, name: str, key: ApiKey) -> jobs_pb2.Job:
         record = await self._journal.get(_scoped(key, name))

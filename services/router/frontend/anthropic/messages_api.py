@@ -17,10 +17,8 @@ from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai.openai_errors import error_headers
-from services.router.frontend.openai.openai_sampling import Defaults
+from services.router.models import Models
 from services.router.preprocess.chat.prompt import prompt_tokens
-from services.router.preprocess.served_model import ServedModel
-from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import checked_request_id
 from tandem.errors import TandemError
 from tandem.v1 import generation_pb2
@@ -29,18 +27,9 @@ MAX_COUNTED_TOKENS = 2**17  # tokens of a prompt that is only counted, or the co
 
 
 class MessagesApi:
-    def __init__(
-        self,
-        endpoint: GeneratingEndpoint,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        defaults: Defaults,
-        bodies: BodyReader,
-    ) -> None:
+    def __init__(self, endpoint: GeneratingEndpoint, models: Models, bodies: BodyReader) -> None:
         self._endpoint = endpoint
-        self._model = model
-        self._tokenizer = tokenizer
-        self._defaults = defaults
+        self._models = models
         self._bodies = bodies
 
     def routes(self) -> list[Route]:
@@ -77,17 +66,17 @@ class MessagesApi:
     def _prepared(self, request_id: str, raw: bytes, _: str | None) -> Prepared:
         """Raises InvalidRequest, NotFound for a model that there is not."""
         body = messages_body.parse(raw, messages_body.Messages)
-        model, adapter = self._endpoint.resolve_model(body.model)
-        message = body.request(request_id, self._defaults, adapter)
-        encoder = MessagesAnswer(request_id, model, body.max_tokens)
-        return Prepared([message], encoder, request_id, bool(body.stream), max(1, body.max_tokens))
+        model, name, adapter = self._models.resolve(body.model)
+        message = body.request(request_id, model.defaults, adapter)
+        encoder = MessagesAnswer(request_id, name, body.max_tokens)
+        return Prepared(model, [message], encoder, request_id, bool(body.stream), max(1, body.max_tokens))
 
     def _count(self, raw: bytes) -> bytes:
         """Raises as `_prepared`, and InvalidRequest for a prompt that is too long to be counted."""
         body = messages_body.parse(raw, messages_body.Prompt)
-        self._endpoint.resolve_model(body.model)
-        facts = self._model.facts()
+        model, _, _ = self._models.resolve(body.model)
+        facts = model.served.facts()
         facts = replace(facts, context=max(facts.context, MAX_COUNTED_TOKENS))
         message = generation_pb2.GenerateRequest(chat=body.chat())
-        prompt = prompt_tokens(message, self._tokenizer, facts)
+        prompt = prompt_tokens(message, model.tokenizer, facts)
         return to_json({"input_tokens": len(prompt.tokens)})

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.router.frontend import json_body
 from services.router.frontend.anthropic.messages_turns import Turns, referenced_tools
 from services.router.frontend.json_body import Kind, encode
-from services.router.frontend.openai.openai_sampling import Defaults, Int64, List, Seed, to_bytes
+from services.router.frontend.openai.openai_sampling import Int64, List, Seed, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import MAX_STOPS
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2

@@ -31,6 +31,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 class LoadAdapter(BaseModel):
     lora_name: Text
     lora_path: Text
+    model: Text | None = None  # Tandem's own: for which of several models
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
@@ -58,7 +59,7 @@ class AdaptersApi:
             if getattr(body, field):
                 raise InvalidRequest(f"{field} is not served", field=field, bound="absent or false")
         try:
-            await self._control.load(body.lora_name, body.lora_path)
+            await self._control.load(body.lora_name, body.lora_path, body.model or "")
         except TandemError as error:
             raise _named(error) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")

@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict
 
 from services.router.frontend import json_body
 from services.router.frontend.json_body import Kind, encode
-from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Defaults, Int64, List, Sampled, to_bytes
+from services.router.frontend.openai.openai_sampling import GRAMMAR_FIELD, Int64, List, Sampled, to_bytes
 from services.router.preprocess.chat.prompt import MAX_MESSAGES, MAX_TOOLS
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.grammar_schema import MAX_CHOICES
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,

@@ -6,16 +6,16 @@ A number of tandem.sampling is a field of the body under the same name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from services.router.frontend.json_body import encode
 from services.router.preprocess.json_limits import MAX_NUMBERS, wrong
+from services.router.preprocess.sampling_defaults import Defaults
 from services.router.preprocess.validation import CONTEXT_LENGTH_EXCEEDED
-from tandem.errors import CheckpointRefused, TandemError
+from tandem.errors import TandemError
 from tandem.sampling import NUMBERS
 from tandem.v1 import common_pb2, sampling_pb2
 
@@ -26,27 +26,6 @@ List = Annotated[list[Item], Field(fail_fast=True)]  # pydantic would make an er
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seed = Annotated[int, Field(ge=-1, lt=2**64)]  # -1: random, as in vLLM
 TokenKey = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=False)]  # a JSON object's keys are strings
-
-
-class Defaults(BaseModel):
-    """Sampling of requests that do not say: the checkpoint's generation_config.json, as vLLM takes it, then these."""
-
-    model_config = ConfigDict(frozen=True)
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    @classmethod
-    def load(cls, folder: Path) -> Defaults:
-        """Raises CheckpointRefused for a file that cannot be read."""
-        path = folder / "generation_config.json"
-        try:
-            return cls.model_validate_json(path.read_bytes()) if path.is_file() else cls()
-        except (ValidationError, OSError) as error:
-            raise CheckpointRefused(f"{path} cannot be read: {error}") from error
 
 
 class StreamOptions(BaseModel):

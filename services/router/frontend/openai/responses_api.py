@@ -23,15 +23,13 @@ from services.router.frontend.http_body import BodyReader, BoundedAnswer
 from services.router.frontend.http_endpoint import GeneratingEndpoint, Prepared
 from services.router.frontend.json_body import to_json
 from services.router.frontend.openai import openai_protocol
-from services.router.frontend.openai.openai_sampling import Defaults
 from services.router.frontend.openai.responses_answer import ResponsesAnswer
 from services.router.frontend.openai.responses_body import Responses
 from services.router.frontend.openai.responses_items import FIRST_INPUT, RESPONSE_PREFIX, Item, item_id, referenced_ids
 from services.router.frontend.openai.stored_responses import StoredResponses, conversation
+from services.router.models import Models
 from services.router.preprocess.json_limits import wrong
 from services.router.preprocess.offload import Offload
-from services.router.preprocess.served_model import ServedModel
-from services.router.preprocess.tokenizer import Tokenizer
 from services.router.preprocess.validation import checked_request_id
 from tandem.errors import InvalidRequest
 
@@ -41,19 +39,9 @@ PATH = "/v1/responses"
 class ResponsePreparation:
     """From a parsed body to what is generated. Its work on long bodies belongs on a thread."""
 
-    def __init__(
-        self,
-        endpoint: GeneratingEndpoint,
-        stored: StoredResponses,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        defaults: Defaults,
-    ) -> None:
-        self._endpoint = endpoint
+    def __init__(self, stored: StoredResponses, models: Models) -> None:
         self._stored = stored
-        self._model = model
-        self._tokenizer = tokenizer
-        self._defaults = defaults
+        self._models = models
 
     def prepared(
         self,
@@ -65,18 +53,17 @@ class ResponsePreparation:
     ) -> Prepared:
         """`before`: the response that the body continues; `known`: the stored items that it refers to. Raises
         InvalidRequest, NotFound for a model or an item that there is not."""
-        model, adapter = self._endpoint.resolve_model(body.model)
+        model, name, adapter = self._models.resolve(body.model)
         request_id = checked_request_id(request_id or body.request_id or "")
         response_id = RESPONSE_PREFIX + secrets.token_hex(24)
         number = count(FIRST_INPUT)
         history = conversation(before) if before else []
         items = body.begin(lambda prefix: item_id(prefix, response_id, next(number)), history, known)
-        context = self._model.facts().context
-        requests = openai_protocol.requests(body, request_id, self._defaults, adapter, context)
-        encoded, shown = _encoded(items, "input"), _encoded(body.shown(model, requests[0].sampling), "body")
+        requests = openai_protocol.requests(body, request_id, model.defaults, adapter, model.context)
+        encoded, shown = _encoded(items, "input"), _encoded(body.shown(name, requests[0].sampling), "body")
         keep = partial(self._stored.put, tenant, response_id, encoded) if body.stores else None
-        encoder = ResponsesAnswer(body, response_id, shown, self._tokenizer, keep)
-        return Prepared(requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
+        encoder = ResponsesAnswer(body, response_id, shown, model.tokenizer, keep)
+        return Prepared(model, requests, encoder, request_id, bool(body.stream), body.default_max_tokens)
 
 
 class ResponsesApi:

@@ -14,11 +14,12 @@ from pydantic import PrivateAttr, model_validator
 
 from services.router.frontend.json_body import encode
 from services.router.frontend.openai.openai_protocol import REST_OF_CONTEXT
-from services.router.frontend.openai.openai_sampling import Defaults, Int64, List, Sampled, to_bytes
+from services.router.frontend.openai.openai_sampling import Int64, List, Sampled, to_bytes
 from services.router.frontend.openai.responses_items import MAX_ITEMS, Item, NewId, chat_messages, read_items
 from services.router.frontend.openai.responses_tools import Choice, Tools, choose, read_tools
 from services.router.preprocess.chat.template_abilities import EFFORTS
 from services.router.preprocess.json_limits import wrong
+from services.router.preprocess.sampling_defaults import Defaults
 from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import common_pb2, generation_pb2, sampling_pb2
 

@@ -1,0 +1,116 @@
+"""The models that this router serves, by the names that requests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from services.router.generation import Generation
+from services.router.model_pools import ModelPools
+from services.router.preprocess.sampling_defaults import Defaults
+from services.router.preprocess.served_model import ServedModel
+from services.router.preprocess.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest, NotFound, NoWorker, TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model: what its requests are parsed with, and the path that they take."""
+
+    key: str  # its name in the setting `models`; empty: it is the only one
+    tokenizer: Tokenizer
+    defaults: Defaults
+    pools: ModelPools
+    generation: Generation
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For clients; answers have the first."""
+        return self.pools.settings.model_names
+
+    @property
+    def served(self) -> ServedModel:
+        return self.pools.served
+
+    @property
+    def context(self) -> int:
+        """Tokens. Raises NoWorker before the first decode worker is there."""
+        return self.served.facts().context
+
+    def pool(self, role: str) -> str:
+        """The name of one of its pools for operators."""
+        return f"{self.key}/{role}" if self.key else role
+
+
+class Models:
+    """All of them, in the order of the settings."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = models
+        self._by_name: dict[str, Model] = {}
+        for model in models:
+            path = model.pools.settings.model
+            for name in (*model.names, *((path,) if path not in self._by_name else ()), *filter(None, (model.key,))):
+                self._by_name[name] = model
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models)
+
+    @property
+    def first(self) -> Model:
+        return self._models[0]
+
+    @property
+    def context(self) -> int:
+        """Of the model with the longest one. Raises NoWorker before any decode worker is there."""
+        found: list[int] = []
+        for model in self._models:
+            with suppress(NoWorker):
+                found.append(model.context)
+        return max(found) if found else self.first.context
+
+    def named(self, name: str) -> Model:
+        """Empty: the only one. Raises NotFound for a name that no model has, InvalidRequest for none of several."""
+        if model := self._by_name.get(name):
+            return model
+        if not name and len(self._models) == 1:
+            return self._models[0]
+        raise _unknown(name, [model.names[0] for model in self._models])
+
+    def resolve(self, name: str | None) -> tuple[Model, str, str]:
+        """What an HTTP request names, a model or an adapter: the model, its name in the answer, and the adapter, empty
+        for the base model. Raises as `named`."""
+        for model in self._models if name else ():
+            if name in model.served.adapters:
+                assert name
+                return model, name, name
+        try:
+            model = self.named(name or "")
+        except (NotFound, InvalidRequest) as error:
+            names = [known for model in self._models for known in (*model.names, *model.served.adapters)]
+            raise _unknown(name or "", names) from error
+        return model, model.names[0], ""
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a model or an adapter has this name."""
+        return name in self._by_name or any(name in model.served.adapters for model in self._models)
+
+    def running(self) -> int:
+        """Requests in progress."""
+        return sum(model.generation.running for model in self._models)
+
+    def waiting(self) -> int:
+        """Requests that wait for a placement."""
+        return sum(model.pools.scheduler.waiting() for model in self._models)
+
+    def ready(self) -> bool:
+        """Whether a request could be served now."""
+        return any(model.served.ready() for model in self._models)
+
+
+def _unknown(name: str, names: Sequence[str]) -> TandemError:
+    bound = ", ".join(names)
+    if not name:
+        return InvalidRequest(f"the request names no model; there are: {bound}", field="model", bound=bound)
+    return NotFound(f"there is no model {name!r:.140}; there are: {bound}", field="model", bound=bound)

@@ -1,0 +1,241 @@
+"""Several models behind one router: each with its own workers, KV, queue and adapters; none answers for another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from loadtest.harness.random_checkpoints import make_adapter, make_checkpoint
+from tandem import model_settings
+from tandem.errors import InvalidRequest, NotFound, Unavailable
+from tandem.settings import Settings
+from tests.support import oracle
+from tests.support.faults import slow_down
+from tests.support.stopwatch import Stopwatch
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two of one shape and vocabulary: the workers of one could compute for the other, and the tokens would differ."""
+    other = tmp_path_factory.mktemp("other")
+    make_checkpoint(other, "tiny-llama", seed=7, dtype="float32")
+    return {"one": tiny, "two": other}
+
+
+def of(models: dict[str, Path], **settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: {"model": str(folder), **settings.get(name, {})} for name, folder in models.items()}
+
+
+async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    watch = Stopwatch()
+    while not holds():
+        assert watch.within(within_s)
+        await asyncio.sleep(0.01)
+
+
+async def test_each_model_answers_with_its_own_tokens_from_its_own_workers(
+    inside: Any, models: dict[str, Path]
+) -> None:
+    """Many requests to both at once, over gRPC and HTTP: the tokens are each model's, the workers too."""
+    async with inside(models=of(models), http_port=0) as cluster:
+        prompts = oracle.prompts(models["one"], [20, 35, 50])
+        wanted = {
+            (name, at): oracle.greedy(models[name], prompt, NEW) for name in models for at, prompt in enumerate(prompts)
+        }
+        assert wanted["one", 0] != wanted["two", 0]  # otherwise nothing would be shown
+
+        async def ask(name: str, at: int) -> None:
+            answer = await cluster.client.generate(prompts[at], model=name, max_tokens=NEW, ignore_eos=True)
+            assert answer.token_ids == wanted[name, at]
+            receipt = answer.receipt
+            assert (receipt.model, receipt.decode_worker, receipt.prefill_worker) == (
+                name,
+                f"{name}/decode-0",
+                f"{name}/prefill-0",
+            )
+
+        async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
+
+            async def ask_http(name: str, at: int) -> None:
+                body = {"model": name, "prompt": prompts[at], "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+                answer = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()
+                assert (answer["model"], answer["choices"][0]["token_ids"]) == (name, wanted[name, at])
+
+            await asyncio.gather(*(one(*which) for which in wanted for one in (ask, ask_http) for _ in range(2)))
+            text = (await http.get("/metrics")).text
+        for name in models:
+            assert f'tandem_requests_total{{model="{name}",outcome="ok"' in text
+        assert text.count("# TYPE tandem_requests_total ") == 1
+        await cluster.freed()
+        assert await cluster.ledgers_balance()
+
+
+async def test_control_in_one_cluster_the_models_would_answer_for_each_other(
+    inside: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pools are apart because their clusters in the registry are: with one name for all they are not."""
+    own = model_settings._own
+
+    def shared(settings: Settings, name: str, given: dict[str, Any]) -> Settings:
+        return own(settings, name, given).model_copy(update={"cluster": settings.cluster})
+
+    monkeypatch.setattr(model_settings, "_own", shared)
+    monkeypatch.setattr("tests.journey.conftest.Inside.seen", lambda *_: asyncio.sleep(0.5))
+    async with inside(models=of(models)) as cluster:
+        prompts = oracle.prompts(models["one"], [20] * 8)
+        answers = [await cluster.client.generate(one, model="one", max_tokens=NEW, ignore_eos=True) for one in prompts]
+        assert {answer.receipt.decode_worker for answer in answers} != {"one/decode-0"}
+
+
+async def test_a_request_names_a_model_that_there_is(inside: Any, models: dict[str, Path]) -> None:
+    """By any of its names; an unknown one is refused with the list, and so is a request without one."""
+    async with inside(models=of(models, two={"served_model_name": "big,huge"}), http_port=0) as cluster:
+        info = await cluster.client.model_info()
+        assert (info.model, info.models) == ("one", ["one", "big"])
+        for name, answered in (("one", "one"), ("big", "big"), ("huge", "big"), ("two", "big")):
+            answer = await cluster.client.generate([5, 6, 7], model=name, max_tokens=1)
+            assert answer.receipt.model == answered
+        with pytest.raises(NotFound, match="one, big"):
+            await cluster.client.generate([5], model="three", max_tokens=1)
+        with pytest.raises(InvalidRequest, match=r"names no model.*one, big"):
+            await cluster.client.generate([5], max_tokens=1)
+        async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
+            listed = (await http.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == ["one", "big"]
+            assert (await http.get("/v1/models/huge")).json()["id"] == "big"
+            for path, body in (
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+                ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}),
+                ("/v1/responses", {"input": "x"}),
+                ("/tokenize", {"prompt": "x"}),
+                ("/detokenize", {"tokens": [5]}),
+            ):
+                refused = await http.post(path, json={**body, "model": "three"})
+                assert refused.status_code == 404, (path, refused.text)
+                assert "one, big" in refused.text
+                if path != "/v1/messages":  # there a model is a required field
+                    refused = await http.post(path, json=body)
+                    assert refused.status_code == 400, (path, refused.text)
+                    assert "one, big" in refused.text
+
+
+async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str, Path]) -> None:
+    """Its queue is its own, and so are its places."""
+    async with inside(models=of(models, one={"max_num_seqs": 1})) as cluster:
+        slow_down(cluster.workers["one/decode-0"], 0.02)
+        prompt = oracle.prompts(models["one"], [20])[0]
+        full = [
+            asyncio.create_task(cluster.client.generate(prompt, model="one", max_tokens=60, ignore_eos=True))
+            for _ in range(6)
+        ]
+        scheduler = cluster.router.models.named("one").pools.scheduler
+        await until(lambda: scheduler.waiting() >= 4)
+        for _ in range(3):
+            answer = await cluster.client.generate(prompt, model="two", max_tokens=NEW, ignore_eos=True)
+            assert answer.token_ids == oracle.greedy(models["two"], prompt, NEW)
+        assert scheduler.waiting() >= 1  # they still wait
+        tokens = oracle.greedy(models["one"], prompt, 60)
+        assert [answer.token_ids for answer in await asyncio.gather(*full)] == [tokens] * 6
+
+
+async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
+    inside: Any, models: dict[str, Path]
+) -> None:
+    """As after its pools were scaled to zero; when they are back it serves again."""
+    async with inside(models=of(models), queue_timeout_s=0.5, http_port=0) as cluster:
+        prompt = oracle.prompts(models["one"], [20])[0]
+        tokens = {name: oracle.greedy(models[name], prompt, NEW) for name in models}
+
+        async def ask(name: str) -> list[int]:
+            answer = await cluster.client.generate(prompt, model=name, max_tokens=NEW, ignore_eos=True)
+            return list(answer.token_ids)
+
+        assert await ask("one") == tokens["one"]
+        for name in ("one/prefill-0", "one/decode-0"):
+            await cluster.workers.pop(name).stop(1.0)
+        with pytest.raises(Unavailable):
+            await ask("one")
+        assert await ask("two") == tokens["two"]
+        async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
+            assert (await http.get("/health")).status_code == 200
+        for name in ("one/prefill-0", "one/decode-0"):
+            await cluster.start_worker(name)
+        await cluster.seen(2)
+        assert await ask("one") == tokens["one"]
+
+
+async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, models: dict[str, Path]) -> None:
+    """The stored request has its model."""
+    async with inside(models=of(models), http_port=0) as cluster:
+        prompt = oracle.prompts(models["one"], [20])[0]
+        for name in models:
+            job = await cluster.client.submit(prompt, model=name, max_tokens=NEW, ignore_eos=True)
+            pieces = [piece async for piece in cluster.client.watch(job.job_id)]
+            assert [token for piece in pieces for token in piece.token_ids] == oracle.greedy(models[name], prompt, NEW)
+        with pytest.raises(InvalidRequest, match="names no model"):
+            await cluster.client.submit(prompt, max_tokens=NEW)
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
+            for name in models
+        ]
+        async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
+            content = "\n".join(map(json.dumps, lines)).encode()
+            file = await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})
+            given = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+            batch = (await http.post("/v1/batches", json=given)).json()
+            for _ in range(600):
+                batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+                if batch["status"] in ("completed", "failed"):
+                    break
+                await asyncio.sleep(0.05)
+            output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
+        for line in map(json.loads, output.splitlines()):
+            answer = line["response"]["body"]
+            assert answer["model"] == line["custom_id"]
+            assert answer["choices"][0]["token_ids"] == oracle.greedy(models[line["custom_id"]], prompt, NEW)
+
+
+async def test_an_adapter_is_loaded_for_one_model_under_load(
+    inside: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """No request to either model fails meanwhile, and the other model has no such adapter."""
+    make_adapter(tmp_path / "red", models["two"], seed=1, rank=4)
+    merged = oracle.merged(models["two"], tmp_path / "red", tmp_path / "merged")
+    async with inside(models=of(models, two={"adapter_root": str(tmp_path)})) as cluster:
+        prompt = oracle.prompts(models["one"], [20])[0]
+        tokens = {name: oracle.greedy(models[name], prompt, NEW) for name in models}
+        loaded = asyncio.Event()
+
+        async def load_on(name: str) -> int:
+            count = 0
+            while not loaded.is_set() or count < 3:
+                answer = await cluster.client.generate(prompt, model=name, max_tokens=NEW, ignore_eos=True)
+                assert answer.token_ids == tokens[name]
+                count += 1
+            return count
+
+        running = [asyncio.create_task(load_on(name)) for name in models]
+        with pytest.raises(InvalidRequest, match="names no model"):
+            await cluster.client.load_adapter("red", "red")
+        await cluster.client.load_adapter("red", "red", model="two")
+        answer = await cluster.client.generate(prompt, model="two", adapter="red", max_tokens=NEW, ignore_eos=True)
+        assert answer.token_ids == oracle.greedy(merged, prompt, NEW)
+        with pytest.raises(NotFound, match="adapter"):
+            await cluster.client.generate(prompt, model="one", adapter="red", max_tokens=NEW)
+        for taken in ("one", "two", "red"):
+            with pytest.raises(InvalidRequest):
+                await cluster.client.load_adapter(taken, "red", model="two")
+        assert [(one.name, one.model) for one in await cluster.client.adapters()] == [("red", "two")]
+        await cluster.client.unload_adapter("red")
+        loaded.set()
+        assert all(count >= 3 for count in await asyncio.gather(*running))
