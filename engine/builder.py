@@ -198,7 +198,7 @@ def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
 
 def _threads(settings: Settings) -> int:
     cores = len(os.sched_getaffinity(0))
-    return settings.threads or max(1, cores // max(1, settings.prefill + settings.decode))
+    return settings.threads or max(1, cores // max(1, settings.host_workers or settings.prefill + settings.decode))
 
 
 def _measured_blocks(

@@ -44,6 +44,8 @@ def settings_of_models(settings: Settings) -> dict[str, Settings]:
     if not settings.models:
         return {"": settings}
     models = {name: _own(settings, name, own) for name, own in settings.models.items()}
+    workers = settings.host_workers or sum(own.prefill + own.decode for own in models.values())
+    models = {name: own.model_copy(update={"host_workers": workers}) for name, own in models.items()}
     owners: dict[str, str] = {}
     for name, own in models.items():
         for served in {name, *own.model_names, *own.adapters}:

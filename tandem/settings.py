@@ -150,7 +150,9 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if torch finds it."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
-    """CPU threads of one worker's engine; 0: this machine's cores divided by its workers, at least one."""
+    """CPU threads of one worker's engine; 0: this machine's cores divided by `host_workers`, at least one."""
+    host_workers: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster."""
 
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
     """Token places in a block: the unit of allocation, caching and transfer. On CUDA without the package

@@ -24,7 +24,7 @@ FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What the chart itself sets, by values of its own, or what has no use in a pod.
 OWN = {
     *("prefill", "decode", "routers", "host", "advertise_host", "port", "http_port", "worker_port", "api_keys"),
-    *("cluster", "metrics_port"),
+    *("cluster", "metrics_port", "models", "host_workers"),
     *("tls_cert", "tls_key", "tls_client_ca", "cluster_cert", "cluster_key", "cluster_ca", "cluster_token"),
     *("redis", "ray_address", "logs", "transport"),
     # The kubelet's startup probe is in its place.

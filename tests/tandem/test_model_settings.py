@@ -22,6 +22,7 @@ def test_a_model_has_the_clusters_settings_and_its_own() -> None:
     assert (small.cluster, large.cluster) == ("prod.small", "prod.large")
     assert small.redis == large.redis == "redis://r"
     assert not small.models
+    assert small.host_workers == large.host_workers == 1 + 2 + 1 + 3  # the cores are shared by all
     assert [model_of(name) for name in ("prod", "prod.small")] == ["", "small"]
 
 

@@ -7,6 +7,7 @@ claim or submit ─▶ run: each event goes into the journal, which refuses a ro
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import uniform
@@ -39,7 +40,7 @@ from tandem.v1 import generation_pb2, jobs_pb2
 
 log = structlog.get_logger(__name__)
 
-MAX_RUNNING = 64  # jobs that one router runs; others wait for a slot
+MAX_RUNNING = 64  # jobs of one model that a router runs; others wait for a slot
 MAX_LEASED = 1024  # leases that one router holds when it takes over more jobs than it can run
 MAX_RUNNING_PER_TENANT = 48  # slots of one named tenant
 MAX_INTERNAL_ERRORS = 3  # consecutive attempts that end with INTERNAL and without a new token
@@ -77,7 +78,8 @@ class JobRunner:
         self._journal = journal
         self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}  # job id -> its generation, its task
         self._ending: set[str] = set()  # ids of jobs that are being stopped here
-        self._slots = TenantSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT)
+        # By model, so that jobs that wait for the workers of one do not occupy those of another.
+        self._slots: dict[str, TenantSlots] = defaultdict(lambda: TenantSlots(MAX_RUNNING, MAX_RUNNING_PER_TENANT))
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -108,7 +110,10 @@ class JobRunner:
 
     def _takes_more(self) -> bool:
         """Whether to claim more jobs; also during a backlog of one tenant, which cannot occupy every slot."""
-        return len(self._running) < MAX_RUNNING or (self._slots.free > 0 and len(self._running) < MAX_LEASED)
+        if len(self._running) < MAX_RUNNING:
+            return True
+        full = all(slots.free == 0 for slots in self._slots.values())
+        return len(self._running) < MAX_LEASED and not full
 
     async def _renew(self) -> None:
         running = dict(self._running)
@@ -145,7 +150,7 @@ class JobRunner:
         try:
             while True:
                 try:
-                    async with self._slots.slot(job.kept.tenant):
+                    async with self._slots[job.kept.request.model].slot(job.kept.tenant):
                         with known_errors("job"):
                             await self._attempt(job)
                     return

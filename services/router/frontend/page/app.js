@@ -5,6 +5,8 @@ import { PHASES, bytes, clock, count, number, rate, seconds, share } from "./wor
 
 const at = (id) => document.getElementById(id);
 const ROLES = ["prefill", "decode", "router"];
+const poolOf = (worker) => worker.model ? `${worker.model}/${worker.role}` : worker.role;  // as operators name it
+const roleOf = (pool) => pool.slice(pool.lastIndexOf("/") + 1);
 const SILENT_MS = 8000; // a router that says nothing for so long is taken for gone
 const AGAIN_MS = [500, 1000, 2000, 5000];
 
@@ -112,9 +114,9 @@ function show(name, data) {
 }
 
 function warn(data) {
-  const missing = Object.entries(data.wanted).flatMap(([role, size]) => {
-    const there = data.workers.filter((one) => one.role === role && one.state === "ready").length;
-    return there < size ? [`${there} of ${size} ${role} workers are ready`] : [];
+  const missing = Object.entries(data.wanted).flatMap(([pool, size]) => {
+    const there = data.workers.filter((one) => poolOf(one) === pool && one.state === "ready").length;
+    return there < size ? [`${there} of ${size} ${pool} workers are ready`] : [];
   });
   const said = [...(data.registry_ok ? [] : ["the registry does not answer: workers are as they were last seen"]), ...missing];
   at("warning").hidden = !said.length;
@@ -142,7 +144,12 @@ function draw() {
     const points = data.points.filter((point) => point[place] !== null).map((point) => [point[0], point[place]]);
     dots(at(name), points, goal, `${name}: median ${seconds(found.p50)}, 99th percentile ${seconds(found.p99)}`);
   }
-  for (const role of ROLES) drawPool(role, pool(role));
+  const models = [...new Set([...data.workers.map(poolOf), ...Object.keys(data.wanted)].map((name) => name.slice(0, -roleOf(name).length)))];
+  for (const role of ROLES) {
+    for (const model of models.filter((one) => (one === "") === (role === "router" || models.every((other) => other === "")))) {
+      drawPool(model + role, data.workers.filter((one) => poolOf(one) === model + role));
+    }
+  }
 }
 
 const tiles = new Map();
@@ -180,13 +187,13 @@ function figures(place, items) {
 // ---- pools
 
 const pools = new Map();
-function drawPool(role, workers) {
-  if (!pools.has(role)) pools.set(role, makePool(role));
-  const pool = pools.get(role), wanted = state.wanted[role];
+function drawPool(name, workers) {
+  if (!pools.has(name)) pools.set(name, makePool(name));
+  const pool = pools.get(name), wanted = state.wanted[name], role = roleOf(name);
   const ready = workers.filter((one) => one.state === "ready").length;
   tell(pool.about, wanted === undefined ? `${ready} ready` : `${ready} ready of ${wanted} wanted`);
   pool.scale.hidden = wanted === undefined || role === "router";
-  pool.fewer.disabled = wanted <= (role === "decode" ? 1 : 0);
+  pool.fewer.disabled = wanted <= (name === "decode" ? 1 : 0);  // one of several models may go to zero
   for (const [id, row] of pool.rows) {
     if (workers.some((one) => one.worker_id === id)) continue;
     row.element.remove();
@@ -204,13 +211,14 @@ function drawPool(role, workers) {
   pool.none.hidden = workers.length > 0;
 }
 
-function makePool(role) {
-  const fewer = h("button", { type: "button", "aria-label": `one ${role} worker fewer`, onclick: () => scale(role, -1) }, "−");
-  const more = h("button", { type: "button", "aria-label": `one ${role} worker more`, onclick: () => scale(role, 1) }, "+");
+function makePool(name) {
+  const role = roleOf(name), model = name.slice(0, -role.length);
+  const fewer = h("button", { type: "button", "aria-label": `one ${name} worker fewer`, onclick: () => scale(name, -1) }, "−");
+  const more = h("button", { type: "button", "aria-label": `one ${name} worker more`, onclick: () => scale(name, 1) }, "+");
   const parts = { fewer, about: h("p", { class: "quiet" }), list: h("ul", { class: "workers" }), rows: new Map(),
     scale: h("div", { class: "row", hidden: "" }, fewer, more), none: h("p", { class: "quiet" }, "nobody") };
-  at("pools").append(h("section", { class: `card pool ${role}`, "aria-label": `${role} pool` },
-    h("div", { class: "title" }, h("h2", {}, role === "router" ? "Routers" : `${role[0].toUpperCase()}${role.slice(1)} pool`),
+  at("pools").append(h("section", { class: `card pool ${role}`, "aria-label": `${name} pool` },
+    h("div", { class: "title" }, h("h2", {}, role === "router" ? "Routers" : `${model ? name : role[0].toUpperCase() + role.slice(1)} pool`),
       parts.about, parts.scale), parts.list, parts.none));
   return parts;
 }
@@ -267,11 +275,11 @@ async function act(path, done) {
   }
 }
 
-async function scale(role, by) {
-  const size = state.wanted[role] + by;
+async function scale(pool, by) {
+  const size = state.wanted[pool] + by;
   const meaning = by < 0 ? "The worker with the highest number is drained." : "The new worker is ready when it has loaded the model.";
-  if (await sure(`Scale ${role} to ${size}?`, meaning, `Scale to ${size}`)) {
-    await act(`dashboard/pools/${role}?size=${size}`, (answer) => `${count(answer.wanted[role], `${role} worker`)} wanted`);
+  if (await sure(`Scale ${pool} to ${size}?`, meaning, `Scale to ${size}`)) {
+    await act(`dashboard/pools/${pool}?size=${size}`, (answer) => `${count(answer.wanted[pool], `${pool} worker`)} wanted`);
   }
 }
 
