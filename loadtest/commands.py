@@ -58,6 +58,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "spec": Measurement("bench:spec_alone", "speculative decoding, compared with none"),
         "telemetry": Measurement("bench:telemetry_alone", "CPU of traces and metrics"),
         "attention": Measurement("microbench.attention:main", "attention of one layer, compared with torch's"),
+        "machine-code": Measurement("microbench.machine_code:main", "GPU kernels as machine code, without a GPU"),
         "products": Measurement("microbench.products:main", "linear layers of one step, by number of rows"),
         "kv": Measurement("microbench.kv:main", "int8 and fp8 KV: attention time, and distance of the logits"),
         "quality": Measurement("microbench.quality:main", "quantised weights: agreement with the checkpoint's answers"),

@@ -33,7 +33,7 @@ def lock(image: str) -> str:
 
 
 def _part(roots: Sequence[str]) -> str:
-    needed = _closure(roots) - {"torch"}  # it is installed after the rest, with what it brings for a GPU
+    needed = _closure(roots) - {"torch", "triton"}  # installed after the rest; torch for CUDA brings Triton
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     pinned = [line for line in lines if "==" in line and canonicalize_name(line.partition("==")[0]) in needed]
     return HEADER + "\n".join(pinned) + "\n"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,12 +24,29 @@ from engine.kv.kv_cache_spec import CallFacts
 BASE = -1  # the slot of a sequence without an adapter
 
 
-class Kernel(NamedTuple):
-    """What serves torch's `varlen_attn` on a device (engine/attention/varlen.py)."""
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [blocks, block_size, kv_heads] each
 
-    name: str
-    block_multiple: int  # of tokens: a block's size must be one
-    wants_cu_seq_k: bool  # besides `seqused_k`, which decides
+
+class CudaKernel(Protocol):
+    """Attends over pages on CUDA (engine/gpu/paged_attention.py, engine/gpu/varlen.py)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+        """Why it cannot serve this attention call over pages of `dtype`; None if it can."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        scales: Scales,
+        step: Step,
+        facts: CallFacts,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `engine.attention.paged.attend`."""
 
 
 class Rows(NamedTuple):
@@ -125,7 +142,7 @@ class Step:
         facts: tuple[CallFacts, ...],
         device: torch.device,
         compiled: bool = False,
-        varlen: Kernel | None = None,
+        cuda_kernel: CudaKernel | None = None,
     ) -> None:
         batch.check(pages.block_size, pages.num_blocks)
         self.batch = batch
@@ -133,7 +150,7 @@ class Step:
         self.facts = facts
         self.device = device
         self.compiled = compiled  # the compiled operators are there and wanted
-        self.varlen = varlen  # serves the attention calls that it can, on CUDA
+        self.cuda_kernel = cuda_kernel  # serves the attention calls that it can
         self.calls = 0  # attention calls begun in this forward
         self.plans: dict[Any, Any] = {}  # computed once by the attention function, for all its calls
         self.lora: Rows | None = None  # set by the model, if it has adapters
@@ -152,9 +169,9 @@ class Step:
         self.slot_block = self.tensor([block for block, _ in slots])  # [total]
         self.slot_offset = self.tensor([offset for _, offset in slots])  # [total]
         self.cu_seq_q_host = [0, *accumulate(batch.query_lens)]
-        self.cu_seq_q = self._int(self.cu_seq_q_host)  # [sequences + 1]
-        self.seqused_k = self._int(batch.context_lens)  # [sequences]
-        self.block_table = self._int(rows)  # [sequences, max_blocks]
+        self.cu_seq_q = self.int_tensor(self.cu_seq_q_host)  # [sequences + 1]
+        self.seqused_k = self.int_tensor(batch.context_lens)  # [sequences]
+        self.block_table = self.int_tensor(rows)  # [sequences, max_blocks]
         self.max_q = max(batch.query_lens)
         self.max_k = max(batch.context_lens)
 
@@ -167,7 +184,8 @@ class Step:
         """An int64 tensor on the step's device."""
         return on_device(values, torch.int64, self.device)
 
-    def _int(self, values: list[Any]) -> torch.Tensor:
+    def int_tensor(self, values: list[Any]) -> torch.Tensor:
+        """An int32 tensor on the step's device."""
         return on_device(values, torch.int32, self.device)
 
 

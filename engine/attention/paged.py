@@ -3,8 +3,8 @@
 Registered once under `paged_kv` in transformers' attention registry, with no mask function, so that models build no
 mask and hand theirs over as None. The reference in plain PyTorch gathers each sequence's context through its block
 table. Where the step has compiled operators, single tokens (decode) are attended by `torch.ops.tandem.attend` over the
-pages as they lie; prompt chunks and latent pages stay with the reference. On CUDA `engine.attention.varlen` serves the
-calls that it can.
+pages as they lie; prompt chunks and latent pages stay with the reference. On CUDA a kernel that
+`engine.gpu.kernel_choice` chooses serves the calls that it can.
 
 Sequences that add a single token (decode) are attended together with others of similar length; the rest one by one.
 Whole blocks are gathered, and slots outside of a sequence's context are overwritten with zeros before they are masked,
@@ -25,8 +25,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from engine import kernels
-from engine.attention import varlen
-from engine.attention.forward_context import Step, current_step
+from engine.attention.forward_context import Scales, Step, current_step
 from engine.attention.mla import Expander, expander
 from engine.kv.kv_cache_spec import (
     CallFacts,
@@ -39,8 +38,6 @@ from engine.kv.kv_cache_spec import (
 from engine.kv.kv_quantization import dequantise, quantise
 
 NAME = "paged_kv"
-
-Scales = tuple[torch.Tensor | None, torch.Tensor | None]  # of K and V, [blocks, block_size, kv_heads] each
 
 
 def paged_attention(
@@ -109,9 +106,9 @@ def attend(
     fits = query.dtype == k_pages.dtype or scales[0] is not None
     if step.compiled and fits and query.dtype in kernels.DTYPES:
         return attend_compiled(query, k_pages, v_pages, scales, step, facts, sinks, expand)
-    kernel = step.varlen if query.dtype == k_pages.dtype else None
-    if kernel is not None and varlen.refusal(kernel, facts, query.dtype, k_pages.shape[1]) is None:
-        return varlen.attend(kernel, query, k_pages, v_pages, step, facts)
+    kernel = step.cuda_kernel if fits else None
+    if kernel is not None and kernel.refusal(facts, k_pages.dtype, k_pages.shape[1]) is None:
+        return kernel.attend(query, k_pages, v_pages, scales, step, facts, sinks)
     outs = [
         attend_plan(query, k_pages, v_pages, scales, plan, facts, sinks, expand) for plan in plans(step, facts.reach)
     ]

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.attention import varlen
 from engine.attention.forward_context import Batch, Step
 from engine.kernels import REFERENCE
 from engine.kv.kv_quantization import quantise
@@ -154,13 +153,12 @@ def unfit(model: ModelRunner, pages: KvCache) -> str | None:
     """Why a step of this model takes more than a bucket's tensors; None if it does not."""
     if model.lora is not None:
         return "adapters"
-    if pages.quantised and model.device.type != "cpu":
-        return "quantised KV"
     if model.kernels != REFERENCE and model.dtype in (torch.float32, torch.bfloat16):
         return "latent pages" if model.latent else None
-    if model.varlen is None:
+    kernel = model.cuda_kernel
+    if kernel is None:
         return "attention by the reference plans each step on the host"
-    reasons = [varlen.refusal(model.varlen, fact, pages.dtype, pages.block_size) for fact in model.facts]
+    reasons = [kernel.refusal(fact, pages.dtype, pages.block_size) for fact in model.facts]
     refused = sorted({reason for reason in reasons if reason is not None})
     return f"attention by the reference ({'; '.join(refused)}) plans each step on the host" if refused else None
 
@@ -172,7 +170,7 @@ class _Static(Step):
         ones, zeros = [1] * rows, [0] * rows
         padding = Batch(zeros, zeros, ones, ones, [[spare]] * rows, logits_at=[])
         compiled = model.kernels != REFERENCE
-        super().__init__(padding, pages, model.facts, model.device, compiled=compiled, varlen=model.varlen)
+        super().__init__(padding, pages, model.facts, model.device, compiled=compiled, cuda_kernel=model.cuda_kernel)
         del self.batch, self.cu_seq_q_host  # use of this batch's lists must fail: the next batch has others
 
     def begin(self) -> None:

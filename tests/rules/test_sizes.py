@@ -23,13 +23,19 @@ def too_large(source: str) -> list[str]:
     found = [f"{len(lines)} lines"] if len(lines := source.splitlines()) > MAX_FILE_LINES else []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines_of = (node.end_lineno or node.lineno) - node.lineno + 1
+            # Triton's kernels have no objects, so a parameter for each stride: their signatures do not count.
+            start = node.body[0].lineno if _is_kernel(node) else node.lineno
+            lines_of = (node.end_lineno or node.lineno) - start + 1
             if lines_of > MAX_FUNCTION_LINES:
                 found.append(f"{node.name}: {lines_of} lines")
             parameters = len(node.args.args) - 1 + len(node.args.kwonlyargs)
             if node.name == "__init__" and parameters > MAX_PARAMETERS:
                 found.append(f"line {node.lineno}: a constructor with {parameters} parameters")
     return found
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
 
 
 def test_files_functions_and_constructors_are_small() -> None:

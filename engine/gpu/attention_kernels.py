@@ -1,0 +1,228 @@
+"""The Triton kernels of engine/gpu/paged_attention.py, which has the order of their sums.
+
+Logits are in base 2, where exp2 is one instruction. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FULL, WINDOW, CHUNK = 0, 1, 2  # reaches: how REACH is given, with `span` tokens
+
+
+@triton.jit
+def first_visible(position, span, REACH: tl.constexpr):
+    """The first key that the query at `position` sees."""
+    first = position * 0
+    if REACH == 1:
+        first = tl.maximum(position - span + 1, 0)
+    if REACH == 2:
+        first = position // span * span
+    return first
+
+
+@triton.jit
+def merged(top, total, values, other_top, other_total, other_values):
+    """Two softmax sums as one: maximum of the logits `[rows]`, sum `[rows]`, weighted values `[rows, d]`."""
+    new = tl.maximum(top, other_top)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    ours, theirs = tl.exp2(top - safe), tl.exp2(other_top - safe)
+    return new, total * ours + other_total * theirs, values * ours[:, None] + other_values * theirs[:, None]
+
+
+@triton.jit
+def with_sinks(top, total, values, sinks, head, here):
+    """A sink takes part in the sum and adds no value."""
+    sink = tl.load(sinks + head, mask=here, other=0.0).to(tl.float32) * 1.4426950408889634
+    return merged(top, total, values, sink, sink * 0.0 + 1.0, values * 0.0)
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """`a @ b` in float32; 16-bit operands unless EXACT."""
+    if EXACT:  # noqa: SIM108
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b.to(a.dtype))
+    return c
+
+
+@triton.jit
+def scaled(x, scales, block, slot, used, by_block, by_slot):
+    """`x [rows, keys]` times the scale of each key's elements."""
+    found = tl.load(scales + block * by_block + slot * by_slot, mask=used, other=0.0)
+    return x * found.to(tl.float32)[None, :]
+
+
+@triton.jit
+def bent(x, softcap):
+    """softcap * tanh(x / softcap)."""
+    small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x / softcap))
+    tanh = (1.0 - small) / (1.0 + small)  # of the absolute value
+    return tl.where(x < 0, -tanh, tanh) * softcap
+
+
+@triton.jit
+def attend(
+    query,
+    k_pages,
+    v_pages,
+    k_scales,
+    v_scales,
+    out,  # PARALLEL: weighted values of each part, float32 [parts, tiles, heads, d]; otherwise [total, heads, d]
+    tops,  # PARALLEL: maximum of each part's logits, [parts, tiles, heads]
+    sums,  # likewise
+    sinks,
+    starts,
+    contexts,
+    table,
+    tile_sequence,
+    tile_query,
+    q_token,  # strides from here on
+    q_head,
+    k_block,
+    k_slot,
+    k_head,
+    v_block,
+    v_slot,
+    v_head,
+    ks_block,
+    ks_slot,
+    ks_head,
+    vs_block,
+    vs_slot,
+    vs_head,
+    table_row,
+    o_part,
+    o_token,
+    o_head,
+    t_part,
+    t_tile,
+    scaling,
+    softcap,
+    span,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K_DIM: tl.constexpr,
+    K_PAD: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
+    PARALLEL: tl.constexpr,
+):
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, first_query = tl.load(tile_sequence + tile), tl.load(tile_query + tile)
+    start, context = tl.load(starts + sequence), tl.load(contexts + sequence)
+    count = tl.load(starts + sequence + 1) - start  # queries of the sequence
+    row, k_at, v_at = tl.arange(0, ROWS), tl.arange(0, K_PAD), tl.arange(0, V_PAD)
+    number, head = first_query + row // GROUP, kv_head * HEADS + row % GROUP
+    here = (number < count) & (row % GROUP < HEADS)
+    position = context - count + number
+    token = (start + number)[:, None].to(tl.int64)
+    of_head = head[:, None] * q_head + k_at[None, :]
+    q = tl.load(query + token * q_token + of_head, mask=here[:, None] & (k_at < K_DIM)[None, :], other=0.0)
+    first, low = first_visible(position, span, REACH), first_visible(context - count + first_query, span, REACH)
+    end = context - count + tl.minimum(first_query + ROWS // GROUP, count)
+    begin_part, end_part = low // SPLIT, tl.cdiv(end, SPLIT)
+    if PARALLEL:
+        begin_part, end_part = part, part + 1
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, V_PAD], tl.float32)
+    for number_of_part in range(begin_part, end_part):
+        part_top, part_total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        part_values = tl.zeros([ROWS, V_PAD], tl.float32)
+        begin = tl.maximum(number_of_part * SPLIT, low // TILE * TILE)
+        for at in range(begin, tl.minimum(number_of_part * SPLIT + SPLIT, end), TILE):
+            key = at + tl.arange(0, TILE)
+            used = key < end
+            block = tl.load(table + sequence * table_row + key // BLOCK, mask=used, other=0).to(tl.int64)
+            slot = key % BLOCK
+            k_place = block[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + k_at[:, None]
+            keys = tl.load(k_pages + k_place, mask=used[None, :] & (k_at < K_DIM)[:, None], other=0.0)
+            v_place = block[:, None] * v_block + slot[:, None] * v_slot + kv_head * v_head + v_at[None, :]
+            taken = tl.load(v_pages + v_place, mask=used[:, None] & (v_at < V_DIM)[None, :], other=0.0)
+            logits = product(q, keys, EXACT)
+            if SCALED:
+                logits = scaled(logits, k_scales + kv_head * ks_head, block, slot, used, ks_block, ks_slot)
+            logits = logits * scaling
+            if SOFTCAP:
+                logits = bent(logits, softcap)
+            seen = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None]) & used[None, :]
+            logits = tl.where(seen, logits * 1.4426950408889634, float("-inf"))
+            new = tl.maximum(part_top, tl.max(logits, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            weights, before = tl.exp2(logits - safe[:, None]), tl.exp2(part_top - safe)
+            part_total, part_top = part_total * before + tl.sum(weights, 1), new
+            if SCALED:
+                weights = scaled(weights, v_scales + kv_head * vs_head, block, slot, used, vs_block, vs_slot)
+            part_values = part_values * before[:, None] + product(weights.to(q.dtype), taken, EXACT)
+        top, total, values = merged(top, total, values, part_top, part_total, part_values)
+    if PARALLEL:
+        place, kept = part * o_part + tile.to(tl.int64) * o_token, part * t_part + tile * t_tile + head
+        tl.store(tops + kept, top, mask=here)
+        tl.store(sums + kept, total, mask=here)
+    else:
+        place = token * o_token
+        if SINKS:
+            top, total, values = with_sinks(top, total, values, sinks, head, here)
+        values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    where = out + place + head[:, None] * o_head + v_at[None, :]
+    tl.store(where, values.to(out.dtype.element_ty), mask=here[:, None] & (v_at < V_DIM)[None, :])
+
+
+@triton.jit
+def merge(
+    values,
+    tops,
+    sums,
+    sinks,
+    out,
+    starts,
+    contexts,
+    tile_sequence,
+    p_part,  # strides from here on
+    p_tile,
+    p_head,
+    t_part,
+    t_tile,
+    o_token,
+    o_head,
+    span,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """The parts of one row in their order, into `out [total, heads, d]`."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(tile_sequence + tile)
+    context = tl.load(contexts + sequence)
+    low = first_visible(context - 1, span, REACH)
+    one, v_at = tl.arange(0, 1), tl.arange(0, V_PAD)
+    there = (v_at < V_DIM)[None, :]
+    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    row = tl.zeros([1, V_PAD], tl.float32)
+    for part in range(low // SPLIT, tl.cdiv(context, SPLIT)):
+        kept = part * t_part + tile * t_tile + head + one
+        place = part * p_part + tile.to(tl.int64) * p_tile + head * p_head
+        found = tl.load(values + place + one[:, None] + v_at[None, :], mask=there, other=0.0)
+        top, total, row = merged(top, total, row, tl.load(tops + kept), tl.load(sums + kept), found)
+    if SINKS:
+        top, total, row = with_sinks(top, total, row, sinks, head + one, one == 0)
+    row = row / tl.where(total == 0.0, 1.0, total)[:, None]
+    token = tl.load(starts + sequence).to(tl.int64)
+    where = out + token * o_token + head * o_head + one[:, None] + v_at[None, :]
+    tl.store(where, row.to(out.dtype.element_ty), mask=there)
+
+
+INTERPRETED = not isinstance(attend, triton.runtime.JITFunction)  # with TRITON_INTERPRET=1

@@ -1,0 +1,156 @@
+"""Which CUDA kernel attends over pages: tried at load, on the device and the shapes that it will serve.
+
+A kernel that differs from the reference serves nothing; calls that the chosen one refuses take the reference path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from engine.attention.forward_context import Batch, CudaKernel, Step
+from engine.gpu import varlen
+from engine.gpu.varlen import Varlen
+from engine.kernels import REFERENCE
+from engine.kv.kv_cache import KvCache, layout_of
+from engine.kv.kv_cache_spec import CallFacts, SlidingWindowSpec
+from engine.kv.kv_quantization import quantise
+
+NAME = "cuda"
+GAP = 0.04  # of a row's root mean square; roundings of 16 bits stay below 0.02, a key too many or too few is above 0.1
+LONGEST = 700  # tokens of context that are tried without a window: several tiles of keys
+NEEDLE, AROUND = 32.0, 8  # values around a window's edge that make one wrong key noticeable
+
+Reference = Callable[..., torch.Tensor]  # engine.attention.paged.attend
+
+
+def candidates(device: torch.device, max_model_len: int) -> Iterator[CudaKernel]:
+    """Tandem's own kernels first: they serve every reach, head size and KV dtype, in blocks of any size."""
+    if device.type != "cuda":
+        return
+    if importlib.util.find_spec("triton") is not None:
+        from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
+
+        yield TritonAttention(max_model_len)
+    if (kernel := varlen.available(device)) is not None:
+        yield kernel
+
+
+def choose(
+    facts: tuple[CallFacts, ...],
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    reference: Reference,
+    max_model_len: int,
+    kept: torch.dtype | None = None,
+) -> tuple[CudaKernel | None, str]:
+    """The implementation for a model's attention on this device, and a log line with the reason. `kept`: the type of
+    quantised elements in pages."""
+    problems: list[str] = []
+    for kernel in candidates(device, max_model_len):
+        reasons = [kernel.refusal(fact, kept or dtype, block_size) for fact in facts]
+        refused = "; ".join(sorted({reason for reason in reasons if reason is not None}))
+        served = sorted({fact for fact, reason in zip(facts, reasons, strict=True) if reason is None}, key=str)
+        problem = differs(kernel, served, dtype, block_size, device, reference, kept) if served else None
+        if served and problem is None:
+            rest = f", {REFERENCE} for {len(facts) - reasons.count(None)} of {len(facts)} calls because of {refused}"
+            return kernel, f"{NAME} ({kernel.name}){rest if refused else ''}"
+        problems.append(f"{kernel.name} {problem}" if problem else f"of {refused}")
+        if isinstance(kernel, Varlen):
+            varlen.forget(kernel)
+    if not problems:
+        return None, f"{REFERENCE}, because the device is {device.type}"
+    return None, f"{REFERENCE}, because {', and because '.join(problems)}"
+
+
+@torch.inference_mode()
+def differs(
+    kernel: CudaKernel,
+    facts: Iterable[CallFacts],
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    reference: Reference,
+    kept: torch.dtype | None = None,
+) -> str | None:
+    """Compares the kernel with the reference in float32 on random pages. Returns what is wrong, or None."""
+    generator = torch.Generator(device).manual_seed(0)
+    for fact in facts:
+        for batch, blocks in _batches(fact, block_size):
+            pages, exact = _pages(fact, blocks, (dtype, kept), block_size, generator, batch)
+            shape = (len(batch.token_ids), fact.heads, fact.k_dim)
+            query = torch.randn(shape, generator=generator, device=device).to(dtype)
+            sinks = torch.randn(fact.heads, generator=generator, device=device) if fact.sinks else None
+            scales = pages.k_scales[0], pages.v_scales[0]
+            step, exact_step = (Step(batch, each, (fact,), device) for each in (pages, exact))
+            try:
+                attended = kernel.attend(query, pages.k[0], pages.v[0], scales, step, fact, sinks).float()
+            except (RuntimeError, TypeError, ValueError) as error:
+                return f"fails: {str(error).strip().partition(chr(10))[0]}"
+            expected = reference(query.float(), exact.k[0], exact.v[0], scales, exact_step, fact, sinks=sinks)
+            size = expected.square().mean(dim=(1, 2), keepdim=True).sqrt()  # [total, 1, 1]
+            gap = ((attended - expected).abs() / size).max().item()
+            if not gap <= GAP:  # also for NaN
+                return f"differs from it by {gap:.2g} for {fact.reach} attention of {batch.query_lens} new tokens"
+    return None
+
+
+def _pages(
+    fact: CallFacts,
+    blocks: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    block_size: int,
+    generator: torch.Generator,
+    batch: Batch,
+) -> tuple[KvCache, KvCache]:
+    """Pages of random K and V as they are served, and with the same values in float32, or the same pages if they are
+    quantised. `dtypes`: the model's, and that of quantised elements."""
+    dtype, kept = dtypes
+    device = generator.device
+    pages = KvCache(layout_of([fact], block_size, dtype, "", kept), blocks, device)
+    exact = KvCache(layout_of([fact], block_size, torch.float32, ""), blocks, device)
+    for theirs in (exact.k[0], exact.v[0]):
+        theirs.normal_(generator=generator)
+    if isinstance(fact.reach, SlidingWindowSpec):
+        _plant(exact.v[0], batch, fact.reach.window)
+    for ours, scales, theirs in (
+        (pages.k[0], pages.k_scales[0], exact.k[0]),
+        (pages.v[0], pages.v_scales[0], exact.v[0]),
+    ):
+        if scales is None:
+            ours.copy_(theirs)
+            theirs.copy_(ours)
+        else:
+            elements, own = quantise(theirs, ours.dtype)
+            ours.view(torch.uint8).copy_(elements.view(torch.uint8))
+            scales.copy_(own)
+    return pages, exact if kept is None else pages
+
+
+def _plant(values: torch.Tensor, batch: Batch, window: int) -> None:
+    """Makes the values around the edge of each sequence's last window large, `[blocks, block_size, kv_heads, d]`."""
+    size = values.shape[1]
+    for context, table in zip(batch.context_lens, batch.block_tables, strict=True):
+        for position in range(max(0, context - window - AROUND), min(context, context - window + AROUND)):
+            values[table[position // size], position % size] *= NEEDLE
+
+
+def _batches(fact: CallFacts, block_size: int) -> list[tuple[Batch, int]]:
+    """A mixed batch and one of single tokens, over scattered blocks, each with the number of blocks that it needs."""
+    longest = fact.reach.window + 70 if isinstance(fact.reach, SlidingWindowSpec) else LONGEST
+    shapes = [  # (done, new) of each sequence
+        [(0, 37), (longest - 5, 5), (longest - 1, 1), (20, 1), (0, 1)],
+        [(longest - 1, 1), (0, 1), (300, 1)],
+    ]
+    batches = []
+    for shape in shapes:
+        counts = [-(-(done + new) // block_size) for done, new in shape]
+        ids = iter(sorted(range(sum(counts)), key=lambda block: block * 7919 % 10007))
+        batch = Batch()
+        for (done, new), count in zip(shape, counts, strict=True):
+            batch.add([0] * new, done, [next(ids) for _ in range(count)])
+        batches.append((batch, sum(counts)))
+    return batches

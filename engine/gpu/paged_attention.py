@@ -1,0 +1,198 @@
+"""Attention over pages on CUDA, in Triton. Not yet run on a GPU: Triton's interpreter proves the numbers, ptxas the
+machine code (tests/engine/test_gpu_attention.py, tests/engine/test_gpu_machine_code.py).
+
+A program attends a tile of rows over the keys of one KV head. A row is one query of one of the query heads that share
+the KV head. The keys of a sequence are cut at fixed positions:
+
+    position   0 ........ split_keys ........ 2 * split_keys ...        a part: keys between two cuts
+    tiles      |  |  |  |  |  |  |  |  |  |  |  |  |  |  |              of `tile_keys` keys
+
+Each part has its own running maximum, sum and weighted values, and the parts of a row are merged in their order. So a
+row's bits follow from its own sequence alone: not from the rest of the step, and not from the number of its queries in
+this step. Sequences with one query run their parts in parallel, and a second kernel merges them; the others run and
+merge them in one program. Both do the same arithmetic. The kernels are in attention_kernels.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.forward_context import Scales, Step
+from engine.gpu.attention_kernels import CHUNK, FULL, INTERPRETED, WINDOW, attend, merge
+from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, Reach, SlidingWindowSpec
+
+NAME = "triton"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn)  # of pages
+LEAST_SPLIT = 512  # keys of a part
+MOST_SPLITS = 16  # parts of the longest sequence: their results are kept in memory until they are merged
+LARGEST_HEAD = 512
+LEAST_DOT = 16  # rows, and elements of a head, that a product of Triton takes
+
+Tiles = tuple[torch.Tensor, torch.Tensor]  # of each tile: its sequence, and its first query in that; int32
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The shapes of one attention call's tiles. They follow from the model and never from a step."""
+
+    rows_of_one: int  # of a tile of a sequence with a single query
+    rows: int  # of a tile of the other sequences
+    keys: int
+    warps_of_one: int
+    warps: int
+    stages: int
+
+    @staticmethod
+    def of(facts: CallFacts) -> Tiling:
+        group = padded_group(facts)
+        large = max(padded_dim(facts.k_dim), padded_dim(facts.v_dim))
+        rows = {256: 32, 512: 16}.get(large, 64)  # two sums of rows x large fit in registers
+        return Tiling(
+            rows_of_one=max(LEAST_DOT, group),
+            rows=max(rows, group),
+            keys=64 if large <= 64 else 32,  # 64-bit addresses of a tile of keys take registers, too
+            warps_of_one=4 if large <= 256 else 8,
+            warps=8,
+            stages=3 if large <= 128 else 2,
+        )
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def padded_group(facts: CallFacts) -> int:
+    """Query heads of one KV head."""
+    return power_of_two(facts.heads // facts.kv_heads)
+
+
+def padded_dim(dim: int) -> int:
+    return max(LEAST_DOT, power_of_two(dim))
+
+
+@dataclass(frozen=True)
+class TritonAttention:
+    """The kernels for a model of sequences of at most `max_model_len` tokens."""
+
+    max_model_len: int
+    name: str = NAME
+
+    @property
+    def split_keys(self) -> int:
+        return max(LEAST_SPLIT, power_of_two(-(-self.max_model_len // MOST_SPLITS)))
+
+    def refusal(self, facts: CallFacts, dtype: torch.dtype, block_size: int) -> str | None:
+        """Why this attention call cannot be served over pages of `dtype`; None if it can."""
+        if dtype not in DTYPES:
+            return f"{str(dtype).removeprefix('torch.')} is not one of its types"
+        if facts.latent:
+            return "latent pages"
+        if facts.heads % facts.kv_heads:
+            return f"{facts.heads} heads for {facts.kv_heads} KV heads"
+        if max(facts.k_dim, facts.v_dim) > LARGEST_HEAD:
+            return f"heads of {facts.k_dim} and {facts.v_dim} elements"
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        scales: Scales,
+        step: Step,
+        facts: CallFacts,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `engine.attention.paged.attend`: `query [total, heads, k_dim]`, pages `[blocks, block_size, kv_heads, d]`
+        of any strides with d innermost, `scales [blocks, block_size, kv_heads]` of quantised ones, `sinks [heads]`.
+        Returns `[total, heads, v_dim]`."""
+        out = query.new_empty(query.shape[0], facts.heads, facts.v_dim)
+        tiling, (_, span) = Tiling.of(facts), kind(facts.reach)
+        given = [scale if scale is not None else query for scale in scales]  # the kernel does not read the query there
+        tensors = (query, k_pages, v_pages, *given)
+        strides = (
+            *query.stride()[:2],
+            *k_pages.stride()[:3],
+            *v_pages.stride()[:3],
+            *(stride for scale in scales for stride in (scale.stride() if scale is not None else (0, 0, 0))),
+            step.block_table.stride(0),
+        )
+        sink = sinks if sinks is not None else query
+        context = (step.cu_seq_q, step.seqused_k, step.block_table)
+        numbers = (facts.scaling, facts.softcap or 1.0, span)
+        fixed = constants(facts, k_pages.shape[1], self.split_keys, scales[0] is not None, query.dtype)
+        ones, others = tiles_of(step, tiling.rows // padded_group(facts))
+        if count := len(ones[0]):
+            parts = -(-step.max_k // self.split_keys)
+            values = out.new_empty(parts, count, facts.heads, facts.v_dim, dtype=torch.float32)
+            tops, sums = (out.new_empty(parts, count, facts.heads, dtype=torch.float32) for _ in range(2))
+            kept, places = (values, tops, sums), (*values.stride()[:3], *tops.stride()[:2])
+            launch = {"num_warps": tiling.warps_of_one, "num_stages": tiling.stages, "ROWS": tiling.rows_of_one}
+            attend[(count, facts.kv_heads, parts)](
+                *tensors, *kept, sink, *context, *ones, *strides, *places, *numbers,
+                **fixed, **launch, SINKS=False, PARALLEL=True,
+            )  # fmt: skip
+            same = {name: fixed[name] for name in ("V_DIM", "V_PAD", "SPLIT", "REACH")}
+            merge[(count, facts.heads)](
+                *kept, sink, out, *context[:2], ones[0], *places, *out.stride()[:2], span,
+                **same, SINKS=facts.sinks, num_warps=4,
+            )  # fmt: skip
+        if count := len(others[0]):
+            launch = {"num_warps": tiling.warps, "num_stages": tiling.stages, "ROWS": tiling.rows}
+            attend[(count, facts.kv_heads, 1)](
+                *tensors, out, out, out, sink, *context, *others, *strides, 0, *out.stride()[:2], 0, 0, *numbers,
+                **fixed, **launch, SINKS=facts.sinks, PARALLEL=False,
+            )  # fmt: skip
+        return out
+
+
+def constants(
+    facts: CallFacts, block_size: int, split_keys: int, quantised: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the kernel `attend` is compiled for; `dtype`: of the queries."""
+    return {
+        "HEADS": facts.heads // facts.kv_heads,
+        "GROUP": padded_group(facts),
+        "BLOCK": block_size,
+        "K_DIM": facts.k_dim,
+        "K_PAD": padded_dim(facts.k_dim),
+        "V_DIM": facts.v_dim,
+        "V_PAD": padded_dim(facts.v_dim),
+        "TILE": Tiling.of(facts).keys,
+        "SPLIT": split_keys,
+        "REACH": kind(facts.reach)[0],
+        "SOFTCAP": facts.softcap is not None,
+        "SCALED": quantised,
+        # The interpreter multiplies the raw bits of 16-bit floats; a GPU rounds float32 to TF32 unless told not to.
+        "EXACT": dtype == torch.float32 or INTERPRETED,
+    }
+
+
+def kind(reach: Reach) -> tuple[int, int]:
+    """Of the kernels: which reach, and its size in tokens."""
+    if isinstance(reach, SlidingWindowSpec):
+        return WINDOW, reach.window
+    if isinstance(reach, ChunkedLocalAttentionSpec):
+        return CHUNK, reach.size
+    return FULL, 0
+
+
+def tiles_of(step: Step, queries: int) -> tuple[Tiles, Tiles]:
+    """The tiles of the sequences with one query, and of the others, of `queries` queries each; made once for a step."""
+    key = (NAME, queries)
+    if key not in step.plans and step.max_q == 1:  # also in a captured step, which has no lists
+        every = torch.arange(len(step.seqused_k), dtype=torch.int32, device=step.device)
+        step.plans[key] = ((every, torch.zeros_like(every)), (every[:0], every[:0]))
+    elif key not in step.plans:
+        lens = step.batch.query_lens
+        ones = [(index, 0) for index, count in enumerate(lens) if count == 1]
+        others = [(index, at) for index, count in enumerate(lens) if count > 1 for at in range(0, count, queries)]
+        step.plans[key] = tuple(
+            tuple(step.int_tensor([tile[part] for tile in tiles]) for part in (0, 1)) for tiles in (ones, others)
+        )
+    made: tuple[Tiles, Tiles] = step.plans[key]
+    return made

@@ -1,0 +1,148 @@
+"""The machine code of the GPU kernels, without a GPU: registers, spills, shared memory and tensor-core instructions.
+
+Compiles each kernel for each architecture with the ptxas of Triton's package, and reads the result with its cuobjdump.
+Ends with 1 if a kernel spills registers, needs more shared memory than the architecture has, or does not use tensor
+cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, SlidingWindowSpec
+from loadtest.harness.options import numbers
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of one thread block; CUDA's programming guide
+TENSOR_CORES = r"HGMMA|HMMA|UTC\w*MMA|IMMA"
+GROUP = 4  # query heads of a KV head
+SPLIT_KEYS = 4096
+
+POINTERS = {
+    **dict.fromkeys(("query", "k_pages", "v_pages", "k_scales", "v_scales", "out", "sinks"), "*bf16"),
+    **dict.fromkeys(("tops", "sums"), "*fp32"),
+    **dict.fromkeys(("starts", "contexts", "table", "tile_sequence", "tile_query"), "*i32"),
+    **dict.fromkeys(("k_block", "v_block"), "i64"),
+    **dict.fromkeys(("scaling", "softcap"), "fp32"),
+}
+ALIGNED = (  # multiples of 16 in every launch: pages and heads begin at multiples of 64 bytes
+    *("query", "k_pages", "v_pages", "out", "q_token", "q_head", "k_block", "k_slot", "k_head"),
+    *("v_block", "v_slot", "v_head", "o_token", "o_head", "o_part"),
+)
+
+
+@dataclass(frozen=True)
+class Code:
+    """One kernel for one architecture."""
+
+    kernel: str
+    architecture: int
+    registers: int
+    stack: int  # bytes of a thread: spilled registers
+    shared: int  # bytes of a thread block
+    tensor_cores: int  # instructions
+
+    @property
+    def problem(self) -> str:
+        """Empty: there is none."""
+        if self.stack:
+            return f"{self.stack} bytes of a thread are spilled"
+        if self.shared > SHARED_KIB[self.architecture] * 1024:
+            return f"more shared memory than {SHARED_KIB[self.architecture]} KiB"
+        return "" if self.tensor_cores else "no tensor cores"
+
+
+def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool = False, window: int = 0) -> Code:
+    """The attention kernel for sequences with a single query, or for the others."""
+    from engine.gpu import attention_kernels, paged_attention
+
+    reach = SlidingWindowSpec(window) if window else FullAttentionSpec()
+    facts = CallFacts(8, 8 * GROUP, head_dim, head_dim, reach, None, False, head_dim**-0.5)
+    tiling = paged_attention.Tiling.of(facts)
+    fixed = paged_attention.constants(facts, 16, SPLIT_KEYS, quantised, torch.bfloat16)
+    own = {"ROWS": tiling.rows_of_one if single else tiling.rows, "SINKS": False, "PARALLEL": single}
+    types = POINTERS | ({"out": "*fp32"} if single else {})
+    types |= {"k_pages": "*i8", "v_pages": "*i8"} if quantised else {}
+    options = {"num_warps": tiling.warps_of_one if single else tiling.warps, "num_stages": tiling.stages}
+    name = f"attend {head_dim}{', int8 KV' if quantised else ''}{', window' if window else ''}"
+    return compiled(
+        f"{name}, {'one query' if single else 'prompts'}",
+        attention_kernels.attend,
+        fixed | own,
+        types,
+        architecture,
+        options,
+    )
+
+
+def compiled(
+    name: str, kernel: Any, constants: dict[str, Any], types: dict[str, str], architecture: int, options: dict[str, int]
+) -> Code:
+    """Compiles a Triton kernel; `types` of its parameters, int32 for those that are not named."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
+    fixed = {(names.index(one),): value for one, value in constants.items()}
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in ALIGNED}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    if found is None:
+        raise SystemExit(f"cuobjdump of this version reports resources in another form: {usage[:200]!r}")
+    registers, stack, local = map(int, found.groups())
+    tensor_cores = len(re.findall(TENSOR_CORES, code))
+    return Code(name, architecture, registers, stack + local, made.metadata.shared, tensor_cores)
+
+
+def main(
+    architectures: Annotated[str, typer.Option(metavar="N,N", help="Compute capabilities times 10.")] = "80,89,90,100",
+    dims: Annotated[str, typer.Option(metavar="N,N", help="Head sizes.")] = "64,80,128,256,512",
+    variants: Annotated[bool, typer.Option(help="Also quantised KV and windows.")] = True,
+) -> None:
+    if os.environ.get("TRITON_INTERPRET"):
+        raise SystemExit("TRITON_INTERPRET is set: nothing is compiled")
+    table = Table("kernel", "sm", "registers", "spilled, B", "shared, KiB", "tensor-core instructions", "problem")
+    problems = 0
+    for architecture in numbers(architectures):
+        for dim in numbers(dims):
+            for single in (True, False):
+                found = [attention(architecture, dim, single=single)]
+                if variants:
+                    found.append(attention(architecture, dim, single=single, quantised=True))
+                    found.append(attention(architecture, dim, single=single, window=4096))
+                for code in found:
+                    problems += bool(code.problem)
+                    shared, cores = f"{code.shared / 1024:.0f}", str(code.tensor_cores)
+                    table.add_row(
+                        code.kernel,
+                        str(code.architecture),
+                        str(code.registers),
+                        str(code.stack),
+                        shared,
+                        cores,
+                        code.problem,
+                    )
+    Console(width=120).print(table)
+    if problems:
+        raise SystemExit(1)
