@@ -466,12 +466,12 @@ async def test_a_thread_that_hangs_shows_in_what_is_under_way_and_refuses_to_clo
     assert becomes_true(lambda: transport.under_way != before)
     hanging = threading.Event()
     transport._owner.submit(lambda: (hanging.set(), go.wait(30)))
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     assert not becomes_true(lambda before=transport.under_way: transport.under_way != before, 0.2)
     with pytest.raises(InternalError):
         transport.close()
     go.set()
-    transport._owner._thread.join(10)
+    transport._owner._thread.join(60)
     transport.close()
 
 
