@@ -25,7 +25,7 @@ class LoadedModels:
 
     def load(self, path: str, **options: Any) -> ModelRunner:
         """In the place of load_model. Adapters change a model while it serves, so one with them is always loaded."""
-        if options.get("adapters") or options.get("later_rank"):
+        if options.get("adapters") or options.get("later_rank") or not Path(path).is_dir():
             return load_model(path, **options)
         key = _key(path, options)
         with self._lock:
