@@ -25,6 +25,14 @@ ALONE = {
     "tests/journey/test_up.py",
     "tests/loadtest/test_bench.py",
 }
+# Files whose processes are copies of one that has imported the libraries (tests/support/copies.py): it starts once.
+COPIED = {
+    "tests/journey/test_adapters.py",
+    "tests/journey/test_families.py",
+    "tests/journey/test_kill.py",
+    "tests/journey/test_kv_dtype.py",
+    "tests/kvtransfer/test_nixl.py",
+}
 
 
 class Files(LoadFileScheduling):
@@ -32,7 +40,7 @@ class Files(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "alone" if file in ALONE else file
+        return "alone" if file in ALONE else "copied" if file in COPIED else file
 
     def remove_node(self, node: WorkerController) -> str | None:
         """A test whose process died has failed. xdist would begin with it again in the next process."""

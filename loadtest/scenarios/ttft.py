@@ -22,6 +22,7 @@ from tandem.results import Piece, Receipt
 SIDES = ("split", "local")
 STREAM_PROMPT = 16
 MAX_GAP_S = 30.0
+MAX_ASKED = 5  # how often one prompt is asked until a stream runs beside it
 Gap = tuple[float, float]  # when it began and ended, seconds of perf_counter
 
 
@@ -170,11 +171,20 @@ async def _loaded(client: AsyncClient, vocab: int, plan: Plan) -> _Round:
         await gaps.reach(began)
         measured = _Round(within(gaps, (began, perf_counter())))
         for length in plan.prompts:
-            asked = measured.asked[length] = await ask(client, vocab, length)
-            await gaps.reach(asked.during[1])
-            await asyncio.sleep(0.2)  # the same step's tokens of the other streams
-            measured.gaps[length] = within(gaps, asked.during)
+            measured.asked[length], measured.gaps[length] = await _beside(client, vocab, length, gaps)
     return measured
+
+
+async def _beside(client: AsyncClient, vocab: int, length: int, gaps: Gaps) -> tuple[Asked, list[float]]:
+    """One prompt, and the gaps that it touched. Streams that began together end together, and until the next ones have
+    had their first token no gap is open: a prompt that came just then says nothing of them, and is asked again."""
+    for _ in range(MAX_ASKED):
+        asked = await ask(client, vocab, length)
+        await gaps.reach(asked.during[1])
+        await asyncio.sleep(0.2)  # the same step's tokens of the other streams
+        if touched := within(gaps, asked.during):
+            return asked, touched
+    raise ValueError(f"no stream ran beside a prompt of {length} tokens, {MAX_ASKED} times; let streams be longer")
 
 
 @asynccontextmanager

@@ -103,7 +103,7 @@ def kill_supervisor() -> None:
 def answers(target: str) -> bool:
     host, _, port = target.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=2.0).close()
+        socket.create_connection((host, int(port)), timeout=30.0).close()
     except OSError:
         return False
     return True

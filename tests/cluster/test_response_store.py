@@ -87,7 +87,7 @@ async def test_a_response_expires_with_all_that_is_known_of_it(valkey: EmbeddedV
     await store.put("ann", id_of(1), b"[]", b"{}")
     watch = Stopwatch()
     while await keys(store):
-        assert watch.within(5.0)
+        assert watch.within(60.0)
         await asyncio.sleep(0.01)
     await store.close()
 
@@ -100,7 +100,7 @@ async def test_an_expired_response_takes_no_room(valkey: EmbeddedValkey) -> None
     await long.put("ann", id_of(2), b"[]", b"{}")
     watch = Stopwatch()
     while await known(long, "ann", range(1, 2)):
-        assert watch.within(5.0)
+        assert watch.within(60.0)
         await asyncio.sleep(0.01)
     await long.put("ann", id_of(3), b"[]", b"{}")
     assert await total(long, "ann") == 2 * (OWN_BYTES + 4)

@@ -91,6 +91,9 @@ def test_the_check_finds_what_does_not_add_up() -> None:
     assert any("no longer exists" in fault for fault in pool.check(live=[]))
     pool._free.pop()
     assert any("total" in fault for fault in pool.check())
+    block = pool.table("a")[1]
+    pool._free.append(block)
+    assert f"block {block} is in two states" in pool.check()
     pool._holders[pool.table("a")[0]] += 1
     assert any("holders" in fault for fault in pool.check())
 

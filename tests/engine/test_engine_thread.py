@@ -94,7 +94,7 @@ async def test_whoever_waits_for_an_engine_that_hangs_can_be_told() -> None:
 
     def hang() -> None:
         hangs.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     calls = [asyncio.create_task(loop.call(what)) for what in (hang, lambda: None)]
     assert await asyncio.to_thread(hangs.wait, 5)
@@ -244,7 +244,7 @@ async def test_a_step_is_held_against_its_sequences_only_when_it_is_the_reason(
     watch = loop._watches["mine"] = SequenceStream()
     loop._doing = "step"
     loop.abandon(Unavailable("over", reason=reason))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(Unavailable) as raised:
             await watch.next()
     assert type(raised.value) is failure

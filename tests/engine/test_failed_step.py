@@ -272,3 +272,9 @@ def test_steps_stay_smaller_for_a_while_after_running_out_of_memory() -> None:
             assert retries.tokens == wanted // 2
             retries.succeeded()
         assert retries.tokens == wanted
+    assert not retries.failed(["a"], 2, out_of_memory=True)
+    for _ in range(GOOD_STEPS - 1):
+        retries.succeeded()
+    assert not retries.failed(["b", "c"], 1, out_of_memory=False)  # whatever failed: good steps are counted anew
+    retries.succeeded()
+    assert retries.tokens == 1

@@ -285,8 +285,7 @@ def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed() -> None:
         for _ in range(9):
             one.append(choose(logits.clone(), [one])[0].token)
         assert one.tokens[1] == 4, "the prompt's 4 does not count"
-        assert one.tokens[1:4] == [4, 1, 4]
-        assert set(one.tokens[1:]) == {1, 4}
+        assert one.tokens[1:] == [4, 1, 4, 1, 4, 1, 4, 1, 4]
     free = sequence([4], [], Sampling())
     assert choose(logits.clone(), [free])[0].token == 9, "the control"
 

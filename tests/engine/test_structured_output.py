@@ -538,7 +538,7 @@ def test_masks_are_filled_while_the_caller_does_something_else() -> None:
 
     class Held(Matcher):
         def fill(self, *arguments: Any) -> None:
-            assert go.wait(10)
+            assert go.wait(60)
             fill.fill(*arguments)
 
     one.matcher = Held(one.grammar, one.stop_ids)
@@ -584,7 +584,7 @@ def test_a_grammar_that_does_not_end_fails_alone(monkeypatch: pytest.MonkeyPatch
     go.set()
     masks.end()
     for thread in masks.left_behind.threads:
-        thread.join(10)
+        thread.join(60)
     assert masks.left_behind.count() == 0
 
 

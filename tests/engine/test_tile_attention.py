@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -130,17 +130,21 @@ class Case:
             at = end
         return torch.cat(rows)
 
-    def exact(self, index: int, reach: Reach, softcap: float | None, scaling: float = SCALING) -> torch.Tensor:
+    def exact(
+        self, index: int, reach: Reach, softcap: float | None, scaling: float = SCALING, at: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """In float64, of the queries `at` these positions; of all if it is None."""
         length = self.lengths[index]
+        rows = torch.arange(length) if at is None else torch.tensor(at)
         groups = self.query[index].shape[1] // self.k[index].shape[1]
         k, v = (each[index].repeat_interleave(groups, dim=1) for each in (self.k, self.v))
-        logits = torch.einsum("qhd,thd->qht", self.query[index].double(), k) * scaling
+        logits = torch.einsum("qhd,thd->qht", self.query[index][rows].double(), k) * scaling
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        key, position = torch.arange(length), torch.arange(length).view(-1, 1, 1)
+        key, position = torch.arange(length), rows.view(-1, 1, 1)
         logits = logits.masked_fill((key > position) | (key < first_visible(reach, position)), float("-inf"))
         if self.sinks is not None:
-            logits = torch.cat([logits, self.sinks.double().view(1, -1, 1).expand(length, -1, 1)], dim=2)
+            logits = torch.cat([logits, self.sinks.double().view(1, -1, 1).expand(len(rows), -1, 1)], dim=2)
         return torch.einsum("qht,thd->qhd", logits.softmax(dim=2)[..., :length], v)
 
 
@@ -174,6 +178,11 @@ SHAPES = [
 ]
 
 
+# Of 530 queries: the borders of tiles, stretches and windows, and every eleventh. All others have the bits of these in
+# another cut or batch (below), whose bits do not depend on the position.
+COMPARED = sorted({*range(34), *range(0, 530, 11), *range(250, 262), *range(506, 530)})
+
+
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_attention(kv: str, shape: dict[str, int]) -> None:
@@ -181,11 +190,12 @@ def test_it_is_attention(kv: str, shape: dict[str, int]) -> None:
     case = Case([530, 61], kv=kv, sinks=shape["groups"] == 7, **shape)  # type: ignore[arg-type]
     for reach in REACHES:
         for softcap in (None, 2.0):
-            exact = case.exact(0, reach, softcap)
+            exact = case.exact(0, reach, softcap, at=COMPARED)
             error = 2**-8 * exact.abs() + 2**-9 * case.v[0].abs().max()  # of the result; of the weights
             for got in (case.cut(0, [530], reach, softcap), case.cut(0, [1] * 31 + [499], reach, softcap)):
-                assert ((got.double() - exact).abs() <= error).all()
-            assert ((case.run([(0, 529, 530)], reach, softcap)[0].double() - exact[529:]).abs() <= error[529:]).all()
+                assert ((got[COMPARED].double() - exact).abs() <= error).all()
+            last = case.run([(0, 529, 530)], reach, softcap)[0]
+            assert ((last.double() - exact[-1:]).abs() <= error[-1:]).all()
 
 
 @pytest.mark.parametrize("scaling", [30.0, 1000.0])

@@ -196,9 +196,9 @@ def test_of_two_that_start_at_once_one_writes(
     class Slow(Maker):
         def __call__(self) -> Iterable[torch.Tensor]:
             if locked:
-                assert both.wait(10)
+                assert both.wait(60)
             else:
-                together.wait(10)
+                together.wait(60)
             return super().__call__()
 
     monkeypatch.setattr(weight_cache, "FileLock", lock)
@@ -209,7 +209,7 @@ def test_of_two_that_start_at_once_one_writes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert make.times == (1 if locked else 2)
     if locked:
         assert [same(one) for one in found] == [True, True]

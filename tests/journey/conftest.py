@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import engine.builder
 import services.router.server
 import services.watchdog
 import services.worker
@@ -26,6 +27,7 @@ from services.worker import Worker
 from tandem import model_settings
 from tandem.async_client import AsyncClient
 from tandem.settings import Settings
+from tests.support.loaded_models import LoadedModels
 from tests.support.stopwatch import Stopwatch
 
 Wrap = Callable[[Any, str], Any]  # (transport, worker id) -> transport
@@ -100,8 +102,19 @@ class Inside:
 EQUAL = {"step_s": 0.01, "stream_s": 0.001, "prompt_rate": 10_000.0}
 
 
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModels:
+    return LoadedModels()
+
+
 @pytest.fixture
-def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def inside(
+    valkey_url: str,
+    tiny: Path,
+    loaded: LoadedModels,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Any]:
     """`async with inside(prefill=1, decode=1, wrap=..., **settings) as cluster`."""
 
     @asynccontextmanager
@@ -138,6 +151,7 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
             monkeypatch.setattr(Worker, "record", lambda worker: dataclasses.replace(told(worker), **EQUAL))
             monkeypatch.setattr(PathLatencyTracker, "observe", lambda *_, **__: None)
         monkeypatch.setattr(services.watchdog, "end_process", exits.put)
+        monkeypatch.setattr(engine.builder, "load_model", loaded.load)
         # A worker's process does this once. Here each of hundreds would look at all that the tests have imported.
         for name in ("keep_imports", "short_collections"):
             monkeypatch.setattr(launch, name, lambda: None)
@@ -156,4 +170,5 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
             await cluster.seen(prefill + decode)
             yield cluster
 
-    return start
+    yield start
+    loaded.give_back()

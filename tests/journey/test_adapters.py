@@ -416,7 +416,7 @@ async def test_openai_clients_name_an_adapter_as_the_model(
         address = cluster.router.http.address
 
         def models() -> Any:
-            with urllib.request.urlopen(f"http://{address}/v1/models", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{address}/v1/models", timeout=60) as answer:
                 return json.load(answer)["data"]
 
         listed = await asyncio.to_thread(models)

@@ -40,17 +40,16 @@ class AfterAdmitted:
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, poison: list[int], *, dies: bool = True) -> list[str]:
-    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Its record then goes,
-    unless only the connection broke. Returns whose calls ended."""
+    """A decode worker's call with this prompt ends as a crash would end it, once admitted. Its record goes first, since
+    a beat on its way is a sign of life, unless only the connection broke. Returns whose calls ended."""
     crashed: list[str] = []
-    ending: list[asyncio.Task[None]] = []
     decode = DecodeServicer.Decode
 
     async def crash(self: Any, request: Any, context: Any) -> None:
         async def die() -> None:
             crashed.append(self._worker.worker_id)
             if dies:
-                ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
+                await self._worker._heartbeat.stop()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "")
 
         poisoned = list(request.token_ids[: len(poison)]) == poison
@@ -96,10 +95,10 @@ async def test_control_without_the_quarantine_it_takes_all_attempts(
 
 
 def crowded(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> tuple[asyncio.Semaphore, asyncio.Event]:
-    """When the call with this prompt was admitted, all calls of its worker end as a crash would end them, and the
-    worker's record goes. Each other call releases the semaphore when it was admitted, and goes on after the event, or
+    """When the call with this prompt was admitted, the worker's record goes, and all its calls end as a crash would end
+    them. Each other call releases the semaphore when it was admitted, and goes on after the event, or
     at once when it begins alone."""
-    admitted_calls, over, ending = asyncio.Semaphore(0), asyncio.Event(), list[asyncio.Task[None]]()
+    admitted_calls, over = asyncio.Semaphore(0), asyncio.Event()
     dead: dict[str, asyncio.Event] = {}
     decode = DecodeServicer.Decode
 
@@ -108,8 +107,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch, poison: list[int]) -> tuple[asyncio
 
         async def admitted() -> None:
             if list(request.token_ids[: len(poison)]) == poison:
+                await self._worker._heartbeat.stop()
                 gone.set()
-                ending.append(asyncio.create_task(self._worker._heartbeat.stop()))
                 await asyncio.Event().wait()
             elif not request.alone:
                 admitted_calls.release()

@@ -80,7 +80,7 @@ async def test_cancelled_at_any_await_the_blocks_are_free(
                 )
             over.clear()
             call, ended = asyncio.create_task(decoded(stub, request)), asyncio.create_task(over.wait())
-            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
             if call.done():
                 await end(ended)
                 assert len(await call) == 3

@@ -1,62 +1,72 @@
-"""Greedy tokens through running processes equal transformers' own, for every family and the demo model."""
+"""Greedy tokens through a whole cluster equal transformers' own, for every family and the demo model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.harness.random_checkpoints import SHAPES, make_checkpoint
+from tandem.async_client import AsyncClient
 from tests.support import oracle
 from tests.support.harness import LocalCluster
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-"))
 NEW = 12
-BLOCK = 8
+SETTINGS: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 32, "dtype": "float32"}
 # One token to several chunks of 64; block borders hit, missed by one, and crossed.
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 40, 63, 64, 65, 90, 128, 150, 200]
+# In processes of their own: the demo model, and one family for each kind of KV (latent; windows beside full attention).
+# What a worker does with the others is the same in the test's process, which imports no library again.
+IN_PROCESSES = ["demo", "tiny-deepseek-v3", "tiny-gpt-oss"]
+FAMILIES = sorted(name for name in SHAPES if name.startswith("tiny-") and name not in IN_PROCESSES)
 
 
-@pytest.fixture(scope="module", params=["demo", *FAMILIES])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "demo":
         return ROOT / "demo/model"
-    folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(folder, request.param, seed=0, dtype="float32")
-    return folder
+    return make_checkpoint(tmp_path / request.param, request.param, seed=0, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
-    settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    with LocalCluster(model, dtype="float32", **settings) as running:
-        yield running
-
-
-def test_tokens_equal_transformers(cluster: LocalCluster, model: Path) -> None:
+async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Path) -> None:
     """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives, over NIXL."""
-    client = cluster.client()
     prompts = oracle.prompts(model, LENGTHS)
     expected = [oracle.greedy(model, prompt, NEW) for prompt in prompts]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "outputs must vary, or equality is weak"
 
-    def ask(prompt: list[int]) -> list[int]:
-        done = client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
+    async def ask(prompt: list[int]) -> list[int]:
+        done = await client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
         assert done.receipt.path == "disaggregated"
         assert done.receipt.transfer is not None
         assert done.receipt.transfer.transport.startswith("nixl:")
         return done.token_ids
 
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(ask, prompts)) == expected, "sixteen at once, cold"
-        assert list(pool.map(ask, prompts)) == expected, "sixteen at once, warm"
+    assert await asyncio.gather(*map(ask, prompts)) == expected, "sixteen at once, cold"
+    assert await asyncio.gather(*map(ask, prompts)) == expected, "sixteen at once, warm"
     again = [0, 4, 8, 11, 15]
-    assert [ask(prompts[i]) for i in again] == [expected[i] for i in again], "one at a time, warm"
+    assert [await ask(prompts[i]) for i in again] == [expected[i] for i in again], "one at a time, warm"
     fresh = oracle.prompts(model, [1, 23, 130], seed=1)
-    assert [ask(prompt) for prompt in fresh] == [oracle.greedy(model, prompt, NEW) for prompt in fresh], "alone, cold"
-    assert client.generate(prompts[-1], max_tokens=2, ignore_eos=True).receipt.cached_tokens >= LENGTHS[-1] - BLOCK
-    cluster.wait_balanced()
+    assert [await ask(prompt) for prompt in fresh] == [oracle.greedy(model, one, NEW) for one in fresh], "alone, cold"
+    warm = await client.generate(prompts[-1], max_tokens=2, ignore_eos=True)
+    assert warm.receipt.cached_tokens >= LENGTHS[-1] - SETTINGS["block_size"]
+
+
+@pytest.mark.parametrize("model", IN_PROCESSES, indirect=True)
+async def test_tokens_equal_transformers(model: Path) -> None:
+    """Through a router, a prefill and a decode worker, each a process; then nothing stays held."""
+    with LocalCluster(model, **SETTINGS) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            await assert_tokens_are_those_of_transformers(client, model)
+        cluster.wait_balanced()
+
+
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+async def test_tokens_of_every_other_family_equal_transformers(inside: Any, model: Path) -> None:
+    """Through the same router and workers in this process, with KV over NIXL, too; then nothing stays held."""
+    async with inside(model=str(model), transport="nixl", **SETTINGS) as cluster:
+        await assert_tokens_are_those_of_transformers(cluster.client, model)
+        await cluster.freed()
+        assert await cluster.ledgers_balance()

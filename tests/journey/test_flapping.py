@@ -48,7 +48,7 @@ class Flapping:
 
     async def during_a_read(self, harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
         """Every read lasts as long as some flaps."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for _ in range(6):
                 await self._flap.wait()
 

@@ -46,14 +46,14 @@ async def read(client: AsyncClient, job_id: str, from_token: int = 0) -> list[in
 
 
 async def ended(client: AsyncClient, job_id: str) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if (job := await client.job(job_id)).state != "open":
                 return job
             await asyncio.sleep(0.02)
 
 
-async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while True:
             if holds():

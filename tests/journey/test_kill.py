@@ -17,7 +17,8 @@ from tests.support.harness import LocalCluster
 STREAMS = 16
 SHORT = 4  # of them with a prompt that is computed before the others
 NEW = 200
-LONG = 800  # what a worker cannot finish before it is stopped
+LONG = 400  # what a worker cannot finish before it is stopped, with steps of STEP_S: 2.4 s
+STEP_S = 0.006
 SIZES: dict[str, Any] = {"block_size": 8, "kv_blocks": 2048, "dtype": "float32"}
 
 
@@ -75,8 +76,9 @@ def sixteen(tiny: Path) -> list[list[int]]:
     return oracle.prompts(tiny, [20 + 5 * index for index in range(STREAMS)])
 
 
-def given(tiny: Path) -> list[list[int]]:
-    """What those give when nothing happens."""
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> list[list[int]]:
+    """What those give when nothing happens, without drafts."""
     with LocalCluster(tiny, **SIZES) as cluster:
         tokens = asyncio.run(undisturbed(cluster, sixteen(tiny), LONG))
     assert tokens[0][:NEW] == oracle.greedy(tiny, sixteen(tiny)[0], NEW)
@@ -84,15 +86,18 @@ def given(tiny: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path) -> list[list[int]]:
-    return given(tiny)
+def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model that is right about half of the time."""
+    folder = tmp_path_factory.mktemp("similar") / "model"
+    oracle.weaken(tiny, folder, noise=0.015)
+    return folder
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
 async def test_the_decode_worker_dies_mid_stream(tiny: Path, plain: list[list[int]], decodes: int) -> None:
     """With a second decode worker, or with none until the dead one is back: no token lost, none twice, all the same."""
     prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=decodes, step_s=0.003, **SIZES) as cluster:
+    with LocalCluster(tiny, decode=decodes, step_s=STEP_S, **SIZES) as cluster:
         pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
         assert [ids(one) for one in pieces] == expected
         receipts = [one[-1].receipt for one in pieces]
@@ -126,12 +131,30 @@ async def test_the_prefill_worker_dies_mid_prefill(tiny: Path) -> None:
         cluster.wait_balanced()
 
 
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+async def test_the_decode_worker_dies_while_streams_speculate(
+    tiny: Path, similar: Path, plain: list[list[int]], kind: str
+) -> None:
+    """In the middle of sixteen speculating streams, with real prices: no token lost, none twice, all the same."""
+    draft_model = str(similar) if kind == "draft" else None
+    with LocalCluster(tiny, step_s=STEP_S, speculation=kind, draft_model=draft_model, **SIZES) as cluster:
+        pieces = await disturbed(
+            cluster, sixteen(tiny), "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG
+        )
+        assert [ids(one) for one in pieces] == plain
+        receipts = [one[-1].receipt for one in pieces]
+        assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit streams"
+        if kind == "draft":
+            assert sum(receipt.accepted for receipt in receipts) > 0
+        cluster.wait_balanced()
+
+
 @pytest.mark.parametrize("gone", ["drained", "frozen"])
 async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[int]], gone: str) -> None:
     """Cut off by a drain whose grace is over, or frozen: its streams go on elsewhere within seconds, none waits for
     its deadline."""
     prompts, expected = sixteen(tiny), plain
-    with LocalCluster(tiny, decode=2, step_s=0.003, **SIZES) as cluster:
+    with LocalCluster(tiny, decode=2, step_s=STEP_S, **SIZES) as cluster:
         client = AsyncClient(cluster.target)
         pieces: list[list[Any]] = [[] for _ in prompts]
         running = asyncio.create_task(run_all(client, prompts, pieces, LONG))

@@ -20,7 +20,7 @@ OWN = ("state", "source", "transport", "result")
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:
     """By name and the values of its own labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
         (one.name, *(one.labels[label] for label in OWN if label in one.labels)): one.value

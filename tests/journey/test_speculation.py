@@ -1,4 +1,5 @@
-"""Speculative decoding through the whole path: every answer is the one without it, whoever dies on the way."""
+"""Speculative decoding through the whole path: every answer is the one without it. Who dies on the way is in
+test_kill.py."""
 
 from __future__ import annotations
 
@@ -11,10 +12,8 @@ import pytest
 import engine.decoding.speculative
 import engine.engine
 from tandem.errors import SettingsError
-from tests.journey.test_kill import LONG, SIZES, disturbed, given, ids, sixteen
 from tests.journey.test_sampling import check, options
 from tests.support import oracle
-from tests.support.harness import LocalCluster
 
 NEW = 60
 
@@ -85,28 +84,6 @@ async def test_preempted_streams_change_nothing(inside: Any, tiny: Path, similar
         assert sum(one.receipt.preemptions for one in done) > 0
         assert sum(one.receipt.accepted for one in done) > 0
         assert await cluster.ledgers_balance()
-
-
-@pytest.fixture(scope="module")
-def plain(tiny: Path) -> list[list[int]]:
-    """What sixteen streams give without drafts and without faults."""
-    return given(tiny)
-
-
-@pytest.mark.parametrize("kind", ["draft", "ngram"])
-async def test_the_decode_worker_dies_mid_stream(tiny: Path, similar: Path, plain: list[list[int]], kind: str) -> None:
-    """Killed by SIGKILL in the middle of sixteen speculating streams, real processes and real prices: no token lost,
-    none twice, all the same."""
-    prompts, expected = sixteen(tiny), plain
-    draft_model = str(similar) if kind == "draft" else None
-    with LocalCluster(tiny, speculation=kind, draft_model=draft_model, **SIZES) as cluster:
-        pieces = await disturbed(cluster, prompts, "decode-0", lambda p: all(len(ids(one)) >= 5 for one in p), LONG)
-        assert [ids(one) for one in pieces] == expected
-        receipts = [one[-1].receipt for one in pieces]
-        assert any(receipt.attempts > 1 for receipt in receipts), "the kill must have hit streams"
-        if kind == "draft":
-            assert sum(receipt.accepted for receipt in receipts) > 0
-        cluster.wait_balanced()
 
 
 async def test_a_draft_model_with_another_vocabulary_is_refused(inside: Any, tiny: Path, tmp_path: Path) -> None:

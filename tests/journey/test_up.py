@@ -226,7 +226,7 @@ def test_the_pools_scale_under_load_without_a_failed_request(cluster: Up, tiny: 
         stop, wrong = threading.Event(), []
 
         def load() -> None:
-            while not stop.is_set():
+            while not stop.wait(0.02):  # the cores are for the worker that comes
                 if client.generate(prompt, max_tokens=20, ignore_eos=True, timeout=60).token_ids != expected:
                     wrong.append(1)
 
@@ -305,7 +305,7 @@ def test_sigterm_drains_and_leaves_nothing(cluster: Up) -> None:
     assert len(cluster.marked()) > 3
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.popen.wait(60) == 0, cluster.process.text()
-    cluster.assert_nothing_left(5)
+    cluster.assert_nothing_left(30)
 
 
 def test_sigkill_leaves_nothing_either(tiny: Path) -> None:
@@ -314,8 +314,8 @@ def test_sigkill_leaves_nothing_either(tiny: Path) -> None:
         running.process.wait_for("ready ", 120)
         assert len(running.marked()) > 3
         running.process.signal(signal.SIGKILL)
-        running.process.popen.wait(10)
-        running.assert_nothing_left(15)
+        running.process.popen.wait(30)
+        running.assert_nothing_left(30)
 
 
 def truncated(folder: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_it_with_one_sentence(
         errors = [line for line in running.process.output if line.startswith("error:")]
         assert len(errors) == 1, running.process.text()
         assert "Traceback" not in running.process.text()
-        running.assert_nothing_left(10)
+        running.assert_nothing_left(30)
 
 
 def test_a_port_in_use_is_said_at_once(tiny: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_port_in_use_is_said_at_once(tiny: Path) -> None:
             [TANDEM, "up", "--model", str(tiny), "--port", port],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             check=False,
         )
     assert out.returncode != 0

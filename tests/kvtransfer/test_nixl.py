@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kvtransfer.backends import nixl_owner, nixl_reads
 from kvtransfer.backends.nixl_reads import NixlReads
 from kvtransfer.backends.reads import BATCHES_IN_FLIGHT
+from kvtransfer.factory import make_transport
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport import BATCH_BYTES, STALL_S
-from kvtransfer.types import ReadyBlock, Ticket
+from kvtransfer.types import ReadyBlock, Region, Ticket
 from tandem.errors import InternalError, TransferFailed, WorkerLost
+from tests.kvtransfer.conftest import LAYOUT
 from tests.support.stopwatch import Stopwatch
 
 MIB = 1 << 20
@@ -54,6 +57,18 @@ async def test_link_names_each_transport(nixl_source, worker, pages):
         await sink.transport.connect(source.peer, 10)
         assert sink.transport.link(source.peer) == link
         assert (await sink.transport.read(source.peer, [(0, 0)], 10)).transport == link
+
+
+async def test_the_first_bytes_from_a_new_peer_land_in_the_spare_block(nixl_source):
+    """Connecting reads a little, to learn the link; no block that may be in use is written."""
+    array = np.full((4, 4096), 7, dtype=np.uint8)
+    region = Region(array.ctypes.data, 4, 4096, keepalive=array, spare_block=2)
+    transport = make_transport("nixl", region, "sink", "1", LAYOUT)
+    try:
+        await transport.connect(nixl_source.peer, 10)
+    finally:
+        transport.close()
+    assert [bool((block == 7).all()) for block in array] == [True, True, False, True]
 
 
 async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages, monkeypatch, expected):
@@ -466,12 +481,12 @@ async def test_a_thread_that_hangs_shows_in_what_is_under_way_and_refuses_to_clo
     assert becomes_true(lambda: transport.under_way != before)
     hanging = threading.Event()
     transport._owner.submit(lambda: (hanging.set(), go.wait(30)))
-    assert hanging.wait(10)
+    assert hanging.wait(60)
     assert not becomes_true(lambda before=transport.under_way: transport.under_way != before, 0.2)
     with pytest.raises(InternalError):
         transport.close()
     go.set()
-    transport._owner._thread.join(10)
+    transport._owner._thread.join(60)
     transport.close()
 
 

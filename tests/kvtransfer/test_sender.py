@@ -138,7 +138,7 @@ def test_revoke_during_an_announcement_wins():
 
     def slow(block, context):
         started.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return b""
 
     sender = Sender("life", slow)
@@ -152,10 +152,10 @@ def test_revoke_during_an_announcement_wins():
 
     thread = threading.Thread(target=announce)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     assert sender.revoke_ticket(ticket, "cancelled") == ()
     go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert len(caught) == 1
     with pytest.raises(StaleTransfer):
         sender.release(ticket)

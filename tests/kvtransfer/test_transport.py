@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import threading
 
 import pytest
 
 from kvtransfer.factory import make_transport
-from kvtransfer.transport import measure_link
+from kvtransfer.transport import measure_link, settle
 from tandem.errors import IncompatibleLayout, InvalidRequest, SettingsError, WorkerLost
 
 
@@ -75,6 +76,44 @@ async def test_concurrent_connects_share_one_attempt(source, sink):
     await asyncio.gather(*(sink.transport.connect(source.peer, 10) for _ in range(8)))
     await sink.transport.connect(source.peer, 10)
     await sink.transport.read(source.peer, [(0, 0)], 10)
+
+
+async def test_who_waits_for_the_end_of_a_read_leaves_cancelled_and_only_then():
+    """However often it is cancelled meanwhile; an error of the read itself is not raised again."""
+    read = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(settle(read, "the read"))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done
+    read.set_exception(WorkerLost("gone"))
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await settle(read, "the read")  # not cancelled: it just ends
+
+
+async def test_a_cancelled_read_within_a_process_ends_after_its_copy(pages):
+    """Its memory may be given back when the read has returned, so nothing may be written later."""
+    source, sink = pages("inprocess", "source"), pages("inprocess", "sink")
+    await sink.transport.connect(source.peer, 10)
+    copying, go_on = threading.Event(), threading.Event()
+    copy = sink.transport._copy
+
+    def slow(*given):
+        copying.set()
+        assert go_on.wait(30)
+        copy(*given)
+
+    sink.transport._copy = slow
+    read = asyncio.create_task(sink.transport.read(source.peer, [(0, 0)], 10))
+    assert await asyncio.to_thread(copying.wait, 30)
+    read.cancel()
+    done, _ = await asyncio.wait([read], timeout=0.05)
+    assert not done
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await read
 
 
 async def test_reads_at_once_do_not_mix(source, sink, expected):

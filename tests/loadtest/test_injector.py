@@ -170,6 +170,6 @@ def test_an_order_says_when_it_struck_and_one_that_did_not_says_nothing(tmp_path
     stepping = threading.Thread(target=steps)
     stepping.start()
     armed, fired = ask(path, fault="step-fails", at="step")
-    stepping.join(10)
+    stepping.join(60)
     assert armed == {"armed": True}
     assert fired["fired"] > 0

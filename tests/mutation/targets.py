@@ -106,7 +106,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "kvtransfer/transport.py": ("tests/kvtransfer/test_transport.py", "tests/kvtransfer/test_receiver.py"),
     "kvtransfer/factory.py": ("tests/kvtransfer/test_transport.py",),
     "kvtransfer/backends/in_process.py": ("tests/kvtransfer/test_transport.py",),
-    "kvtransfer/backends/ucx_log.py": ("tests/kvtransfer/test_ucx_log.py",),
+    "kvtransfer/backends/ucx_log.py": (
+        "tests/kvtransfer/test_ucx_log.py",
+        *_some("tests/kvtransfer/test_nixl.py", "test_link_names_each_transport"),
+    ),
     **dict.fromkeys(
         (
             "kvtransfer/backends/nixl_agent.py",
@@ -194,4 +197,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "cached: Cached = lambda record: 1",
     ): "always given",
     ("kvtransfer/receiver.py", "self._reading_since = 0.0", "self._reading_since = 1.0"): "set before it is read",
+    (
+        "kvtransfer/sender.py",
+        "self._generation = 0",
+        "self._generation = -1",
+    ): "only that they differ is promised",
+    (
+        "engine/core/step_retries.py",
+        "self._parts.appendleft(Part(tuple(ids), 1))",
+        "self._parts.appendleft(Part(tuple(ids), 2))",
+    ): "after that shortage no step has more than one token",
+    ("engine/core/sequence.py", "return range(0)", "return range( -1)"): "both are empty",
+    (
+        "services/router/execution/poison_requests.py",
+        'of.update(len(part).to_bytes(8, "little"))',
+        'of.update(len(part).to_bytes( 7, "little"))',
+    ): "as unambiguous",
+    (
+        "services/router/routing/fair_queue.py",
+        "if len(group.heap) > 2 * len(group.entries) + 16:",
+        "if len(group.heap) > 3 * len(group.entries) + 16:",
+    ): "when it is tidied is chosen and not promised",
+    ("services/router/routing/path_latency.py", "break", "continue"): "the next round finds the same",
 }

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.answer.answer_format import FORMATS, PLAIN, AnswerFormat
@@ -16,6 +16,7 @@ from services.router.answer.call_formats import registry
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from tandem.errors import SettingsError
+from tests.support.examples import examples
 from tests.support.reasoning_templates import DEEPSEEK, EXAONE_DEEP, GLM, GPT_OSS, GRANITE, HUNYUAN, MAGISTRAL, QWEN3
 from tests.support.templates import HERMES, LLAMA
 
@@ -154,7 +155,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@examples(600)
 @given(pieces=PIECES, inside=st.booleans(), one=st.booleans(), places=st.lists(st.integers(0, 300), max_size=12))
 def test_any_text_is_read_the_same_however_it_is_cut(
     pieces: list[str], inside: bool, one: bool, places: list[int]

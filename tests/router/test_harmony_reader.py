@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.answer.harmony_reader import MARKERS, MAX_HEADER, HarmonyReader
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text, joined
+from tests.support.examples import examples
 
 Read = list[tuple[str, str]]
 
@@ -123,7 +124,7 @@ WORDS = ("analysis", "final", "commentary", " to=functions.f", "assistant", "<|"
 PIECES = st.lists(st.sampled_from([*MARKERS, *MARKERS, *WORDS]), max_size=20)
 
 
-@settings(max_examples=800, deadline=None, derandomize=True)
+@examples(800)
 @given(pieces=PIECES, inside=st.booleans(), tools=st.booleans(), sizes=st.lists(st.integers(1, 9), min_size=1))
 def test_any_text_is_read_the_same_however_it_is_cut(
     pieces: list[str], inside: bool, tools: bool, sizes: list[int]
@@ -142,7 +143,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
         assert kind != "call" or (shown and kinds[place + 1 : place + 2] == ["with"])
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@examples(400)
 @given(pieces=PIECES)
 def test_nothing_is_held_but_headers_and_what_may_become_one(pieces: list[str]) -> None:
     """Within a message only the beginning of a marker waits."""

@@ -23,11 +23,11 @@ async def busy(work: Offload) -> AsyncIterator[threading.Event]:
 
     def hold() -> None:
         begun.release()
-        assert go.wait(10)
+        assert go.wait(60)
 
     holding = [asyncio.create_task(work.run("", LONG, hold)) for _ in range(work._long._slots.free)]
     for _ in holding:
-        await asyncio.to_thread(begun.acquire, timeout=10)
+        await asyncio.to_thread(begun.acquire, timeout=60)
     try:
         yield go
     finally:

@@ -343,7 +343,7 @@ def expected(
     queued: int,
     config: RoutingConfig = RULES,
 ) -> tuple[float, float]:
-    pools = DecodePool(config), PrefillPool(config)
+    pools = DecodePool(config), PrefillPool()
     cached = {one.worker_id: one.cached for one in (*decodes, *prefills)}
     for pool, workers in zip(pools, (decodes, prefills), strict=True):
         for one in workers:

@@ -195,7 +195,7 @@ async def test_a_lost_worker_is_told_once(monkeypatch: pytest.MonkeyPatch) -> No
     index = PrefixIndex(gone, gone)
     with capture_logs() as logs:
         following = asyncio.create_task(index.follow())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asked(10)
             assert [one["event"] for one in logs] == ["cache_news.lost"]
             gone.answers = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.answer import reasoning_reader
@@ -22,6 +22,7 @@ from services.router.answer.reasoning_reader import (
     Markers,
     ReasoningReader,
 )
+from tests.support.examples import examples
 
 THINK = FORMATS["think"]
 PAIRED = Markers(("<a>",), ("</a>",), answer=("<b>", "</b>"))
@@ -176,7 +177,7 @@ def test_a_call_that_stays_unknown_does_not_hold_the_reasoning_forever() -> None
 PIECES = st.lists(st.sampled_from(["<a>", "</a>", "<b>", "</b>", "[f(", "[g(", "[", "<", "</", "a>", "x", " ", "\n"]))
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@examples(600)
 @given(pieces=PIECES, inside=st.booleans(), offered=st.booleans(), sizes=st.lists(st.integers(1, 7), min_size=1))
 def test_any_text_is_read_the_same_however_it_is_cut(
     pieces: list[str], inside: bool, offered: bool, sizes: list[int]
@@ -197,7 +198,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
     assert lost <= marked
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@examples(400)
 @given(pieces=PIECES, inside=st.booleans())
 def test_nothing_is_held_but_what_may_become_a_marker(pieces: list[str], inside: bool) -> None:
     """After each character all is shown but the beginning of a marker and the white space before it."""

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.answer.parts import Part, Text
@@ -16,6 +16,7 @@ from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.v1 import common_pb2, decode_pb2, sampling_pb2
+from tests.support.examples import examples
 
 DEMO = Path(__file__).parents[2] / "demo/model"
 TEXT = Tokenizer.load(DEMO)
@@ -39,7 +40,7 @@ ALPHABET = st.sampled_from("abé\n")
 WORDS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@examples(500)
 @given(
     text=st.text(ALPHABET, max_size=30),
     stops=WORDS,
@@ -55,7 +56,7 @@ def test_the_text_ends_where_the_definition_says_however_it_is_cut(
     assert (shown, found.hit is not None) == defined(text, stops, include)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(text=st.text(ALPHABET, max_size=30), stops=WORDS, cuts=st.lists(st.integers(0, 30), max_size=8))
 def test_nothing_is_shown_too_soon_and_nothing_is_held_too_long(text: str, stops: list[str], cuts: list[int]) -> None:
     """At any time all is shown that can no longer become a stop string, and nothing that can."""
@@ -116,7 +117,7 @@ def read(
     return shown + text_of(reader.finish()), ids, job, known
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(
     text=st.text(st.sampled_from("the value\n.é日"), min_size=1, max_size=40),
     stops=st.lists(st.text(st.sampled_from("the vé日."), min_size=1, max_size=3), min_size=1, max_size=3),

@@ -126,7 +126,7 @@ async def test_a_feed_that_serves_no_stream_is_closed_and_opened_again(monkeypat
     monkeypatch.setattr(decode_pb2_grpc, "DecodeServiceStub", lambda channel: worker)
     channels: Any = SimpleNamespace(to=lambda address: None)
     known, decode = stream_mux.StreamMuxes(channels, 0.0), WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 1, 1, 16, 64)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         first = await known.of(decode)
         with first.substream():
             await asyncio.sleep(0.06)  # three times as long: nothing may happen in it

@@ -64,7 +64,7 @@ class Looked:
 
     def __init__(self, rules: RoutingConfig, decodes: list[WorkerSnapshot], prefills: list[WorkerSnapshot]) -> None:
         self.rules = rules
-        self.decodes, self.prefills = DecodePool(rules), PrefillPool(rules)
+        self.decodes, self.prefills = DecodePool(rules), PrefillPool()
         for one in decodes:
             self.decodes.put(one)
         for one in prefills:

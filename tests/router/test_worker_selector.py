@@ -117,6 +117,15 @@ def test_a_large_worker_takes_more_than_a_small_one() -> None:
     found = place([small, large], [], 8, 8, RoutingConfig("never"))
     assert found is not None
     assert found.decode is large
+    found = place([small, replace(large, running=12)], [], 8, 8, RoutingConfig("never"))
+    assert found is not None
+    assert found.decode is small, "though the large one has more places left"
+
+
+def test_a_snapshot_for_another_prompt_has_what_is_cached_of_that_one() -> None:
+    """More, less and none; everything else stays."""
+    for cached in (0, 8, 3, 3, 0):
+        assert replace(IDLE, cached=5).with_cached(cached) == replace(IDLE, cached=cached)
 
 
 def test_of_equally_busy_workers_the_one_with_more_free_blocks_is_chosen() -> None:

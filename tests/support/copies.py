@@ -34,6 +34,7 @@ class Copy:
 
     def __init__(self, module: str, arguments: list[str], env: dict[str, str], *, stderr: bool = True) -> None:
         """With `stderr`, that goes to stdout as well."""
+        self.args = [module, *arguments]
         its_input, to_it = _SERVER.Pipe(duplex=False)
         from_it, its_output = _SERVER.Pipe(duplex=False)
         self._process = _SERVER.Process(
@@ -71,6 +72,9 @@ class Copy:
                 os.kill(self.pid, number)
                 if number == signal.SIGSTOP:
                     self._wait_stopped()
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

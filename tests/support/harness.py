@@ -70,8 +70,8 @@ class Process:
     def kill(self) -> None:
         if self.popen.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
-        self.popen.wait(10)
-        self._reader.join(5)
+        self.popen.wait(30)
+        self._reader.join(30)
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
@@ -144,7 +144,7 @@ class LocalCluster:
         """SIGKILL, and proof that it worked."""
         process = self.processes[name]
         process.signal(signal.SIGKILL)
-        assert process.popen.wait(10) == -signal.SIGKILL
+        assert process.popen.wait(30) == -signal.SIGKILL
 
     @property
     def target(self) -> str:
@@ -169,7 +169,7 @@ class LocalCluster:
                 faults.append(f"{ledger.worker_id}: {ledger}")
         return faults
 
-    def wait_balanced(self, timeout_s: float = 10.0) -> float:
+    def wait_balanced(self, timeout_s: float = 30.0) -> float:
         """Seconds until no block is held anywhere."""
         start = time.monotonic()
         self.wait_until(lambda: not self.audit_faults(), "every block free or cached", timeout_s, self.audit_faults)

@@ -214,10 +214,10 @@ def test_metrics_are_served_where_a_port_is_set() -> None:
     with closing(served):
         host, _, port = served.address.rpartition(":")
         with socket.create_connection((host, int(port))):
-            with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30) as answer:
                 assert b"tandem_kv_blocks" in answer.read()
         with pytest.raises(SettingsError) as refused:
             of_worker(metrics_port=int(port)).serve()
         assert refused.value.field == "metrics_port"
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5)
+        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30)

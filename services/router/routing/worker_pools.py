@@ -181,10 +181,9 @@ class DecodePool:
 
 
 class PrefillPool:
-    def __init__(self, config: RoutingConfig) -> None:
+    def __init__(self) -> None:
         self.workers: dict[str, WorkerSnapshot] = {}
         self.capacity = PrefillCapacity()
-        self._config = config
         self._by_work: dict[str, SortedWorkers] = {}  # layout -> its workers, by seconds of queued work
         self._by_prompts: dict[str, SortedWorkers] = {}  # layout -> its workers, by queued prompts
 

@@ -44,7 +44,7 @@ class _LocalChanges:
 class WorkerTable:
     def __init__(self, config: RoutingConfig) -> None:
         self.decodes = DecodePool(config)
-        self.prefills = PrefillPool(config)
+        self.prefills = PrefillPool()
         self._records: dict[str, WorkerRecord] = {}  # those that the pools know
         self._local: dict[str, _LocalChanges] = {}
         self._absent: dict[str, float] = {}  # since when an account has no record
