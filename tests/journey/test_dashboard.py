@@ -18,6 +18,7 @@ import pytest
 from services.router.frontend import dashboard
 from services.router.frontend.dashboard import HEADER, PAGES
 from tandem.async_client import AsyncClient
+from tandem.errors import InvalidRequest
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
 PAGE = {HEADER: "1"}
@@ -83,12 +84,27 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
                 "mine",
                 pytest.approx(receipts[0]["ttft"]),
             )
+            assert [(await anext(events))[0] for _ in range(2)] == ["failures", "history"]
             assert [(await anext(events))[0] for _ in range(2)] == ["state", "state"]  # nothing ended since
             await cluster.client.generate([1, 2, 3], max_tokens=2, ignore_eos=True)
             async for name, value in events:
                 if name == "receipts":
                     assert len(value) == 2
                     break
+
+            # What is refused appears at once, and a point of the history once it is taken.
+            with pytest.raises(InvalidRequest):
+                await cluster.client.generate([1, 2, 3], max_tokens=0, request_id="wrong")
+            await cluster.router.history.take()
+            found = {}
+            async for name, value in events:
+                found[name] = value
+                if {"failures", "history"} <= found.keys():
+                    break
+            (refused,) = found["failures"]
+            assert (refused["outcome"], refused["request_id"], refused["router"]) == ("refused", "wrong", "router-0")
+            (point,) = found["history"]["points"]
+            assert len(point) == len(found["history"]["columns"])
 
         # Actions: first what is refused, then the same with nothing wrong.
         await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
