@@ -142,7 +142,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def scaling(self) -> admin_pb2.GetScalingResponse | None:
-        """The autoscalers' decisions; None where there is none, or none lately."""
+        """The autoscalers' decisions; None where there is none, or none lately. A registry that did not answer is not
+        asked again."""
+        if not all(model.pools.view.registry_ok for model in self._models):
+            return None
         try:
             return await self.GetScaling(admin_pb2.GetScalingRequest())
         except (PreconditionFailed, Unavailable):
