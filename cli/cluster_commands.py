@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.output import JSON, TEXT, Output, display, print_json, reported
 from tandem.errors import SettingsError
+
+if TYPE_CHECKING:
+    from tandem.settings import Settings
 
 ServedModelName = Annotated[
     str | None,
@@ -88,10 +91,15 @@ def up(
     with reported():
         from tandem.settings import load
 
-        settings = load(**overrides | _models(model or [], models))
-        from cluster.local_cluster import run_forever
+        raise typer.Exit(_run(load(**overrides | _models(model or [], models)), as_json=output is JSON))
 
-        raise typer.Exit(run_forever(settings, as_json=output is JSON))
+
+def _run(settings: Settings, *, as_json: bool) -> int:
+    from cluster.local_cluster import run_forever
+    from tandem.telemetry import logs
+
+    logs.configure(settings, "up")
+    return run_forever(settings, as_json=as_json)
 
 
 def _models(folders: list[str], file: Path | None) -> dict[str, object]:

@@ -99,8 +99,8 @@ class LocalCluster:
         self._guard: OrphanReaper | None = None
         self._valkey: EmbeddedValkey | None = None
         self._supervised: list[_Supervised] = []  # the routers' cluster first
-        self._ready: dict[str, Event] = {}
         self._failed = False
+        self._ready: dict[str, Event] = {}
         self._kept: Path | None = None
 
     def __enter__(self) -> LocalCluster:

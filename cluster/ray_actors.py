@@ -25,6 +25,7 @@ from cluster.supervisor import Event, Started, Supervisor, WorkerProcess
 from tandem.errors import InternalError, TandemError, Unavailable, WorkerLost
 from tandem.settings import Settings
 from tandem.tasks import end, failed, forever
+from tandem.telemetry import logs
 
 T = TypeVar("T")
 NAMESPACE = "tandem"
@@ -67,6 +68,7 @@ class WorkerActor:
 
     def __init__(self, worker_id: str, settings: Settings, launcher: str) -> None:
         exit_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
+        logs.configure(settings, worker_id)
         self._worker_id = worker_id
         self._settings = settings
         self._launcher = launcher
@@ -151,6 +153,7 @@ class SupervisorActor:
         cluster must not outlive."""
         assert settings.redis is not None
         exit_with_parent()
+        logs.configure(settings, "supervisor")
         self._settings = settings
         self._grace_s = settings.drain_grace_s
         self._owner = owner

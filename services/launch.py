@@ -73,7 +73,7 @@ async def start(
     `engine` was released by an earlier incarnation in this process: nothing is loaded. `say` receives a line for each
     stage, with its duration, from any thread; the log has them, too.
     """
-    logs.show_no_values()
+    logs.configure(settings, worker_id)
     stages = Stages(worker_id, say)
     if role not in _MODULES:
         raise SettingsError(f"unknown role {role!r}", field="role", bound=", ".join(_MODULES))

@@ -34,7 +34,7 @@ from tandem.errors import InternalError, TandemError, Unavailable
 from tandem.settings import PROMPT_STEP_SHARE, Settings
 from tandem.tasks import fail, once, within
 from tandem.telemetry import tracing
-from tandem.telemetry.metrics import Load, WorkerMetrics
+from tandem.telemetry.metrics import Load, Reach, WorkerMetrics
 from tandem.telemetry.metrics_server import Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -74,7 +74,7 @@ class Worker:
         )
         self.address = ""
         self.state = State.STARTING
-        self.metrics = WorkerMetrics(settings, role, worker_id, self._load)
+        self.metrics = WorkerMetrics(settings, role, worker_id, self._load, self._reach)
         engine.after_step = self.metrics.step
         self._metrics_served: Served | None = None
         self.tracing = tracing.of_process(settings, role, worker_id)
@@ -251,6 +251,9 @@ class Worker:
             preemptions=scheduler.preemptions,
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
+
+    def _reach(self) -> Reach:
+        return Reach(self._heartbeat.registry_ok, self._heartbeat.round_trip_s)
 
     async def ledger(self) -> common_pb2.Ledger:
         """The ledger, read between two engine steps, so that it is consistent."""

@@ -204,7 +204,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def read(data: bytes) -> Any:
             """Raises InvalidRequest, and what the guard raises."""
             if guard is not None:
-                guard(method, dict(details.invocation_metadata or ()))
+                try:
+                    guard(method, dict(details.invocation_metadata or ()))
+                except TandemError as error:
+                    log.info("grpc.refused", method=method, reason=error.reason)
+                    raise
             if self._bounded and len(data) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
             try:

@@ -111,6 +111,9 @@ class Settings(BaseSettings):
     trace_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """The share of requests without a trace context that is traced. A request with one follows its caller's
     decision."""
+    trace_url: Annotated[str, Field(pattern=r"^https?://[^\s{}]+\{trace_id\}[^\s{}]*$")] | None = None
+    """The page of a trace where traces are looked at, with {trace_id} in it, such as
+    http://localhost:16686/trace/{trace_id}: the dashboard links each traced request to it. Absent: no links."""
     api_keys: Path | None = None
     """A file with the keys that the router requires, over gRPC and HTTP; see services/router/tenancy/api_keys.py. It is
     read again when it changes. Absent: no key is required."""
@@ -126,6 +129,10 @@ class Settings(BaseSettings):
     logs: Path | None = None
     """A folder that keeps the logs of every run, each in a separate folder. Absent: those of a failed run are kept in
     the temporary directory."""
+    log_format: Literal["console", "json"] = "console"
+    """How every process of the cluster writes its log: a line for people, or one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level of log lines. info has a line for each request; debug also has the lines of libraries."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: on CUDA the checkpoint's own dtype (float16 becomes bfloat16; float32 if it names none). On CPU float32:
@@ -300,7 +307,7 @@ def load(**overrides: Any) -> Settings:
     """
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     # Variables of other parts of the product, not settings of a cluster.
-    others = ("TARGET", "LOG", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY", "OPERATORS")
+    others = ("TARGET", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY", "OPERATORS")
     known |= {ENV_PREFIX + name for name in others}
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:

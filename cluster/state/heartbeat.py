@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from time import time
+from time import monotonic, time
 
 import structlog
 
@@ -31,12 +31,14 @@ class Heartbeat:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.beats = 0  # attempts
+        self.registry_ok = False  # the last one was answered
+        self.round_trip_s: float | None = None  # of the last one that was answered
 
     async def start(self) -> None:
         """Writes the first record. Raises Unavailable if that fails: an unregistered worker must not start. Raises
         PreconditionFailed if a later incarnation of this worker is alive."""
         record = self._describe()
-        if not await self._registry.beat(record, announce=True, born=self._born):
+        if not await self._beat(record, announce=True):
             raise PreconditionFailed(
                 f"another {record.worker_id} that started later is alive in cluster {self._registry.cluster!r}",
                 reason="SUPERSEDED",
@@ -62,10 +64,21 @@ class Heartbeat:
             self._changed.clear()
             self.beats += 1
             try:
-                kept = await self._registry.beat(self._describe(), announce=announce, born=self._born)
+                kept = await self._beat(self._describe(), announce=announce)
             except Unavailable as error:
                 log.warning("registry.beat_failed", error=error.message)  # serving continues; the next beat tries again
                 continue
             if kept == self._superseded:
                 self._superseded = not kept
                 log.log(40 if self._superseded else 20, "registry.superseded", now=self._superseded)
+
+    async def _beat(self, record: WorkerRecord, *, announce: bool) -> bool:
+        """Raises Unavailable."""
+        began = monotonic()
+        try:
+            kept = await self._registry.beat(record, announce=announce, born=self._born)
+        except Unavailable:
+            self.registry_ok = False
+            raise
+        self.registry_ok, self.round_trip_s = True, monotonic() - began
+        return kept

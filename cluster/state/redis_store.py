@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import redis.asyncio as redis
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import parse_url
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 from tandem.errors import SettingsError, Unavailable
 
@@ -66,6 +66,18 @@ class RedisStore:
             registered = self._scripts[script] = self.client.register_script(script)
         async with self.connection():
             return await registered(keys=list(keys), args=list(args))
+
+    async def memory(self) -> tuple[int, int] | None:
+        """Bytes that the server has in use, and its maxmemory (0: none). None where the user may not ask (INFO), and of
+        Redis Cluster, whose nodes differ. Raises Unavailable."""
+        async with self.connection() as client:
+            if isinstance(client, redis.RedisCluster):
+                return None
+            try:
+                about = await client.info("memory")
+            except NoPermissionError:
+                return None
+        return int(about.get("used_memory", 0)), int(about.get("maxmemory", 0))
 
     async def xread(self, streams: Mapping[str, str], count: int, block_s: float = 0.0) -> list[Any]:
         """New entries of each stream after the given id: [(stream, [(id, fields)])]. All streams are in one slot."""

@@ -12,15 +12,15 @@ from contextlib import contextmanager, nullcontext
 from time import monotonic
 
 from services.router.execution.poison_check import PoisonCheck
+from services.router.execution.request_account import RequestAccounts
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import RequestTimeline
 from services.router.preprocess.preprocessor import Preprocessor
 from services.router.preprocess.request import DEFAULT_MAX_TOKENS, Request, ResumeState
-from services.router.preprocess.validation import DEFAULT_PRIORITY
+from services.router.preprocess.validation import DEFAULT_PRIORITY, MAX_REQUEST_ID
 from services.router.tenancy.api_keys import ApiKey
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.settings import Settings
-from tandem.telemetry.metrics import RouterMetrics
 from tandem.telemetry.tracing import Headers, Tracing
 from tandem.v1 import generation_pb2
 
@@ -33,7 +33,7 @@ class Generation:
         rate_limits: RateLimits,
         poison: PoisonCheck,
         executor: RequestExecutor,
-        metrics: RouterMetrics,
+        accounts: RequestAccounts,
         tracing: Tracing,
     ) -> None:
         self._settings = settings
@@ -42,7 +42,7 @@ class Generation:
         self._rate_limits = rate_limits
         self._poison = poison
         self._executor = executor
-        self._metrics = metrics
+        self._accounts = accounts
         self._tracing = tracing
         self.running = 0  # requests in progress
 
@@ -66,11 +66,13 @@ class Generation:
         longest_s = self._settings.request_timeout_s
         deadline = arrived + (longest_s if remaining_s is None else min(remaining_s, longest_s))
         span = self._tracing.request(message, self._model, headers)
-        with self._metrics.request() as counted, span:
-            timeline = RequestTimeline(arrived, span)
+        timeline = RequestTimeline(arrived, span)
+        with self._accounts.open(message.request_id[:MAX_REQUEST_ID], timeline, span) as account, span:
             tenant = tenant or self._rate_limits.who(authorization)
+            account.tenant = tenant.name
             request = await self._build(message, tenant, default_max_tokens, fixed=past is not None)
             timeline.admitted()
+            account.admitted(request)
             self._poison.check(request)
             resume = ResumeState(past or ())
             request.adapter_fingerprint = resume.adapter_fingerprint or request.adapter_fingerprint
@@ -87,8 +89,10 @@ class Generation:
                     async with self._executor.completing(request, timeline, deadline, resume) as output:
                         while left:
                             event = await output.take()
-                            left -= event.HasField("finished")
-                            counted.complete = left == 0
+                            if event.HasField("finished"):
+                                left -= 1
+                                account.finished(event.finished.receipt)
+                            account.complete = left == 0
                             yield event
 
     async def fixed(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.state.registry import State, WorkerRecord
 from cluster.state.response_store import ResponseStore
+from cluster.state.router_samples import RouterSamples
 from services.cluster_credentials import front_door, to_workers
 from services.grpc_server import Channels, GrpcServer
 from services.router.execution.completion_runner import CompletionRunner
 from services.router.execution.poison_check import PoisonCheck
+from services.router.execution.request_account import EndedRequests, RequestAccounts
 from services.router.execution.request_executor import RequestExecutor
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.execution.usage_meter import UsageMeter
@@ -28,6 +29,7 @@ from services.router.frontend.batches.files_api import FilesApi
 from services.router.frontend.batches.line_runner import LineRunner
 from services.router.frontend.dashboard import Dashboard, Goal, RouterState
 from services.router.frontend.grpc_service import GenerationServicer
+from services.router.frontend.history import History
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
 from services.router.frontend.http_endpoint import GeneratingEndpoint
@@ -54,13 +56,14 @@ from tandem.settings import Settings
 from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
 from tandem.telemetry.exposition import Exposition
-from tandem.telemetry.metrics import RouterMetrics
+from tandem.telemetry.metrics import Reach, RouterMetrics
 from tandem.telemetry.metrics_server import Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
 MAX_LOOP_BLOCKED_S = 30.0  # of the event loop; then the process ends, to be restarted
 CHANNELS_PER_SLICE = 64  # channels that are checked before the event loop serves streams again
+SAMPLES_KEPT_S = 60  # without a new one; then the dashboard leaves a router out
 EXPIRY_BEATS = 4  # heartbeats after the expiry of a dead worker's record, after which its absence is certain
 
 
@@ -87,7 +90,9 @@ class Router:
         self.channels = Channels(settings.cluster_token, to_workers(settings))
         self.tracing = tracing.of_process(settings, "router", worker_id)
         self.offload = Offload(settings.queue_timeout_s)
+        self.samples = RouterSamples(settings.redis or "", settings.cluster, ttl_s=SAMPLES_KEPT_S)
         self.receipts = ReceiptLog()
+        self.ended = EndedRequests()
         keys = ApiKeys(settings.api_keys) if settings.api_keys else None
         self.rate_limits = RateLimits(keys)
         self._metrics: list[RouterMetrics] = []
@@ -111,14 +116,16 @@ class Router:
     def _build_model(self, key: str, parts: ModelParts) -> Model:
         settings, tokenizer = parts.settings, parts.tokenizer
         pools = ModelPools(settings, self.channels, lambda: self._describe(model))
-        metrics = RouterMetrics(settings, self.worker_id, pools.scheduler.waiting)
+        waiting, reach = pools.scheduler.waiting, partial(self._reach, pools)
+        metrics = RouterMetrics(settings, self.worker_id, waiting, reach, of_process=not self._metrics)
         self._metrics.append(metrics)
         poison = PoisonCheck(pools.view, settings.heartbeat_ttl_s + EXPIRY_BEATS * settings.heartbeat_s)
         runner = CompletionRunner(settings, pools.scheduler, pools.prefixes, pools.muxes, poison)
         usage = UsageMeter(metrics, self.receipts, self.rate_limits, pools.scheduler)
         executor = RequestExecutor(runner, tokenizer, usage)
         preprocessor = Preprocessor(tokenizer, pools.served, self.offload)
-        generation = Generation(settings, preprocessor, self.rate_limits, poison, executor, metrics, self.tracing)
+        accounts = RequestAccounts(metrics, self.ended, settings.model_names[0])
+        generation = Generation(settings, preprocessor, self.rate_limits, poison, executor, accounts, self.tracing)
         model = Model(key, tokenizer, parts.defaults, pools, generation)
         return model
 
@@ -142,7 +149,11 @@ class Router:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self.grpc.server)
         self.bodies = BodyReader(self.rate_limits, self.offload, settings.max_prompt_bytes)
         first = models.first.pools.settings
-        self.dashboard = Dashboard(Goal(first.slo_ttft_s, first.slo_tpot_s), self.receipts, self._state, admin, keys)
+        goal = Goal(first.slo_ttft_s, first.slo_tpot_s)
+        self.history = History(self.worker_id, self.incarnation, self.ended, self._load, self.samples.exchange)
+        self.dashboard = Dashboard(
+            goal, self.receipts, self._state, admin, keys, self.history, trace_url=settings.trace_url
+        )
         api = Api(settings, models, self.bodies, self._exposition)
         endpoint = GeneratingEndpoint(self.bodies)
         messages = MessagesApi(endpoint, models, self.bodies)
@@ -190,6 +201,7 @@ class Router:
         await self.job_runner.start()
         await self.batch_runner.start()
         self._following = [forever(partial(self._follow, model.pools), name="warm-channels") for model in self.models]
+        self._following.append(forever(self.history.follow, name="history"))
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -206,6 +218,7 @@ class Router:
         self.dashboard.close()
         await asyncio.gather(self.grpc.stop(grace_s), self.http.stop(grace_s))
         await asyncio.gather(*map(end, self._following))
+        await self.samples.close()
         await asyncio.gather(*(model.pools.stop() for model in self.models))
         await self.channels.close()
         await self.journal.close()
@@ -234,11 +247,16 @@ class Router:
 
     def _state(self) -> RouterState:
         """What the dashboard shows of this router."""
-        outcomes = sum((Counter(metrics.outcomes()) for metrics in self._metrics), Counter[str]())
         names = ", ".join(model.names[0] for model in self.models)
         registry_ok = all(model.pools.view.registry_ok for model in self.models)
-        running, waiting = self.models.running(), self.models.waiting()
-        return RouterState(names, self.worker_id, registry_ok, running, waiting, outcomes)
+        return RouterState(names, self.worker_id, registry_ok, *self._load(), dict(self.ended.outcomes))
+
+    def _load(self) -> tuple[int, int]:
+        """Requests in progress, and of these, waiting for a place."""
+        return self.models.running(), self.models.waiting()
+
+    def _reach(self, pools: ModelPools) -> Reach:
+        return Reach(pools.heartbeat.registry_ok, pools.heartbeat.round_trip_s, self.samples.memory)
 
     def _on_broken(self, error: BaseException) -> None:
         """Ends this process, to be restarted: one of its servers has failed."""

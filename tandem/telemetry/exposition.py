@@ -39,6 +39,8 @@ VLLM: dict[str, tuple[_Theirs, ...]] = {
     "tandem_kv_transfers": (_Theirs("vllm:nixl_num_failed_transfers", ("result", "failed")),),
     "tandem_requests": (_Theirs("vllm:request_success", ("outcome", "ok")),),
     "tandem_prompt_tokens": (_Theirs("vllm:prompt_tokens"),),
+    "tandem_prompt_length_tokens": (_Theirs("vllm:request_prompt_tokens"),),
+    "tandem_output_length_tokens": (_Theirs("vllm:request_generation_tokens"),),
     "tandem_generated_tokens": (_Theirs("vllm:generation_tokens"),),
     "tandem_time_to_first_token_seconds": (_Theirs("vllm:time_to_first_token_seconds"),),
     "tandem_inter_token_latency_seconds": (_Theirs("vllm:inter_token_latency_seconds"),),
@@ -63,7 +65,12 @@ class Exposed:
         for family in self._counted.collect():
             about = self._theirs if family.name.startswith("vllm:") else self._about
             ours = Metric(family.name, family.documentation, family.type)
-            ours.samples = [sample._replace(labels=about | sample.labels) for sample in family.samples]
+            # When a series began is of no use to anybody here, and would be a series for each.
+            ours.samples = [
+                sample._replace(labels=about | sample.labels)
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
             yield ours
             for theirs in VLLM.get(family.name, ()) if self._vllm else ():
                 yield self._renamed(family, theirs)

@@ -1,18 +1,105 @@
-"""What the log of a process shows of an error."""
+"""The log of a process: a line on stderr for each event, for people or as JSON, by the settings `log_format` and
+`log_level`. Every process of a cluster calls `configure` before its first line; a program that embeds a client keeps
+its own configuration.
+
+Lines have no text of prompts and answers, no keys, and no local variables of a traceback. Lines of libraries, which use
+`logging`, have the same form; below `warning` only with `log_level` = debug.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO, cast
 
 import structlog
+from structlog.contextvars import merge_contextvars
 from structlog.dev import ConsoleRenderer, plain_traceback
+from structlog.processors import ExceptionRenderer, JSONRenderer, TimeStamper, add_log_level
+from structlog.stdlib import ProcessorFormatter
+from structlog.typing import Processor
+
+from tandem.settings import Settings
+
+MAX_VALUE_CHARACTERS = 2000  # of one value of a line; the end of a traceback says more than its beginning
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+Event = MutableMapping[str, Any]
+_process = {"name": ""}
+_configured: dict[tuple[str, str], list[Processor]] = {}
 
 
-def show_no_values() -> None:
-    """Makes tracebacks plain. Where Rich is installed, structlog prints the local variables of every frame, so that
-    a log sent along with a report has prompts and keys; and it takes 250 ms, during which a router relays no token.
-    Safe to call twice."""
-    *before, last = structlog.get_config()["processors"]
-    if isinstance(last, ConsoleRenderer):
-        renderer = ConsoleRenderer(colors=sys.stdout.isatty(), exception_formatter=plain_traceback)
-        structlog.configure(processors=[*before, renderer])
+class _Stderr:
+    """Whatever stderr is when a line is written."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+class _Handler(logging.Handler):
+    """Lines of `logging`, whose formatter is a ProcessorFormatter."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001 (as every handler of the library)
+            self.handleError(record)
+
+
+_handler = _Handler()
+
+
+def configure(settings: Settings, process: str) -> None:
+    """`process` names the process in each of its lines. Safe to repeat, also under another name: a worker whose role
+    was switched has one."""
+    _process["name"] = process
+    wanted = settings.log_format, settings.log_level
+    if structlog.get_config()["processors"] is _configured.get(wanted):
+        return
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    last = _renderers(settings.log_format)
+    before: list[Processor] = [merge_contextvars, add_log_level, TimeStamper(fmt="iso"), _of_process]
+    _handler.setFormatter(
+        ProcessorFormatter(
+            foreign_pre_chain=before, processors=[ProcessorFormatter.remove_processors_meta, _bounded, *last]
+        )
+    )
+    root = logging.getLogger()
+    if _handler not in root.handlers:
+        root.addHandler(_handler)
+    _handler.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))
+    _configured[wanted] = [*before, _bounded, *last]
+    structlog.configure(
+        processors=_configured[wanted],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stderr())),
+    )
+
+
+def _renderers(form: str) -> list[Processor]:
+    """Tracebacks are plain: where Rich is installed, structlog prints the local variables of every frame, so that a
+    log would have prompts and keys; and it takes 250 ms, during which a router relays no token."""
+    if form == "json":
+        return [ExceptionRenderer(), JSONRenderer()]
+    return [ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback)]
+
+
+def _of_process(logger: Any, method: str, event: Event) -> Event:
+    event["process"] = _process["name"]
+    return event
+
+
+def _bounded(logger: Any, method: str, event: Event) -> Event:
+    """A value may quote what a client sent: it must neither begin a line of its own nor move the terminal's cursor, and
+    not fill the disk."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            if len(value) > MAX_VALUE_CHARACTERS:
+                value = value[:MAX_VALUE_CHARACTERS] + "..."
+            event[name] = _CONTROL.sub(lambda found: repr(found[0])[1:-1], value)
+    return event

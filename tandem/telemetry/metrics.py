@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from time import monotonic
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -40,16 +39,50 @@ from tandem.v1 import common_pb2, generation_pb2
 STATES = ("starting", "ready", "draining")
 # Upper edges, in seconds: of whole requests, of first tokens and phases, of single tokens.
 LONG_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5),
+    *(5.0, 10.0, 25.0, 50.0),
+)
 TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+LENGTH_BUCKETS = tuple(float(2**power) for power in range(0, 19, 1) if power not in (1, 3))  # in tokens
+MAX_TENANTS = 100  # with samples of their own
+OTHER_TENANTS = "(others)"  # no name of a tenant: those have no brackets
 # Errors that the cluster has caused, not the request.
 FAILURES = (InternalError, Unavailable, DeadlineExceeded, DataLoss, ResumeFailed)
+
+
+class Reach(NamedTuple):
+    """How a process last reached the registry. None: not known, or not permitted to know."""
+
+    up: bool = True
+    round_trip_s: float | None = None
+    memory: tuple[int, int] | None = None  # bytes in use, and the most; 0: no limit
+
+
+class RegistryReach(Collector):
+    def __init__(self, reach: Callable[[], Reach]) -> None:
+        self._reach = reach
+
+    def collect(self) -> Iterator[Metric]:
+        reach = self._reach()
+        yield _gauge("tandem_registry_up", "1 while the registry answers this process.", reach.up)
+        if reach.round_trip_s is not None:
+            yield _gauge("tandem_registry_round_trip_seconds", "Of the latest answered call.", reach.round_trip_s)
+        if reach.memory is not None:
+            used, most = reach.memory
+            yield _gauge("tandem_registry_memory_used_bytes", "Memory of the registry's server.", used)
+            if most:
+                yield _gauge("tandem_registry_memory_limit_bytes", "Its maxmemory.", most)
 
 
 class Metrics(Exposition):
     """The metrics of one worker, or of one model of a router."""
 
-    def __init__(self, settings: Settings, pool: str, worker: str) -> None:
+    def __init__(
+        self, settings: Settings, pool: str, worker: str, reach: Callable[[], Reach], *, of_process: bool = True
+    ) -> None:
+        """`reach` is called at every scrape, on another thread. `of_process`: with the memory, CPU time and open files
+        of this process."""
         self._registry = registry = CollectorRegistry()
         self.vllm = settings.metrics_compat == "vllm"
         about = {"pool": pool, "worker": worker, "model": settings.model_names[0]}
@@ -57,12 +90,17 @@ class Metrics(Exposition):
         super().__init__(settings, [self.exposed])
         version = importlib.metadata.version("tandem-serving")
         Info("tandem_build", "What this process runs.", registry=registry).info({"version": version})
+        if of_process:
+            ProcessCollector(registry=registry)
+        registry.register(RegistryReach(reach))
 
 
 class Request:
-    """A request in progress. Closing the stream after its last message does not count as a cancellation."""
+    """A request in progress. Closing the stream after its last message does not count as a cancellation. Its outcome
+    and the error's reason are known at its end."""
 
     complete = False
+    outcome, reason = "ok", ""
 
 
 class Tokens(Collector):
@@ -92,8 +130,16 @@ class Tokens(Collector):
 class RouterMetrics(Metrics):
     """Metrics of a router. `waiting` returns how many requests wait for a place."""
 
-    def __init__(self, settings: Settings, worker: str, waiting: Callable[[], int]) -> None:
-        super().__init__(settings, "router", worker)
+    def __init__(
+        self,
+        settings: Settings,
+        worker: str,
+        waiting: Callable[[], int],
+        reach: Callable[[], Reach] = Reach,
+        *,
+        of_process: bool = True,
+    ) -> None:
+        super().__init__(settings, "router", worker, reach, of_process=of_process)
         registry = self._registry
         self._requests = Counter(
             "tandem_requests_total",
@@ -125,6 +171,17 @@ class RouterMetrics(Metrics):
         self._late = _seconds(
             registry, "tandem_kv_transfer_exposed_seconds", "Delay of the second token by KV transfer.", TTFT_BUCKETS
         )
+        self._prompt_length, self._output_length = [
+            Histogram(f"tandem_{name}_length_tokens", about, buckets=LENGTH_BUCKETS, registry=registry)
+            for name, about in (("prompt", "Prompts of answers that ended."), ("output", "Answers that ended."))
+        ]
+        self._tenants: set[str] = set()
+        self._tenant_requests = Counter(
+            "tandem_tenant_requests_total", "Requests of a tenant.", ["tenant", "outcome"], registry=registry
+        )
+        self._tenant_tokens = Counter(
+            "tandem_tenant_tokens_total", "Tokens of a tenant's requests.", ["tenant", "kind"], registry=registry
+        )
 
     @contextmanager
     def request(self) -> Iterator[Request]:
@@ -149,18 +206,21 @@ class RouterMetrics(Metrics):
             raise
         finally:
             self._inflight.dec()
+            request.outcome, request.reason = outcome, reason
             self._requests.labels(outcome, reason).inc()
             if outcome == "ok":
                 self._duration.observe(monotonic() - began)
 
-    def outcomes(self) -> dict[str, int]:
-        """The number of requests by outcome, since the start."""
-        counts: dict[str, int] = defaultdict(int)
-        for family in self._requests.collect():
-            for sample in family.samples:
-                if sample.name.endswith("_total"):
-                    counts[sample.labels["outcome"]] += int(sample.value)
-        return dict(counts)
+    def ended(self, tenant: str, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Counts a request of a tenant; of those that have no name there are no samples."""
+        if not tenant:
+            return
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            tenant = OTHER_TENANTS
+        self._tenants.add(tenant)
+        self._tenant_requests.labels(tenant, outcome).inc()
+        self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens)
+        self._tenant_tokens.labels(tenant, "completion").inc(completion_tokens)
 
     def finished(self, receipt: generation_pb2.Receipt) -> None:
         """Counts one completion."""
@@ -172,6 +232,8 @@ class RouterMetrics(Metrics):
             self._tpot.observe(receipt.tpot_seconds)
         self._prompt.labels("cached").inc(receipt.cached_tokens)
         self._prompt.labels("computed").inc(receipt.prompt_tokens - receipt.cached_tokens)
+        self._prompt_length.observe(receipt.prompt_tokens)
+        self._output_length.observe(receipt.completion_tokens)
         self._retries.inc(max(0, receipt.attempts - 1))
         if receipt.HasField("transfer"):
             self._late.observe(receipt.transfer.exposed_seconds)
@@ -202,8 +264,15 @@ class Transfer:
 class WorkerMetrics(Metrics):
     """Metrics of a worker. `load` is called at every scrape, on another thread; `step` on the engine's thread."""
 
-    def __init__(self, settings: Settings, pool: str, worker: str, load: Callable[[], Load]) -> None:
-        super().__init__(settings, pool, worker)
+    def __init__(
+        self,
+        settings: Settings,
+        pool: str,
+        worker: str,
+        load: Callable[[], Load],
+        reach: Callable[[], Reach] = Reach,
+    ) -> None:
+        super().__init__(settings, pool, worker, reach)
         self._load = load
         registry = self._registry
         registry.register(self)

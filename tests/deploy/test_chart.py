@@ -169,6 +169,8 @@ def chosen(name: str) -> st.SearchStrategy[Any]:
         return st.floats(low, min(schema["maximum"], low + 1e6), exclude_min="exclusiveMinimum" in schema).map(
             lambda value: round(value, 6) or 1e-6
         )
+    if name == "trace_url":
+        return st.sampled_from(["http://localhost:16686/trace/{trace_id}", "https://t.example.com/?id={trace_id}&x=1"])
     if name == "otlp_endpoint":
         return st.sampled_from(["http://otel-collector.monitoring:4317", "https://traces:4317/"])
     if name == "served_model_name":

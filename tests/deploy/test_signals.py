@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.core import Metric
 
 from tandem.settings import Settings
-from tandem.telemetry.metrics import Load, Metrics, RouterMetrics, WorkerMetrics
+from tandem.telemetry.metrics import Load, Metrics, Reach, RouterMetrics, WorkerMetrics
 from tests.deploy.chart import CHART, ROOT, Document, example, render
 
 RUNBOOKS = ROOT / "docs/runbooks"
@@ -27,8 +27,12 @@ def counted() -> dict[str, set[str]]:
     """Names of samples, and their labels, as the processes give them."""
     settings = Settings(model="m")
     load = Load("ready", 0, 0, 1, 0, 0, 0, 1.0, 0)
+    reach = Reach(True, 0.001, (1, 2))
     found: dict[str, set[str]] = {}
-    for one in (RouterMetrics(settings, "r", lambda: 0), WorkerMetrics(settings, "decode", "d", lambda: load)):
+    for one in (
+        RouterMetrics(settings, "r", lambda: 0, lambda: reach),
+        WorkerMetrics(settings, "decode", "d", lambda: load),
+    ):
         labels = {collector: set(getattr(collector, "_labelnames", ())) for collector in made(one)}
         for collector, names in labels.items():
             for family in collector.collect():  # type: ignore[attr-defined]
@@ -103,7 +107,7 @@ def test_every_query_is_about_something_that_is_counted() -> None:
 def test_dashboards_have_their_panels() -> None:
     """Each with queries, in two columns, none over another; what no YAML is would have given an empty board."""
     sources = {yaml.safe_load(path.read_text())["title"]: path for path in (CHART / "dashboards").iterdir()}
-    assert len(sources) == 2
+    assert len(sources) == 3
     assert {board["title"] for board in boards()} == set(sources)
     for board in boards():
         wanted = yaml.safe_load(sources[board["title"]].read_text())["panels"]
@@ -126,9 +130,20 @@ def test_what_stands_in_the_alerts_are_values_that_the_code_has() -> None:
     """A result, a state or an outcome that is misspelt would never fire."""
     said = {(label, value) for query in queries() for label, value in re.findall(r'(\w+)="([\w]+)"', query)}
     values = {value for label, value in said if label in ("result", "state", "outcome", "pool")}
-    assert values == {"failed", "ready", "router", "prefill", "decode"}
+    assert values == {"failed", "refused", "ready", "router", "prefill", "decode"}
+    kinds = {value for label, value in said if label == "kind"}
+    reasons = {
+        reason
+        for query in queries()
+        for found in re.findall(r'reason=~"([^"]+)"', query)
+        for reason in found.split("|")
+    }
+    code = "".join(path.read_text() for folder in ("tandem", "services") for path in (ROOT / folder).rglob("*.py"))
+    assert kinds
+    assert reasons
+    assert all(f'"{value}"' in code for value in kinds | reasons)
     source = (ROOT / "tandem/telemetry/metrics.py").read_text()
-    assert all(f'"{value}"' in source for value in ("failed", "ready", "ok", "router"))
+    assert all(f'"{value}"' in source for value in ("failed", "refused", "ready", "ok", "router"))
 
 
 def test_the_edge_of_an_objective_is_one_that_is_served() -> None:
@@ -137,7 +152,7 @@ def test_the_edge_of_an_objective_is_one_that_is_served() -> None:
     router = RouterMetrics(settings, "r", lambda: 0)
     router._ttft.labels("local").observe(0.2)
     text = router.text().decode()
-    for seconds in (1.0, 2.5, 0.05, 10.0):
+    for seconds in (0.2, 0.3, 0.75, 1.0, 1.5, 2.0, 2.5, 0.05, 10.0):
         documents = render({**example("rdma"), "slo": {"ttft_s": seconds}})
         (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
         burns = [one["expr"] for one in rule["spec"]["groups"][0]["rules"] if one["alert"] == "TandemTtftBudgetBurn"]
@@ -155,6 +170,8 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert text.startswith(f"# {rule['alert']}\n")
         assert all(section in text for section in SECTIONS), rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
+        # A sum has no labels of its own, and the alerts of two releases must not be one.
+        assert (rule["labels"]["namespace"], rule["labels"]["tandem"]) == ("llm", "demo-tandem")
 
 
 def test_only_pools_with_rdma_are_told_that_kv_moves_over_tcp() -> None:

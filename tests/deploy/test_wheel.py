@@ -18,6 +18,7 @@ from tests.deploy.chart import ROOT
 NEEDED = (
     *("cli/main.py", "demo/prompts.jsonl", "demo/model/model.safetensors", "demo/model/tokenizer.json"),
     *("engine/kernels/tiles.cpp", "engine/kernels/tiles.h", "services/router/frontend/page/index.html"),
+    *("services/router/frontend/page/uplot/uPlot.iife.min.js", "services/router/frontend/page/uplot/LICENSE"),
     *("tandem/py.typed", "tandem/v1/common_pb2.py"),
 )
 

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from time import time
 from typing import Any
 
 import httpx2
@@ -18,6 +19,7 @@ import pytest
 from services.router.frontend import dashboard
 from services.router.frontend.dashboard import HEADER, PAGES
 from tandem.async_client import AsyncClient
+from tandem.errors import InvalidRequest
 
 USER, ADMIN = "user-key-0123456789", "admin-key-0123456789"
 PAGE = {HEADER: "1"}
@@ -65,7 +67,12 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
 ) -> None:
     """Page, stream and actions; a page of another site, or a name that somebody else made up for us, gets nothing."""
     monkeypatch.setattr(dashboard, "TICK_S", 0.05)
-    async with web(slo_ttft_s=30.0, slo_tpot_s=30.0) as (cluster, client):
+    traces = "http://localhost:16686/trace/{trace_id}"
+    scaled_by = {"autoscale": "dry-run", "decode_max": 2, "trace_url": traces}
+    async with web(slo_ttft_s=30.0, slo_tpot_s=30.0, **scaled_by) as (cluster, client):
+        verdict = {"role": "decode", "size": 1, "wanted": 2, "why": "9 requests"}
+        said = json.dumps({"mode": "dry-run", "at": time(), "pools": [verdict]})
+        await cluster.router.models.first.pools.registry.publish_scaling(said)
         await cluster.client.generate([1, 2, 3], max_tokens=4, ignore_eos=True, request_id="mine")
         for path in PAGES:
             page = await client.get(path)
@@ -79,16 +86,33 @@ async def test_without_keys_the_page_works_from_this_machine_and_for_nobody_else
             assert [worker["worker_id"] for worker in state["workers"]] == ["decode-0", "prefill-0", "router-0"]
             assert (state["ended"], state["met"], state["outcomes"]) == (1, 1, {"ok": 1})
             assert state["links"][0]["bytes"] > 0
+            assert (state["autoscale"]["mode"], state["autoscale"]["pools"]) == ("dry-run", [verdict])
+            assert state["trace_url"] == traces
             assert (receipts[0]["request_id"], sum(receipts[0]["phases"].values())) == (
                 "mine",
                 pytest.approx(receipts[0]["ttft"]),
             )
+            assert [(await anext(events))[0] for _ in range(2)] == ["failures", "history"]
             assert [(await anext(events))[0] for _ in range(2)] == ["state", "state"]  # nothing ended since
             await cluster.client.generate([1, 2, 3], max_tokens=2, ignore_eos=True)
             async for name, value in events:
                 if name == "receipts":
                     assert len(value) == 2
                     break
+
+            # What is refused appears at once, and a point of the history once it is taken.
+            with pytest.raises(InvalidRequest):
+                await cluster.client.generate([1, 2, 3], max_tokens=0, request_id="wrong")
+            await cluster.router.history.take()
+            found = {}
+            async for name, value in events:
+                found[name] = value
+                if {"failures", "history"} <= found.keys():
+                    break
+            (refused,) = found["failures"]
+            assert (refused["outcome"], refused["request_id"], refused["router"]) == ("refused", "wrong", "router-0")
+            (point,) = found["history"]["points"]
+            assert len(point) == len(found["history"]["columns"])
 
         # Actions: first what is refused, then the same with nothing wrong.
         await cluster.router.models.first.pools.registry.set_wanted({"prefill": 1, "decode": 1})
@@ -254,6 +278,8 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
         async with AsyncClient(cluster.router.address, api_key=USER) as user:
             for name in ("first", EVIL):
                 await user.generate([1, 2, 3], max_tokens=4, ignore_eos=True, request_id=name)
+            with pytest.raises(InvalidRequest):
+                await user.generate([1, 2, 3], max_tokens=0, request_id=EVIL)
         await browser.call("POST", "/url", {"url": f"http://{cluster.router.http.address}/dashboard"})
         await browser.until("document.activeElement.id === 'key'")
         await browser.press(*ADMIN, ENTER)
@@ -263,6 +289,15 @@ async def test_in_chromium_it_lives_scales_by_keyboard_and_shows_text_as_text(
         assert await browser.run(ids) == [EVIL, "first"]
         assert await browser.run("return [document.images.length, document.title]") == [1, "Tandem"]
         assert await browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        await browser.until("document.querySelectorAll('#history canvas').length === 4")
+        await cluster.router.history.take()
+        await browser.until(
+            "/^a point every 10 s, from \\d\\d:\\d\\d$/.test(document.querySelector('#history-about').textContent)"
+        )
+        failed = (
+            "return [...document.querySelectorAll('#failures .id, #failures .outcome')].map((one) => one.textContent)"
+        )
+        assert await browser.run(failed) == ["refused", EVIL]
         phases = "return [...document.querySelectorAll('.waterfall .numbers')].length"
         assert await browser.run(phases) == 10  # eight to the first token, two of the whole
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,13 @@ from tandem.errors import InvalidRequest, SettingsError, Unavailable
 from tandem.rpc.channel import Tls
 from tandem.settings import Settings, load
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.support import oracle
-
-KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-
-
-def openssl(*arguments: object) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
+from tests.support import certificates, oracle
 
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two authorities, ours and a stranger's; by each a certificate for this machine, the cluster and a client."""
-    folder = tmp_path_factory.mktemp("pems")
-    for authority in ("ours", "strange"):
-        ca, key = folder / f"{authority}.pem", folder / f"{authority}.key"
-        openssl("req", "-x509", *KEY, "-keyout", key, "-out", ca, "-subj", f"/CN={authority}")
-        for name, names in (("router", "IP:127.0.0.1"), ("cluster", "DNS:tandem-cluster"), ("client", "DNS:client")):
-            at = folder / f"{authority}-{name}"
-            by = ("-CA", ca, "-CAkey", key, "-addext", f"subjectAltName={names}")
-            openssl("req", "-x509", *KEY, *by, "-keyout", f"{at}.key", "-out", f"{at}.pem", "-subj", f"/CN={name}")
-    return folder
+    return certificates.make(tmp_path_factory.mktemp("pems"), "ours", "strange")
 
 
 def router(pems: Path, **more: Any) -> dict[str, Any]:

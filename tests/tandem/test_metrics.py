@@ -16,7 +16,8 @@ from prometheus_client.samples import Sample
 from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
 from tandem.settings import Settings
 from tandem.telemetry import exposition
-from tandem.telemetry.metrics import STATES, Load, Metrics, RouterMetrics, WorkerMetrics
+from tandem.telemetry import metrics as tandem_metrics
+from tandem.telemetry.metrics import STATES, Load, Metrics, Reach, RouterMetrics, WorkerMetrics
 from tandem.v1 import common_pb2, generation_pb2
 
 WHO = {"pool", "worker", "model"}
@@ -109,7 +110,67 @@ def test_every_sample_says_which_process_it_is_of() -> None:
                 "toy",
             )
             assert sample.labels.keys() - WHO <= {"state", "source", "transport", "result", "reason", "le", "version",
-                                                  "outcome", "path", "phase"}  # fmt: skip
+                                                  "outcome", "path", "phase", "tenant", "kind"}  # fmt: skip
+
+
+def test_a_process_tells_what_it_takes_and_no_series_says_when_it_began() -> None:
+    """CPU, memory and open files of every role, with its labels; `_created` would be a series for each other one."""
+    router = of_router()
+    router.finished(generation_pb2.Receipt(path=common_pb2.PATH_LOCAL, prompt_tokens=1, completion_tokens=1))
+    with router.request() as request:
+        request.complete = True
+    for metrics in (router, of_worker()):
+        found = {one.name: one.labels for one in samples(metrics)}
+        assert {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"} <= found.keys()
+        assert found["process_cpu_seconds_total"].keys() == WHO
+        assert not [name for name in found if name.endswith("_created")]
+
+
+def test_lengths_of_prompts_and_answers_are_counted_by_size() -> None:
+    """Up to the longest contexts, so that pools can be sized by what is really sent."""
+    metrics = of_router()
+    for prompt, output in ((100, 7), (3000, 500), (200_000, 1)):
+        metrics.finished(
+            generation_pb2.Receipt(path=common_pb2.PATH_LOCAL, prompt_tokens=prompt, completion_tokens=output)
+        )
+    found = values(metrics)
+    assert found["tandem_prompt_length_tokens_bucket", "128.0"] == 1
+    assert found["tandem_prompt_length_tokens_bucket", "4096.0"] == 2
+    assert found["tandem_prompt_length_tokens_bucket", "262144.0"] == 3
+    assert found["tandem_output_length_tokens_sum",] == 508
+    assert found["tandem_output_length_tokens_bucket", "1.0"] == 1
+
+
+def test_who_floods_is_seen_and_the_number_of_series_is_bounded() -> None:
+    """Each tenant's requests by outcome and its tokens; beyond the bound they share one name, and nobody is lost."""
+    metrics = of_router()
+    assert not [one for one in samples(metrics) if "tenant" in one.labels]
+    metrics.ended("", "ok", 5, 5)  # without keys
+    for number in range(tandem_metrics.MAX_TENANTS + 50):
+        metrics.ended(f"tenant-{number}", "refused", 10, 0)
+    metrics.ended("tenant-0", "ok", 10, 3)
+    found = values(metrics)
+    assert found["tandem_tenant_requests_total", "ok", "tenant-0"] == 1
+    assert found["tandem_tenant_tokens_total", "completion", "tenant-0"] == 3
+    assert found["tandem_tenant_tokens_total", "prompt", tandem_metrics.OTHER_TENANTS] == 500
+    names = {one.labels["tenant"] for one in samples(metrics) if "tenant" in one.labels}
+    assert len(names) == tandem_metrics.MAX_TENANTS + 1
+
+
+def test_every_process_tells_whether_it_reaches_the_registry() -> None:
+    """How fast, and how full that is where it may ask; a server without a limit is never full."""
+    reach = [Reach(True, 0.002, (300, 1000))]
+    metrics = RouterMetrics(Settings(model="toy"), "router-0", lambda: 0, lambda: reach[0])
+    found = values(metrics)
+    assert (found["tandem_registry_up",], found["tandem_registry_round_trip_seconds",]) == (1, 0.002)
+    used, limit = found["tandem_registry_memory_used_bytes",], found["tandem_registry_memory_limit_bytes",]
+    assert (used, limit) == (300, 1000)
+    reach[0] = Reach(True, None, (300, 0))
+    assert ("tandem_registry_memory_limit_bytes",) not in values(metrics)
+    reach[0] = Reach(False)
+    found = values(metrics)
+    assert found["tandem_registry_up",] == 0
+    assert not [key for key in found if key[0].startswith("tandem_registry_") and key != ("tandem_registry_up",)]
 
 
 def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
@@ -193,6 +254,7 @@ def test_vllms_names_have_the_same_values() -> None:
     }
     said = {name: value for (name, edge), value in theirs.items() if edge in ("", "+Inf")}
     assert said["vllm:time_to_first_token_seconds_count"] == said["vllm:time_to_first_token_seconds_bucket"] == 2
+    assert (said["vllm:request_prompt_tokens_sum"], said["vllm:request_generation_tokens_count"]) == (20, 2)
     assert (said["vllm:request_success_total"], said["vllm:prompt_tokens_total"]) == (1, 20)
     assert said["vllm:request_queue_time_seconds_sum"] == said["vllm:request_prefill_time_seconds_sum"] == 1.0
     assert (said["vllm:num_requests_running"], said["vllm:kv_cache_usage_perc"]) == (3, 0.3)
@@ -200,7 +262,8 @@ def test_vllms_names_have_the_same_values() -> None:
     assert said["vllm:num_preemptions_total"] == 4
     named = {one.name for metrics in (router, worker) for one in exposition.VLLM.values() for one in one}
     assert {name.split("_total")[0] for name in said} >= {name for name in named if not name.endswith("seconds")} - {
-        "vllm:nixl_num_failed_transfers"  # none has failed
+        "vllm:nixl_num_failed_transfers",  # none has failed
+        *("vllm:request_prompt_tokens", "vllm:request_generation_tokens"),  # histograms
     }
     assert not [one for one in samples(of_worker()) if one.name.startswith("vllm:")]
 

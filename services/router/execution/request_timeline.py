@@ -68,6 +68,15 @@ class RequestTimeline:
         """Now, or at the time of `like`, another completion of the same prompt."""
         self._admitted = like._admitted if like else monotonic()
 
+    @property
+    def tokens_sent(self) -> int:
+        return self._sent
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None before that."""
+        return self._ttft if self._sent else None
+
     def elapsed(self) -> float:
         return monotonic() - self.arrived
 

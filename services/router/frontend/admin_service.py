@@ -116,7 +116,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )
 
     async def GetScaling(
-        self, request: admin_pb2.GetScalingRequest, context: grpc.aio.ServicerContext
+        self, request: admin_pb2.GetScalingRequest, context: grpc.aio.ServicerContext | None = None
     ) -> admin_pb2.GetScalingResponse:
         scaled = [model for model in self._models if model.pools.settings.autoscale != "off"]
         if not scaled:
@@ -140,6 +140,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )
         response.mode = ", ".join(modes)
         return response
+
+    async def scaling(self) -> admin_pb2.GetScalingResponse | None:
+        """The autoscalers' decisions; None where there is none, or none lately. A registry that did not answer is not
+        asked again."""
+        if not all(model.pools.view.registry_ok for model in self._models):
+            return None
+        try:
+            return await self.GetScaling(admin_pb2.GetScalingRequest())
+        except (PreconditionFailed, Unavailable):
+            return None
 
     async def _wanted_sizes(self, model: Model) -> dict[str, int]:
         """The registry's wanted sizes; the last known ones where it has lost them or does not answer."""

@@ -5,7 +5,7 @@ The page itself contains nothing about the cluster, so it needs no key. Its stre
 host name must be loopback, or another site's page could send requests through the user's browser (DNS rebinding). In
 both cases they require a header that no form or script of another site can send.
 
-Nothing is computed while no page is open. All open pages share one snapshot per second.
+All open pages share one snapshot per second; while no page is open, only the history gets its points (history.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.router.execution.request_timeline import ReceiptLog
 from services.router.frontend.admin_service import AdminServicer
+from services.router.frontend.history import History
 from services.router.tenancy.api_keys import ApiKeys
 from tandem import cluster_results, results
 from tandem.errors import Busy, InvalidRequest, PermissionDenied, TandemError
@@ -53,10 +54,19 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 _FOLDER = Path(__file__).with_name("page")
-_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_KINDS = {
+    **{".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"},
+    "": "text/plain",
+}
 PAGES = {  # path -> file; served without a key
     "/dashboard": _FOLDER / "index.html",
-    **{f"/dashboard/{name}": _FOLDER / name for name in ("app.js", "draw.js", "words.js", "style.css", "icon.svg")},
+    **{
+        f"/dashboard/{name}": _FOLDER / name
+        for name in (
+            *("app.js", "draw.js", "words.js", "history.js", "style.css", "icon.svg"),
+            *("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE"),
+        )
+    },
 }
 
 
@@ -153,7 +163,7 @@ class RouterState(NamedTuple):
 
 
 class Dashboard:
-    """The routes. `receipts` grows meanwhile; `state` is called once for each snapshot."""
+    """The routes. `receipts` grows meanwhile; `state` is called once for each snapshot. `trace_url` has {trace_id}."""
 
     def __init__(
         self,
@@ -162,7 +172,11 @@ class Dashboard:
         state: Callable[[], RouterState],
         admin: AdminServicer,
         keys: ApiKeys | None,
+        history: History,
+        trace_url: str | None = None,
     ) -> None:
+        self._history = history
+        self._trace_url = trace_url
         self._goal = goal
         self._receipt_log = receipts
         self._router_state = state
@@ -173,6 +187,7 @@ class Dashboard:
         self._made = 0.0
         self._state = self._receipts = b""
         self._newest: generation_pb2.Receipt | None = None  # of those in `_receipts`
+        self._failures: list[dict[str, Any]] = []
         self.opened = 0
 
     def routes(self) -> list[Route]:
@@ -189,7 +204,8 @@ class Dashboard:
         self._closing.set()
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events: `state` each second, `receipts` when there are others."""
+        """Server-sent events: `state` each second; `receipts` and `failures` when there are others; `history`, first
+        all of it and then its new points."""
         self._check(request)
         return _Stream(self, self._events(request))
 
@@ -238,6 +254,8 @@ class Dashboard:
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         sent: generation_pb2.Receipt | None = None
+        failures: list[dict[str, Any]] | None = None
+        points = 0
         for number in range(int(STREAM_LIFETIME_S / TICK_S)):
             if number and (await within(self._closing, TICK_S) or not self._may_stay(request)):
                 return
@@ -246,6 +264,12 @@ class Dashboard:
             if number == 0 or sent is not self._newest:
                 sent = self._newest
                 yield self._receipts
+            if failures is not self._failures:
+                failures = self._failures
+                yield _event("failures", failures)
+            if number == 0 or points < self._history.taken:
+                yield _event("history", self._history.since(points))
+                points = self._history.taken
 
     async def _make(self) -> None:
         """Makes this second's snapshot, unless another stream has done so."""
@@ -255,7 +279,15 @@ class Dashboard:
                 return
             pools = cluster_results.pools(await self._admin.pools())
             shown = snapshot(self._receipt_log, time(), self._goal)
-            self._state = _event("state", {**pools.to_dict(), **self._router_state()._asdict(), **shown})
+            scaling = await self._admin.scaling()
+            more = {
+                "autoscale": None if scaling is None else cluster_results.autoscaling(scaling).to_dict(),
+                "routers": self._history.routers,
+                "trace_url": self._trace_url,
+            }
+            self._state = _event("state", {**pools.to_dict(), **self._router_state()._asdict(), **shown, **more})
+            if (failures := self._history.failures()) != self._failures:
+                self._failures = failures
             newest = next(reversed(self._receipt_log), None)
             if newest is not self._newest or not self._receipts:
                 items = [

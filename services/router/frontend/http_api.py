@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
+import structlog
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,6 +36,8 @@ from tandem.errors import InvalidRequest, NotFound, NoWorker, TandemError, Unaut
 from tandem.settings import Settings
 from tandem.telemetry.exposition import CONTENT_TYPE, Exposition
 
+log = structlog.get_logger(__name__)
+MAX_LOGGED_PATH = 100  # characters
 MAX_TOKENIZE_TOKENS = 2**17  # tokens to text or back, or the context if that is longer
 PUBLIC_PATHS = ("/health", "/version", *PAGES)  # probes have none, and the page asks its user for it
 
@@ -167,6 +170,7 @@ class KeyMiddleware:
                 self._keys.check(authorization.decode("latin-1"), metrics=scope["path"] == "/metrics")
             except TandemError as error:
                 headers = {"www-authenticate": "Bearer", "connection": "close", **openai_errors.error_headers(error)}
+                _log_refusal(scope["path"], error)
                 await write(send, error.http, _body(scope["path"], error), headers)
                 return
             others = [pair for pair in scope["headers"] if pair[0] not in (b"authorization", b"x-api-key")]
@@ -196,8 +200,14 @@ def _body(path: str, error: TandemError) -> bytes:
     return openai_errors.error_body(error)
 
 
+def _log_refusal(path: str, error: TandemError) -> None:
+    """Of a request that reached no generation, which has a line of its own (execution/request_account.py)."""
+    log.info("http.refused", path=path[:MAX_LOGGED_PATH], status=error.http, reason=error.reason)
+
+
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
+    _log_refusal(request.url.path, error)
     return Response(openai_errors.error_body(error), error.http, openai_errors.error_headers(error), "application/json")
 
 

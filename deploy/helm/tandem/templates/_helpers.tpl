@@ -47,6 +47,7 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- if $values.cluster_tls.secret }}
 {{- $own = merge $own (dict "cluster_cert" "/etc/tandem/cluster/tls.crt" "cluster_key" "/etc/tandem/cluster/tls.key" "cluster_ca" "/etc/tandem/cluster/ca.crt") }}
 {{- end }}
+{{- $own = merge $own (dict "log_format" "json") }}
 {{- $settings := merge (dict) .settings $values.settings $own }}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}

@@ -1,6 +1,7 @@
 // The page: one stream of snapshots, two actions. The key goes into a header, never into an address or a cookie.
 
 import { bars, dots, flow, h, spark, tell } from "./draw.js";
+import { take } from "./history.js";
 import { PHASES, bytes, clock, count, number, rate, seconds, share } from "./words.js";
 
 const at = (id) => document.getElementById(id);
@@ -103,6 +104,8 @@ function live(kind, text) {
 
 function show(name, data) {
   if (name === "receipts") return showReceipts(data);
+  if (name === "failures") return showFailures(data);
+  if (name === "history") return take(data, at("history"), at("history-about"));
   state = data;
   at("main").hidden = false;
   at("forget").hidden = !key;
@@ -154,16 +157,19 @@ function draw() {
 
 const tiles = new Map();
 function now(data, span) {
+  const routers = data.workers.filter((one) => one.role === "router");
+  const all = (name) => (routers.length > 1 ? routers.reduce((sum, one) => sum + one[name], 0) : data[name === "waiting" ? "queued" : name]);
+  const whose = routers.length > 1 ? `, all ${routers.length} routers` : "", mine = routers.length > 1 ? ` of ${data.router}` : "";
   const of = (place) => data.seconds.map((second) => second[place]);
   const sums = (place) => of(place).reduce((a, b) => a + b, 0);
   const ends = data.outcomes;
   for (const [name, value, beside, line] of [
-    ["running", number(data.running), "requests in progress", null],
-    ["queued", number(data.queued), "wait for a place", null],
-    ["answers", `${number(data.ended / data.window)} /s`, `${number(data.ended)} in ${span}`, of(0)],
-    ["tokens", `${number(data.tokens / data.window)} /s`, "of answers that ended", of(2)],
-    ["KV moved", rate(sums(3) / data.window), `${bytes(sums(3))} in ${span}`, of(3)],
-    ["since the start", `${number(ends.ok ?? 0)} ok`,
+    ["running", number(all("running")), `requests in progress${whose}`, null],
+    ["queued", number(all("waiting")), `wait for a place${whose}`, null],
+    ["answers", `${number(data.ended / data.window)} /s`, `${number(data.ended)} in ${span}${mine}`, of(0)],
+    ["tokens", `${number(data.tokens / data.window)} /s`, `of answers that ended${mine}`, of(2)],
+    ["KV moved", rate(sums(3) / data.window), `${bytes(sums(3))} in ${span}${mine}`, of(3)],
+    [`since the start${mine}`, `${number(ends.ok ?? 0)} ok`,
       `${number(ends.refused ?? 0)} refused, ${number(ends.failed ?? 0)} failed, ${number(ends.cancelled ?? 0)} cancelled`, null],
   ]) {
     if (!tiles.has(name)) {
@@ -186,6 +192,7 @@ function figures(place, items) {
 
 // ---- pools
 
+const ENDS = ["ok", "refused", "failed"];
 const pools = new Map();
 function drawPool(name, workers) {
   if (!pools.has(name)) pools.set(name, makePool(name));
@@ -209,6 +216,11 @@ function drawPool(name, workers) {
     fillRow(pool.rows.get(worker.worker_id), worker);
   }
   pool.none.hidden = workers.length > 0;
+  const verdict = state.autoscale?.pools.find((one) => one.role === name);
+  pool.why.hidden = !verdict;
+  if (!verdict) return;
+  const size = verdict.wanted === verdict.size ? `stays ${verdict.size}` : `${verdict.size} to ${verdict.wanted}`;
+  tell(pool.why, `autoscaler${state.autoscale.mode === "dry-run" ? " (dry run)" : ""}: ${size}: ${verdict.why}`);
 }
 
 function makePool(name) {
@@ -216,20 +228,21 @@ function makePool(name) {
   const fewer = h("button", { type: "button", "aria-label": `one ${name} worker fewer`, onclick: () => scale(name, -1) }, "−");
   const more = h("button", { type: "button", "aria-label": `one ${name} worker more`, onclick: () => scale(name, 1) }, "+");
   const parts = { fewer, about: h("p", { class: "quiet" }), list: h("ul", { class: "workers" }), rows: new Map(),
-    scale: h("div", { class: "row", hidden: "" }, fewer, more), none: h("p", { class: "quiet" }, "nobody") };
+    scale: h("div", { class: "row", hidden: "" }, fewer, more), none: h("p", { class: "quiet" }, "nobody"),
+    why: h("p", { class: "why", hidden: "" }) };
   at("pools").append(h("section", { class: `card pool ${role}`, "aria-label": `${name} pool` },
     h("div", { class: "title" }, h("h2", {}, role === "router" ? "Routers" : `${model ? name : role[0].toUpperCase() + role.slice(1)} pool`),
-      parts.about, parts.scale), parts.list, parts.none));
+      parts.about, parts.scale), parts.why, parts.list, parts.none));
   return parts;
 }
 
 function makeRow(worker) {
   const id = worker.worker_id, isRouter = worker.role === "router";
   const row = { state: h("span", { class: "state" }), work: h("span"), beat: h("span", { class: "quiet" }),
-    kv: h("span", { class: "quiet" }), bar: isRouter ? null : h("progress", { max: 1, "aria-label": `KV use of ${id}` }),
+    ends: isRouter ? h("span", { class: "ends" }) : null, kv: h("span", { class: "quiet" }), bar: isRouter ? null : h("progress", { max: 1, "aria-label": `KV use of ${id}` }),
     drain: isRouter ? null : h("button", { type: "button", "aria-label": `drain ${id}`, onclick: () => drain(id) }, "Drain") };
   row.element = h("li", {}, h("div", { class: "who" }, h("b", {}, id), row.state), h("div", { class: "work" }, row.work, row.beat),
-    isRouter ? null : h("div", { class: "kv" }, row.bar, row.kv), row.drain);
+    row.ends ?? h("div", { class: "kv" }, row.bar, row.kv), row.drain);
   return row;
 }
 
@@ -237,6 +250,8 @@ function fillRow(row, worker) {
   row.state.dataset.state = worker.state;
   tell(row.state, worker.state);
   tell(row.work, `${worker.running} running, ${worker.waiting} waiting`);
+  const ends = state.routers[worker.worker_id];
+  if (row.ends) tell(row.ends, ends ? ENDS.map((name) => `${number(ends[name])} ${name}`).join(", ") + " a second" : "");
   tell(row.beat, worker.heartbeat_age < 1.5 ? worker.address : `last heard of ${seconds(worker.heartbeat_age)} ago`);
   if (!row.bar) return;
   row.bar.value = worker.blocks_total ? worker.blocks_held / worker.blocks_total : 0;
@@ -293,6 +308,23 @@ async function drain(id) {
 }
 
 // ---- requests
+
+// A link that names nobody to the other site; null without the setting trace_url, or without a trace.
+function trace(id) {
+  if (!state?.trace_url || !/^[0-9a-f]{32}$/.test(id ?? "")) return null;
+  return h("a", { href: state.trace_url.replace("{trace_id}", id), target: "_blank", rel: "noopener noreferrer" }, "trace");
+}
+
+function showFailures(items) {
+  tell(at("failures-about"), items.length ? `the latest ${items.length}, of all routers` : "");
+  if (!items.length) return at("failures").replaceChildren(h("caption", { class: "quiet" }, "None has failed or been refused."));
+  const head = h("tr", {}, ...["when", "", "reason", "tenant", "request", "after", "tokens", "router", ""].map((name) => h("th", { scope: "col" }, name)));
+  at("failures").replaceChildren(h("thead", {}, head), h("tbody", {}, ...items.map((one) => h("tr", { class: one.outcome },
+    h("td", {}, clock(one.at)), h("td", { class: "outcome" }, one.outcome), h("td", {}, one.reason), h("td", {}, one.tenant || "–"),
+    h("td", { class: "id" }, one.request_id || "–"), h("td", {}, seconds(one.seconds)), h("td", {}, number(one.tokens)),
+    h("td", {}, one.router), h("td", {}, trace(one.trace_id))))));
+  return undefined;
+}
 
 const nameOf = (item) => `${item.request_id}/${item.choice}/${item.ended_at}`;
 
@@ -363,6 +395,8 @@ function drawReceipt(item) {
     ...(item.drafted ? [["speculation", `${item.accepted} of ${item.drafted} drafts right`]] : []),
     ...(item.attempts > 1 || item.preemptions
       ? [["trouble", `${count(item.attempts, "attempt")}, ${count(item.preemptions, "preemption")}`]] : [])];
+  const traced = trace(item.trace_id);
+  if (traced) facts.push(["spans", traced]);
   const guess = item.estimate ? { prefill_queue: item.estimate.wait, prefill_compute: item.estimate.compute } : {};
   let begun = 0;
   const rows = Object.entries(item.phases).map(([name, took]) => {

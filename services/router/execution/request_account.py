@@ -1,0 +1,133 @@
+"""Accounts for each request once, from its arrival to its end however it ends: the metrics, a line of the log, and the
+dashboard's totals.
+
+    Generation ── RequestAccounts.open ─┬─ RouterMetrics.request   Prometheus
+                                        ├─ log line "request"      who, what, how it ended, how long; no text, no key
+                                        └─ EndedRequests           totals and the latest failures
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic, time
+from typing import NamedTuple
+
+import structlog
+
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.preprocess.request import Request
+from tandem.telemetry.metrics import TTFT_BUCKETS, RouterMetrics
+from tandem.telemetry.tracing import Span
+from tandem.v1 import generation_pb2
+
+log = structlog.get_logger(__name__)
+MAX_FAILURES = 200  # failed and refused requests, for the dashboard
+
+
+class Failure(NamedTuple):
+    """A request that failed or was refused. Its error's message is left out: it may quote the request."""
+
+    at: float  # unix seconds
+    request_id: str
+    tenant: str
+    outcome: str
+    reason: str
+    seconds: float
+    tokens: int  # that its client received
+    trace_id: str
+
+
+class EndedRequests:
+    """Totals of the requests that ended at this router, since its start, and the latest failures."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.tokens = 0  # that clients received
+        self.ttft = [0] * (len(TTFT_BUCKETS) + 1)  # answers by the first edge not below; the last one: above all
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+
+
+class RequestAccount:
+    """One request in progress."""
+
+    def __init__(self, request_id: str, timeline: RequestTimeline) -> None:
+        self.request_id = request_id
+        self.tenant = ""
+        self.adapter = ""
+        self.prompt_tokens = 0
+        self.complete = False  # every answer was delivered
+        self._timeline = timeline
+        self._completion_tokens = 0
+        self._finished = 0
+
+    def admitted(self, request: Request) -> None:
+        """The request is valid."""
+        self.request_id, self.adapter = request.request_id, request.adapter
+        self.prompt_tokens = request.prompt_len
+
+    def finished(self, receipt: generation_pb2.Receipt) -> None:
+        """One of its answers is complete."""
+        self._finished += 1
+        self._completion_tokens += receipt.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens; of a request that broke off before its first answer was complete, that answer's so far."""
+        return self._completion_tokens if self._finished else self._timeline.tokens_sent
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from its arrival to its first token; None before that."""
+        return self._timeline.ttft
+
+
+class RequestAccounts:
+    def __init__(self, metrics: RouterMetrics, ended: EndedRequests, model: str) -> None:
+        self._metrics = metrics
+        self._ended = ended
+        self._model = model
+
+    @contextmanager
+    def open(self, request_id: str, timeline: RequestTimeline, span: Span) -> Iterator[RequestAccount]:
+        """`request_id`: the client's, until the request was checked."""
+        account = RequestAccount(request_id, timeline)
+        counted = None
+        try:
+            with self._metrics.request() as counted:
+                try:
+                    yield account
+                finally:
+                    counted.complete = account.complete
+        finally:
+            if counted is not None:
+                self._close(account, counted.outcome, counted.reason, monotonic() - timeline.arrived, span.trace_id)
+
+    def _close(self, account: RequestAccount, outcome: str, reason: str, seconds: float, trace_id: str) -> None:
+        ended, tokens, ttft = self._ended, account.tokens, account.ttft
+        self._metrics.ended(account.tenant, outcome, account.prompt_tokens, tokens)
+        ended.outcomes[outcome] += 1
+        ended.tokens += tokens
+        if ttft is not None:
+            ended.ttft[bisect_left(TTFT_BUCKETS, ttft)] += 1
+        if outcome in ("failed", "refused"):
+            ended.failures.append(
+                Failure(
+                    time(), account.request_id, account.tenant, outcome, reason, round(seconds, 3), tokens, trace_id
+                )
+            )
+        line = {
+            "request": account.request_id,
+            "tenant": account.tenant,
+            "model": account.adapter or self._model,
+            "status": outcome,
+            "reason": reason,
+            "prompt_tokens": account.prompt_tokens,
+            "completion_tokens": tokens,
+            "ttft_s": None if ttft is None else round(ttft, 4),
+            "duration_s": round(seconds, 4),
+        }
+        level = log.warning if outcome == "failed" else log.info
+        level("request", **line, **({"trace_id": trace_id} if trace_id else {}))

@@ -1,0 +1,240 @@
+"""Each alert of the chart fires for what it is about, and not for a cluster that is well. Evaluated by Prometheus's own
+promtool, over series as the processes give them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_signals import rules
+
+PROMTOOL = shutil.which("promtool")
+OF = 'namespace="llm",tandem="demo-tandem"'
+WINDOWS = ("1h", "6h", "1d", "3d")
+
+
+def series(name: str, labels: str, values: str) -> dict[str, str]:
+    return {"series": f"{name}{{{OF},{labels}}}", "values": values}
+
+
+def grows(per_minute: float, minutes: int = 60) -> str:
+    return f"0+{per_minute}x{minutes}"
+
+
+def stays(value: float | str, minutes: int = 60) -> str:
+    return f"{value}x{minutes}"
+
+
+def requests(minutes: int = 60, **outcomes: float) -> list[dict[str, str]]:
+    """Per minute, by outcome; of refusals the reason is the cluster's, `invalid` ones are the client's."""
+    about = {
+        "ok": 'outcome="ok",reason=""',
+        "failed": 'outcome="failed",reason="WORKER_LOST"',
+        "overloaded": 'outcome="refused",reason="OVERLOADED"',
+        "limited": 'outcome="refused",reason="TENANT_TOKENS"',
+        "invalid": 'outcome="refused",reason="INVALID_REQUEST"',
+    }
+    return [
+        series("tandem_requests_total", f'pool="router",worker="r-0",{about[kind]}', grows(rate, minutes))
+        for kind, rate in outcomes.items()
+    ]
+
+
+def histogram(name: str, edge: str, total: float, good: float, minutes: int) -> list[dict[str, str]]:
+    who = 'pool="router",worker="r-0"'
+    return [
+        series(f"{name}_bucket", f'{who},le="{edge}"', grows(good, minutes)),
+        series(f"{name}_count", who, grows(total, minutes)),
+    ]
+
+
+def of(pool: str, name: str, *values: float | str, more: str = "") -> list[dict[str, str]]:
+    """A gauge of each worker."""
+    return [
+        series(name, f'pool="{pool}",worker="{pool}-{number}"{more}', value if isinstance(value, str) else stays(value))
+        for number, value in enumerate(values)
+    ]
+
+
+READY = ',state="ready"'
+TRANSFER = 'pool="decode",worker="decode-0",reason="",result='
+BYTES = 'pool="decode",worker="decode-0",transport='
+MEMORY = "tandem_registry_memory"
+DAYS = 3 * 24 * 60 + 60
+TTFT, TPOT = "tandem_time_to_first_token_seconds", "tandem_time_per_output_token_seconds"
+
+
+@dataclass(frozen=True)
+class Case:
+    alert: str
+    what: str
+    given: list[dict[str, str]]
+    windows: tuple[str, ...] | None  # that fire, of an error budget; () or None: none does
+    fires: bool = False
+    at: str = "1h"
+
+
+def case(alert: str, what: str, given: list[dict[str, str]], fires: bool) -> Case:
+    return Case(alert, what, given, None, fires)
+
+
+def burn(alert: str, what: str, given: list[dict[str, str]], *windows: str) -> Case:
+    return Case(alert, what, given, windows, bool(windows), f"{DAYS}m")
+
+
+CASES = [
+    case("TandemNoRouter", "none", of("decode", "tandem_build_info", 1), True),
+    case("TandemNoRouter", "one", of("router", "tandem_build_info", 1), False),
+    case("TandemNoDecodeWorker", "none is ready", of("decode", "tandem_worker_state", 0, 0, more=READY), True),
+    case("TandemNoDecodeWorker", "none is there", of("prefill", "tandem_worker_state", 1, more=READY), True),
+    case("TandemNoDecodeWorker", "one of two", of("decode", "tandem_worker_state", 0, 1, more=READY), False),
+    case("TandemNoPrefillWorker", "none is ready", of("prefill", "tandem_worker_state", 0, more=READY), True),
+    case("TandemNoPrefillWorker", "one", of("prefill", "tandem_worker_state", 1, more=READY), False),
+    case("TandemPrefillBacklog", "on average", of("prefill", "tandem_prefill_backlog_seconds", 4, 30), True),
+    case("TandemPrefillBacklog", "of one of three", of("prefill", "tandem_prefill_backlog_seconds", 20, 1, 1), False),
+    case("TandemKvFull", "all", of("decode", "tandem_kv_cache_usage_ratio", 0.99, 0.97), True),
+    case("TandemKvFull", "one of two", of("decode", "tandem_kv_cache_usage_ratio", 1.0, 0.5), False),
+    case(
+        "TandemQueue", "more than half wait",
+        of("router", "tandem_queue_depth", 30) + of("router", "tandem_inflight_requests", 40), True,
+    ),
+    case(
+        "TandemQueue", "nobody is there",
+        of("router", "tandem_queue_depth", 0) + of("router", "tandem_inflight_requests", 0), False,
+    ),
+    case(
+        "TandemPreemptions", "one for two requests",
+        requests(ok=60) + of("decode", "tandem_preemptions_total", grows(30)), True,
+    ),
+    case(
+        "TandemPreemptions", "one for a hundred",
+        requests(ok=60) + of("decode", "tandem_preemptions_total", grows(0.6)), False,
+    ),
+    case(
+        "TandemKvTransferFailures", "one in ten",
+        [series("tandem_kv_transfers_total", f'{TRANSFER}"ok"', grows(90)),
+         series("tandem_kv_transfers_total", f'{TRANSFER}"failed"', grows(10))], True,
+    ),
+    case(
+        "TandemKvTransferFailures", "many that nobody needed any more",
+        [series("tandem_kv_transfers_total", f'{TRANSFER}"ok"', grows(900)),
+         series("tandem_kv_transfers_total", f'{TRANSFER}"cancelled"', grows(500)),
+         series("tandem_kv_transfers_total", f'{TRANSFER}"failed"', grows(1))], False,
+    ),
+    case(
+        "TandemKvOverTcp", "some",
+        [series("tandem_kv_transfer_bytes_total", f'{BYTES}"nixl:ucx:tcp"', grows(1e6))], True,
+    ),
+    case(
+        "TandemKvOverTcp", "all over RDMA",
+        [series("tandem_kv_transfer_bytes_total", f'{BYTES}"nixl:ucx:rc_mlx5"', grows(1e6)),
+         series("tandem_kv_transfer_bytes_total", f'{BYTES}"nixl:ucx:tcp"', stays(5e6))], False,
+    ),
+    case("TandemRetries", "one in ten", requests(ok=60) + of("router", "tandem_retries_total", grows(6)), True),
+    case("TandemRetries", "few", requests(ok=60) + of("router", "tandem_retries_total", grows(0.6)), False),
+    case("TandemRefusals", "nearly all", requests(ok=0.1, overloaded=60), True),
+    case("TandemRefusals", "one in twenty", requests(ok=57, overloaded=3), False),
+    case("TandemRefusals", "what clients and tenants did wrong", requests(ok=60, invalid=60, limited=300), False),
+    case("TandemRefusals", "two requests in all", requests(ok=0.01, overloaded=0.05), False),
+    case("TandemRegistryLost", "two of three", of("decode", "tandem_registry_up", 0, 0, 1), True),
+    case("TandemRegistryLost", "one of three", of("decode", "tandem_registry_up", 0, 1, 1), False),
+    case(
+        "TandemRegistryFull", "nearly",
+        of("router", f"{MEMORY}_used_bytes", 950) + of("router", f"{MEMORY}_limit_bytes", 1000),
+        True,
+    ),
+    case(
+        "TandemRegistryFull", "half",
+        of("router", f"{MEMORY}_used_bytes", 500) + of("router", f"{MEMORY}_limit_bytes", 1000),
+        False,
+    ),
+    case("TandemRegistryFull", "no limit", of("router", f"{MEMORY}_used_bytes", 1e12), False),
+    burn("TandemErrorBudgetBurn", "one in ten fails", requests(DAYS, ok=54, failed=6), *WINDOWS),
+    burn("TandemErrorBudgetBurn", "four in a thousand", requests(DAYS, ok=9960, failed=40), "1d", "3d"),
+    burn("TandemErrorBudgetBurn", "within the objective", requests(DAYS, ok=9995, failed=5, overloaded=5000)),
+    burn("TandemErrorBudgetBurn", "too few to tell", requests(DAYS, ok=0, failed=0.004)),
+    burn(
+        "TandemTtftBudgetBurn", "most are late",
+        requests(DAYS, ok=60) + histogram(TTFT, "2.5", 60, 6, DAYS), *WINDOWS,
+    ),
+    burn("TandemTtftBudgetBurn", "few are late", requests(DAYS, ok=60) + histogram(TTFT, "2.5", 60, 59, DAYS)),
+    burn(
+        "TandemTpotBudgetBurn", "most are slow",
+        requests(DAYS, ok=60) + histogram(TPOT, "0.1", 60, 6, DAYS), *WINDOWS,
+    ),
+    burn("TandemTpotBudgetBurn", "few are slow", requests(DAYS, ok=60) + histogram(TPOT, "0.1", 60, 59, DAYS)),
+]  # fmt: skip
+
+
+def expected(one: Case, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The alerts that fire, as promtool compares them."""
+    if not one.fires:
+        return []
+    wanted = [rule for rule in known if rule["alert"] == one.alert]
+    if one.windows is not None:
+        wanted = [rule for rule in wanted if rule["labels"]["window"] in one.windows]
+    return [{"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]} for rule in wanted]
+
+
+def written(folder: Path, cases: list[Case], known: list[dict[str, Any]]) -> list[Path]:
+    """For each alert the file of its rules and the file of its tests. An error budget has no `for`, so it is evaluated
+    once, at the end of its days."""
+    files = []
+    for alert in sorted({one.alert for one in cases}):
+        mine = [one for one in cases if one.alert == alert]
+        tests = [
+            {
+                "interval": "1m",
+                "name": f"{alert}: {one.what}",
+                "input_series": one.given,
+                "alert_rule_test": [{"eval_time": one.at, "alertname": alert, "exp_alerts": expected(one, known)}],
+            }
+            for one in mine
+        ]
+        every = "1m" if mine[0].windows is None else mine[0].at
+        own = [rule for rule in known if rule["alert"] == alert]
+        (folder / f"{alert}.rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "tandem", "rules": own}]}))
+        files.append(folder / f"{alert}.yaml")
+        about = {"rule_files": [f"{alert}.rules.yaml"], "evaluation_interval": every, "tests": tests}
+        files[-1].write_text(yaml.safe_dump(about))
+    return files
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if PROMTOOL is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    return subprocess.run([PROMTOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+def known_rules() -> list[dict[str, Any]]:
+    return list({(rule["alert"], rule["labels"].get("window")): rule for rule in rules()}.values())
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    """Also an alert that will be added."""
+    for fires in (True, False):
+        assert {one.alert for one in CASES if one.fires is fires} == {rule["alert"] for rule in rules()}
+
+
+def test_each_alert_fires_for_what_it_is_about_and_for_nothing_else(tmp_path: Path) -> None:
+    """With its labels and its page; an error budget by the windows in which it burns."""
+    done = promtool("test", "rules", *written(tmp_path, CASES, known_rules()))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert promtool("check", "rules", *tmp_path.glob("*.rules.yaml")).returncode == 0
+
+
+@pytest.mark.parametrize("alert", ["TandemRefusals", "TandemRegistryLost", "TandemKvFull"])
+def test_control_an_alert_with_another_bound_is_found(tmp_path: Path, alert: str) -> None:
+    """One that always fires, and one that never does."""
+    cases = [one for one in CASES if one.alert == alert]
+    for expression in ("vector(1)", "vector(1) > 2"):
+        known = [{**rule, "expr": expression} if rule["alert"] == alert else rule for rule in known_rules()]
+        done = promtool("test", "rules", *written(tmp_path, cases, known))
+        assert done.returncode
+        assert "FAILED" in done.stdout + done.stderr

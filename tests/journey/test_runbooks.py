@@ -1,0 +1,178 @@
+"""What a runbook says to run, runs: on a cluster with keys, TLS at the router and inside, and a token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+from cli.main import app
+from tandem.async_client import AsyncClient
+from tandem.rpc.channel import Tls
+from tests.deploy.chart import NAME, ROOT, example, render
+from tests.deploy.test_chart import pods
+from tests.deploy.test_signals import asked, counted
+from tests.support import certificates
+
+RUNBOOKS = sorted((ROOT / "docs/runbooks").glob("*.md"))
+RELEASE = f"{NAME}-tandem"
+OPS, ANNA = "ops-key-0123456789", "anna-key-0123456789"
+PLACES = {
+    "WORKER": "prefill-0",
+    "REQUEST": "explained",
+    "MODEL": str(ROOT / "demo/model"),
+    "POD": f"{RELEASE}-decode-0",
+}
+IN_A_ROUTER = "kubectl exec deploy/$T-router -- "
+# Other objects of the namespace that a page asks for.
+KINDS = {"pods", "hpa", "scaledobject", "deploy"}
+
+
+class Command(NamedTuple):
+    page: str
+    text: str
+
+    @property
+    def words(self) -> str:
+        """With the names of this cluster in the places of the page's."""
+        return re.sub("|".join(rf"\b{name}\b" for name in PLACES), lambda found: PLACES[found[0]], self.text)
+
+
+def commands(start: str) -> list[Command]:
+    """Of every page, each once: those of the section Look, and those in backticks."""
+    found: dict[str, Command] = {}
+    for page in RUNBOOKS:
+        text = page.read_text()
+        quoted = re.findall(rf"`({start}(?: [^`\n]+)?)`", text)
+        for command in (*re.findall(rf"^    ({start}\b(?!_).*)$", text, re.MULTILINE), *quoted):
+            if not command.endswith("...") and command not in ("tandem", "tandem scale"):  # which are only named
+                found.setdefault(command, Command(page.name, command))
+    return list(found.values())
+
+
+def queries() -> Iterator[Command]:
+    for page in RUNBOOKS:
+        for line in re.findall(r"^    (.+)$", page.read_text(), re.MULTILINE):
+            if not re.match(r"(kubectl|tandem) ", line):
+                yield Command(page.name, line)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Any:
+    """`shell(command, **environment of a router's pod)`, with a kubectl that knows the chart's objects."""
+    documents = [*render({**example("rdma"), "settings": {"model": "org/name"}})]
+    owners = dict(pods(documents))
+    world = {
+        "kinds": sorted(KINDS),
+        "log": "attempt.failed registry.beat_failed",
+        "bin": str(tmp_path),
+        "pods": {
+            name: {
+                "labels": template["metadata"]["labels"],
+                "containers": [
+                    one["name"]
+                    for one in (*template["spec"]["containers"], *template["spec"].get("initContainers", []))
+                ],
+            }
+            for name, template in owners.items()
+        },
+    }
+    (tmp_path / "world.json").write_text(json.dumps(world))
+    programs = {
+        "kubectl": f'-S {ROOT}/tests/support/kubectl.py {tmp_path}/world.json "$@"',
+        "tandem": '-m tandem "$@"',
+        "python": '"$@"',
+        "valkey-cli": "",
+    }
+    for name, arguments in programs.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}\n')
+        (tmp_path / name).chmod(0o755)
+
+    def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = {**os.environ, "T": RELEASE, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
+        return subprocess.run(["sh", "-c", command], env=given, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+async def test_every_command_of_the_runbooks_runs_on_a_secured_cluster(inside: Any, tmp_path: Path, shell: Any) -> None:
+    """As it stands there, in a router's pod with an operator's key. Controls: without the key, and without the
+    authority, the same command is refused."""
+    pems = certificates.make(tmp_path, "ours")
+    keys = tmp_path / "keys"
+    keys.write_text(f"anna {ANNA}\nops {OPS} admin\n")
+    secured = {
+        "api_keys": keys,
+        "tls_cert": pems / "ours-router.pem",
+        "tls_key": pems / "ours-router.key",
+        "cluster_cert": pems / "ours-cluster.pem",
+        "cluster_key": pems / "ours-cluster.key",
+        "cluster_ca": pems / "ours.pem",
+        "cluster_token": SecretStr("a-token-of-24-characters"),
+    }
+    async with inside(**secured) as cluster:
+        target = cluster.router.address
+        pod = {"TANDEM_TARGET": target, "TANDEM_API_KEY": OPS, "TANDEM_TLS_CA": str(pems / "ours.pem")}
+        async with AsyncClient(target, api_key=ANNA, tls=Tls(pems / "ours.pem")) as anna:
+            await anna.generate([1, 2, 3], max_tokens=3, request_id=PLACES["REQUEST"])
+
+        whole = IN_A_ROUTER + "tandem workers"
+        assert all(f"`{IN_A_ROUTER}tandem ...`" in page.read_text() for page in RUNBOOKS if page.name != "README.md")
+        runs = [
+            asyncio.to_thread(shell, whole, **given)
+            for given in (
+                pod,
+                {**pod, "TANDEM_API_KEY": ""},
+                {**pod, "TANDEM_TLS_CA": ""},
+                {**pod, "TANDEM_API_KEY": ANNA},
+            )
+        ]
+        done, keyless, plain, weak = await asyncio.gather(*runs)
+        assert done.returncode == 0, done.stderr
+        assert "decode-0" in done.stdout
+        assert (keyless.returncode, plain.returncode, weak.returncode) == (1, 1, 1)
+
+        found = sorted(commands("tandem"), key=lambda one: " drain " in one.text)  # which ends a worker
+        assert {one.text.split()[1] for one in found} >= {"workers", "audit", "doctor", "explain", "drain", "plan"}
+        for one in found:
+            words = one.words.split()[1:]
+            ran = await asyncio.to_thread(CliRunner().invoke, app, words, env=pod)
+            assert ran.exit_code == 0, f"{one.page}: {one.text}: {ran.output}"
+            assert ran.output.strip(), one.text
+
+
+def test_every_kubectl_command_names_what_the_chart_has(shell: Any) -> None:
+    """Deployments, labels, containers. Controls: a name, a label, a container and a kind that there are not."""
+    found = commands("kubectl")
+    assert len(found) > 10
+    for one in found:
+        ran = shell(one.words)
+        assert ran.returncode == 0, f"{one.page}: {one.text}: {ran.stderr}"
+    for wrong in (
+        "kubectl logs deploy/$T-routers",
+        "kubectl get pods -l app.kubernetes.io/component=redis",
+        "kubectl logs deploy/$T-decode -c engine",
+        "kubectl get jobs",
+        "kubectl exec deploy/$T-router -- tandemctl workers",
+    ):
+        assert shell(wrong).returncode == 1, wrong
+
+
+def test_every_query_of_the_runbooks_asks_for_what_is_counted() -> None:
+    """By name and label, and parsed as Prometheus parses it."""
+    found = list(queries())
+    assert len(found) > 10
+    for one in found:
+        for name, labels in asked(one.text):
+            assert name in counted(), f"{one.page}: {one.text}"
+            assert labels <= counted()[name], f"{one.page}: {one.text}"

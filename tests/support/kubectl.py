@@ -1,0 +1,56 @@
+"""A kubectl for tests: it knows the objects of a rendered chart, and runs what `exec` asks for in their place.
+
+`python -S kubectl.py WORLD ARGUMENTS`: WORLD is a JSON file with `pods` (by the name of their owner: labels and
+containers), `kinds` that there are, the `log` of each pod, and the `bin` folder of what runs in a pod. Whatever names
+an object that the chart does not have is an error, as in a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def fail(why: str) -> None:
+    print(f"error: {why}", file=sys.stderr)
+    sys.exit(1)
+
+
+def owners(world: dict[str, Any], words: list[str]) -> list[str]:
+    """The owners of the pods that are named, by kind/name, by a pod's name or by a label."""
+    if "-l" in words:
+        label, _, value = words[words.index("-l") + 1].partition("=")
+        return [name for name, pod in world["pods"].items() if pod["labels"].get(label) == value]
+    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
+    return [owner for owner in world["pods"] for name in names if name == owner or name.rpartition("-")[0] == owner]
+
+
+def main(world: dict[str, Any], words: list[str]) -> None:
+    verb, rest = words[0], words[1:]
+    inside: list[str] = []
+    if "--" in rest:
+        rest, inside = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    if verb in ("get", "describe") and "-l" not in rest and "/" not in rest[0] and len(rest) == 1:
+        if unknown := set(rest[0].split(",")) - set(world["kinds"]):
+            fail(f"the server doesn't have a resource type {min(unknown)!r}")
+        return
+    found = owners(world, rest[1:] if verb in ("get", "rollout", "describe") and "/" not in rest[0] else rest)
+    if not found:
+        fail(f"nothing is there for {' '.join(words)}")
+    if "-c" in rest and rest[rest.index("-c") + 1] not in world["pods"][found[0]]["containers"]:
+        fail(f"container {rest[rest.index('-c') + 1]} is not valid for pod {found[0]}")
+    if verb == "logs":
+        print(world["log"])
+    if verb == "exec":
+        if shutil.which(inside[0], path=f"{world['bin']}:{os.environ['PATH']}") is None:
+            fail(f"{inside[0]}: not found")
+        if inside[0] in ("tandem", "python"):
+            os.execv(f"{world['bin']}/{inside[0]}", inside)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2:])
