@@ -63,7 +63,12 @@ class Worker:
         self.weight_bytes = self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
         self.transport = make_transport(
-            settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
+            settings.transport,
+            region_of(self.engine),
+            worker_id,
+            self.incarnation,
+            self.layout_hash,
+            settings.advertise_host or settings.host,
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())

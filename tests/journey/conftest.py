@@ -100,8 +100,20 @@ class Inside:
 EQUAL = {"step_s": 0.01, "stream_s": 0.001, "prompt_rate": 10_000.0}
 
 
+# For tests whose promise depends on what the transport does: over one that reads, and one in which both sides act.
+both_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl"])
+
+
 @pytest.fixture
-def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def transport() -> str:
+    """Of the workers of `inside`."""
+    return "inprocess"
+
+
+@pytest.fixture
+def inside(
+    valkey_url: str, tiny: Path, transport: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Any:
     """`async with inside(prefill=1, decode=1, wrap=..., **settings) as cluster`."""
 
     @asynccontextmanager
@@ -120,7 +132,7 @@ def inside(valkey_url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, request
             "block_size": 8,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 32,
-            "transport": "inprocess",
+            "transport": transport,
             "heartbeat_s": 0.1,
             "heartbeat_ttl_s": 2.0,
             "local_prefill": "never",  # a test of the seam must cross it

@@ -21,24 +21,37 @@ BLOCK = 8
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 31, 40, 63, 64, 65, 90, 128, 150, 200]
 
 
-@pytest.fixture(scope="module", params=["demo", *FAMILIES])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "demo":
+# To the transport a block is bytes, so few over the second one: plain KV, and latent KV.
+OVER_GLOO = ["demo", "tiny-deepseek-v2"]
+CASES = [("demo", "nixl"), *((name, "nixl") for name in FAMILIES), *((name, "nccl") for name in OVER_GLOO)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    name, transport = request.param
+    return name, transport
+
+
+@pytest.fixture(scope="module")
+def model(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, _ = case
+    if name == "demo":
         return ROOT / "demo/model"
-    folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(folder, request.param, seed=0, dtype="float32")
+    folder = tmp_path_factory.mktemp(name)
+    make_checkpoint(folder, name, seed=0, dtype="float32")
     return folder
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[LocalCluster]:
+def cluster(case: tuple[str, str], model: Path) -> Iterator[LocalCluster]:
     settings: dict[str, Any] = {"block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 32}
-    with LocalCluster(model, dtype="float32", **settings) as running:
+    with LocalCluster(model, dtype="float32", transport=case[1], **settings) as running:
         yield running
 
 
-def test_tokens_equal_transformers(cluster: LocalCluster, model: Path) -> None:
-    """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives, over NIXL."""
+def test_tokens_equal_transformers(cluster: LocalCluster, model: Path, case: tuple[str, str]) -> None:
+    """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives, between processes
+    over NIXL or Gloo."""
     client = cluster.client()
     prompts = oracle.prompts(model, LENGTHS)
     expected = [oracle.greedy(model, prompt, NEW) for prompt in prompts]
@@ -48,7 +61,7 @@ def test_tokens_equal_transformers(cluster: LocalCluster, model: Path) -> None:
         done = client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
         assert done.receipt.path == "disaggregated"
         assert done.receipt.transfer is not None
-        assert done.receipt.transfer.transport.startswith("nixl:")
+        assert done.receipt.transfer.transport.startswith({"nixl": "nixl:", "nccl": "gloo:"}[case[1]])
         return done.token_ids
 
     with ThreadPoolExecutor(16) as pool:
