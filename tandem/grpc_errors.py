@@ -32,7 +32,7 @@ from tandem.rpc.message_parts import LARGE_BYTES, check_parts
 
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
-Read = Callable[[bytes], Awaitable[Any]]
+Read = Callable[[bytes | None], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
 # Takes a call's method and metadata; raises Unauthenticated and PermissionDenied.
 Guard = Callable[[str, Metadata], None]
@@ -205,10 +205,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _reader(self, parse: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Read:
         method, guard = details.method, None if details.method.startswith(OPEN_SERVICES) else self._guard
 
-        async def read(data: bytes) -> Any:
-            """Raises InvalidRequest, and what the guard raises. Of a stream, each message."""
+        async def read(data: bytes | None) -> Any:
+            """Raises InvalidRequest, and what the guard raises. None: only the guard is asked."""
             if guard is not None:
                 guard(method, dict(details.invocation_metadata or ()))
+            if data is None:
+                return None
             if self._bounded and len(data) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
             try:
@@ -271,17 +273,18 @@ def _guard_stream(
 
 
 def _guard_both(inner: Callable[..., AsyncGenerator[Any, None]], read: Read, method: str) -> Callable[..., Any]:
-    """`inner` takes an async iterator of messages, and yields messages. None is read before the first has come, with
-    which the guard checks the call."""
+    """`inner` takes an async iterator of messages, and yields messages."""
 
     async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async def messages() -> AsyncGenerator[Any, None]:
             async for data in requests:
                 yield await read(data)
 
-        async with _answered(context, method), aclosing(inner(messages(), context)) as answers:
-            async for answer in answers:
-                await context.write(answer)
+        async with _answered(context, method):
+            await read(None)  # the guard, before anything is done for the call
+            async with aclosing(inner(messages(), context)) as answers:
+                async for answer in answers:
+                    await context.write(answer)
 
     return call
 

@@ -1,8 +1,8 @@
 """Links of the KV transport over torch.distributed that fail again and again: does anything remain of them?
 
 Reads from a source in another process, and breaks each link in one of six ways while a read is under way. After each
-failure the next read must give the right bytes. At the end both processes must have as many open files and threads as
-after the first tenth of the failures, and no more memory. Exits with 1 if not.
+failure the next read must give the right bytes. At the end neither process may have more open files, threads or memory
+than after the first tenth of the failures. Exits with 1 if one has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ BLOCK_BYTES, BLOCKS = 1 << 20, 16
 TIMEOUT_S = 10.0
 STALL_S = 0.1  # of a read from a source that stands still
 SETTLE_S = 10.0  # for the threads of the last links to end
-GROWTH_BYTES = 16 << 20  # the allocator may keep as much
+GROWTH_BYTES = 16 << 20  # what allocators may keep; a link has 8 MiB of staging
+GROWTH_THREADS = 2  # by which gRPC's pool may vary; a link has three
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Usage:
 
     def leaks(self, since: Usage) -> bool:
         grown = self.memory - since.memory > GROWTH_BYTES
-        return self.files > since.files or self.threads > since.threads or grown
+        return self.files > since.files or self.threads > since.threads + GROWTH_THREADS or grown
 
 
 class FaultyDial:

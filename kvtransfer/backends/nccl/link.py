@@ -16,6 +16,7 @@ import ctypes
 import hmac
 import itertools
 import logging
+import mmap
 import queue
 import threading
 import time
@@ -50,7 +51,12 @@ class Pages:
         self.batch_blocks = max(1, BATCH_BYTES // region.block_bytes)
 
     def staging(self) -> torch.Tensor:
-        return torch.empty((self.batch_blocks, self._region.block_bytes), dtype=torch.uint8, device=self.device)
+        """[batch_blocks, block_bytes]. On the host a mapping of its own: a link's thread would leave what it allocates
+        to malloc, which keeps it."""
+        shape = self.batch_blocks, self._region.block_bytes
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        return torch.frombuffer(mmap.mmap(-1, shape[0] * shape[1]), dtype=torch.uint8).view(shape)
 
     def gather(self, blocks: Sequence[int], staging: torch.Tensor) -> None:
         if self.device.type == "cpu":
@@ -154,6 +160,7 @@ class PairLink:
 
     def end(self, error: TandemError) -> None:
         """Fails every batch that is not being written at this moment, and lets the thread go. Repeatable."""
+        error = error.with_traceback(None)  # its frames would keep the process group
         with self._lock:
             if self.error is not None:
                 return
