@@ -65,7 +65,7 @@ def up(
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the logs here. [default: only of a failed run]")
     ] = None,
-    transport: Annotated[str | None, typer.Option(help="What moves KV. [default: nixl]")] = None,
+    transport: Annotated[str | None, typer.Option(help="What moves KV: nixl or nccl. [default: nixl]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of one worker. [default: measured]")] = None,

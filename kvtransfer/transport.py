@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from kvtransfer.types import Peer, ReadStats, Region, agent_name
-from tandem.errors import InvalidRequest, TandemError
+from kvtransfer.types import LinkMessage, Peer, ReadStats, Region, agent_name
+from tandem.errors import InvalidRequest, PreconditionFailed, TandemError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ STUCK_REPORT_S = 5.0
 
 T = TypeVar("T")
 
+# Opens a link to a peer: takes the messages to it, gives those from it. It ends when either side ends it, or dies.
+Dial = Callable[[Peer, AsyncIterator[LinkMessage]], AsyncGenerator[LinkMessage, None]]
+
 
 class Transport(Protocol):
     """Reads blocks of peers into the local region. All times are in seconds.
@@ -47,6 +50,8 @@ class Transport(Protocol):
     layout_hash: str
     # Why the transport has stopped working for good, if it has; every later connect and read raises TransferFailed.
     broken: TandemError | None
+    # How links to sources are opened, for a transport in which both sides act. The owner sets it before it connects.
+    dial: Dial | None
     # Called once when `broken` is set, on any thread; it must not block.
     on_broken: Callable[[], object] | None
 
@@ -82,6 +87,14 @@ class Transport(Protocol):
         loop with the error, and `read` raises it when the local blocks are safe.
         """
 
+    def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
+        """The source's side of a link that a decode worker has dialled: what comes in are its messages, what comes out
+        are those to it. The link ends with either.
+
+        Raises PreconditionFailed in a transport whose sources do not act, StaleTransfer (meant for another incarnation,
+        or older than a link of the same worker), IncompatibleLayout, InvalidRequest and TransferFailed.
+        """
+
     def serving(self) -> AbstractContextManager[None]:
         """Hold it while a transfer from this region is open: emulated transports need the source's progress."""
 
@@ -113,6 +126,12 @@ async def measure_link(transport: Transport, peer: Peer, blocks: Sequence[int], 
     await transport.read(peer, pairs, stall)
     stats = await transport.read(peer, pairs, stall)
     return stats.bytes / stats.seconds
+
+
+async def no_links(kind: str) -> AsyncGenerator[LinkMessage, None]:
+    """`answer` of a transport whose sources do not act."""
+    raise PreconditionFailed(f"the transport {kind} reads without links", reason="NO_LINKS")
+    yield
 
 
 def describe(transport: Transport, worker_id: str, incarnation: str, metadata: bytes) -> Peer:

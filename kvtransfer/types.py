@@ -108,6 +108,40 @@ class ReadStats:
     transport: str
 
 
+@dataclass(frozen=True)
+class LinkOpen:
+    """The first message of a link: which decode worker wants to read from which source. `epoch` counts the links that
+    the decode worker has made; a link with a lower one is over. `secret` proves to each side that whoever answers on
+    the data connection is who it speaks to here."""
+
+    worker_id: str
+    incarnation: str
+    source_incarnation: str
+    layout_hash: str
+    epoch: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class LinkEntry:
+    """What one side's process group has to tell the other's while they are made."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class SendBlocks:
+    """Sends these blocks as one message, after those of lower `number`. `stall`: the seconds that this may take."""
+
+    number: int
+    blocks: tuple[int, ...]
+    stall: float
+
+
+LinkMessage = LinkOpen | LinkEntry | SendBlocks
+
+
 def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
     """16 bytes: xxh3_128 over the length of the context, the context and the whole block.
 

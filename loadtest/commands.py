@@ -53,7 +53,8 @@ ROOMS: dict[str, dict[str, Measurement]] = {
     "One part (microbench)": {
         "bench": Measurement("bench:main", "`make bench`: step, link, hop, ttft, spec, telemetry"),
         "step": Measurement("bench:step_alone", "the engine's packed step, compared with transformers"),
-        "link": Measurement("bench:link_alone", "NIXL reads and the digest, compared with memcpy"),
+        "link": Measurement("bench:link_alone", "KV over NIXL and Gloo and the digest, compared with memcpy"),
+        "links": Measurement("microbench.link_failures:main", "links that fail again and again: what remains of them"),
         "hop": Measurement("bench:hop_alone", "latency and CPU that the router adds"),
         "spec": Measurement("bench:spec_alone", "speculative decoding, compared with none"),
         "telemetry": Measurement("bench:telemetry_alone", "CPU of traces and metrics"),

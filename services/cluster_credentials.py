@@ -103,6 +103,9 @@ class Showing:
     def unary_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
         return self._showing(self._channel.unary_stream(*about, **more))
 
+    def stream_stream(self, *about: Any, **more: Any) -> Callable[..., Any]:
+        return self._showing(self._channel.stream_stream(*about, **more))
+
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect)
 

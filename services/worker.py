@@ -59,11 +59,15 @@ class Worker:
         self.engine = engine.engine
         self.engine.alone_s = alone_s(role, settings)
         self.can_switch_role = self.engine.config.generates  # to the other pool
-        self.layout = self.engine.pages.layout
-        self.weight_bytes = self.engine.model.weight_bytes
+        self.layout, self.weight_bytes = self.engine.pages.layout, self.engine.model.weight_bytes
         self.layout_hash = self.layout.hash()
         self.transport = make_transport(
-            settings.transport, region_of(self.engine), worker_id, self.incarnation, self.layout_hash
+            settings.transport,
+            region_of(self.engine),
+            worker_id,
+            self.incarnation,
+            self.layout_hash,
+            settings.advertise_host or settings.host,
         )
         self.registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
         self.later = RuntimeAdapters(self.engine.model.lora, settings, self.registry, lambda: self._heartbeat.changed())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tandem.results import _Dict, from_message
 from tandem.v1 import admin_pb2, common_pb2
 
+BY_CHOICE = ", because the setting transport is nccl"
+
 
 @dataclass(frozen=True, slots=True)
 class Worker(_Dict):
@@ -258,7 +260,8 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
     hosts = {worker.worker_id: worker.address.rpartition(":")[0] for worker in pools}
     slow = [pair for pair in answer.pairs if _over_tcp_at_home(pair, hosts)]
     sentences = [
-        f"{pair.prefill_worker} and {pair.decode_worker} are on one host but communicate over TCP ({pair.transport})"
+        f"{pair.prefill_worker} and {pair.decode_worker} are on one host but communicate over TCP ({pair.transport}"
+        f"{BY_CHOICE if pair.transport.startswith('gloo') else ''})"
         for pair in slow
     ]
     pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]

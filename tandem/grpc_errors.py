@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from tandem.rpc.message_parts import LARGE_BYTES, check_parts
 
 log = structlog.get_logger(__name__)
 DOMAIN = "tandem"
-Read = Callable[[bytes], Awaitable[Any]]
+Read = Callable[[bytes | None], Awaitable[Any]]
 Metadata = Mapping[str, str | bytes]
 # Takes a call's method and metadata; raises Unauthenticated and PermissionDenied.
 Guard = Callable[[str, Metadata], None]
@@ -188,8 +188,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or (handler.request_streaming and method.startswith(OPEN_SERVICES)):
-            return handler  # no method of Tandem takes a stream
+            return handler
         read = self._reader(handler.request_deserializer or bytes, handler_call_details)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_both(handler.stream_stream, read, method), None, handler.response_serializer
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _guard_stream(handler.unary_stream, read, method), None, handler.response_serializer
@@ -201,14 +205,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _reader(self, parse: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Read:
         method, guard = details.method, None if details.method.startswith(OPEN_SERVICES) else self._guard
 
-        async def read(data: bytes) -> Any:
-            """Raises InvalidRequest, and what the guard raises."""
+        async def read(data: bytes | None) -> Any:
+            """Raises InvalidRequest, and what the guard raises. None: only the guard is asked."""
             if guard is not None:
                 try:
                     guard(method, dict(details.invocation_metadata or ()))
                 except TandemError as error:
                     log.info("grpc.refused", method=method, reason=error.reason)
                     raise
+            if data is None:
+                return None
             if self._bounded and len(data) > LARGE_BYTES:
                 await asyncio.to_thread(check_parts, data, method)  # so that streams are not delayed
             try:
@@ -266,6 +272,23 @@ def _guard_stream(
             async with aclosing(answer) as messages:
                 async for message in messages:
                     await context.write(message)
+
+    return call
+
+
+def _guard_both(inner: Callable[..., AsyncGenerator[Any, None]], read: Read, method: str) -> Callable[..., Any]:
+    """`inner` takes an async iterator of messages, and yields messages."""
+
+    async def call(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async def messages() -> AsyncGenerator[Any, None]:
+            async for data in requests:
+                yield await read(data)
+
+        async with _answered(context, method):
+            await read(None)  # the guard, before anything is done for the call
+            async with aclosing(inner(messages(), context)) as answers:
+                async for answer in answers:
+                    await context.write(answer)
 
     return call
 

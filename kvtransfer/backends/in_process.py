@@ -6,11 +6,11 @@ import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtransfer.transport import Pair, batches, check_pairs, describe, settle
-from kvtransfer.types import Peer, ReadStats, Region, agent_name, check_compatible
+from kvtransfer.transport import Dial, Pair, batches, check_pairs, describe, no_links, settle
+from kvtransfer.types import LinkMessage, Peer, ReadStats, Region, agent_name, check_compatible
 from tandem.errors import InvalidRequest, TandemError, WorkerLost
 
 _open: dict[str, InProcessTransport] = {}
@@ -27,6 +27,7 @@ class InProcessTransport:
         self.region = region
         self.layout_hash = layout_hash
         self.broken: TandemError | None = None
+        self.dial: Dial | None = None
         self.on_broken: Callable[[], object] | None = None
         self._worker_id, self._incarnation = worker_id, incarnation
         self._name = agent_name(worker_id, incarnation)
@@ -73,6 +74,9 @@ class InProcessTransport:
                 await settle(copy, f"the read from {peer.agent_name}")
                 raise
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
+
+    def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
+        return no_links(self.kind)
 
     @contextmanager
     def serving(self) -> Iterator[None]:

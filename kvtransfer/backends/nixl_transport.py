@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from kvtransfer.backends.nixl_owner import OwnerThread
 from kvtransfer.backends.reads import Read
-from kvtransfer.transport import STALL_S, Pair, batches, check_pairs, describe, settle
-from kvtransfer.types import Peer, ReadStats, Region, agent_name, check_compatible
+from kvtransfer.transport import STALL_S, Dial, Pair, batches, check_pairs, describe, no_links, settle
+from kvtransfer.types import LinkMessage, Peer, ReadStats, Region, agent_name, check_compatible
 from tandem.errors import TandemError, TransferFailed
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class NixlTransport:
         self.region = region
         self.layout_hash = layout_hash
         self.broken: TandemError | None = None
+        self.dial: Dial | None = None
         self.on_broken: Callable[[], object] | None = None
         self._worker_id, self._incarnation = worker_id, incarnation
         self._name = agent_name(worker_id, incarnation)
@@ -86,6 +87,9 @@ class NixlTransport:
             read.failing = partial(_report, asyncio.get_running_loop(), failing)
         await self._perform(read)
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
+
+    def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
+        return no_links(self.kind)
 
     def serving(self) -> AbstractContextManager[None]:
         return self._owner.serving()

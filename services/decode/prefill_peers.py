@@ -10,7 +10,7 @@ milliseconds, and go to another prefill worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,8 +18,9 @@ import structlog
 
 from engine.core.kv_layout import KvLayout
 from kvtransfer.transport import Transport
-from kvtransfer.types import Peer
+from kvtransfer.types import LinkMessage, Peer
 from services.grpc_server import Channels
+from services.kv_links import dialled
 from services.proto_convert import peer_from
 from services.worker_liveness import Incarnation, WorkerLiveness
 from tandem.errors import (
@@ -73,6 +74,7 @@ class PrefillPeers:
 
     def __init__(self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify) -> None:
         self._transport = transport
+        transport.dial = self._dial
         self._layout = layout
         self._channels = channels
         self._verify = verify
@@ -188,6 +190,11 @@ class PrefillPeers:
             raise known(error, "connecting to a prefill worker") from error
         log.info("source.connected", source=worker_id, incarnation=incarnation, link=self._transport.link(peer))
         return PrefillPeer(link.incarnation, peer, stub)
+
+    def _dial(self, peer: Peer, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
+        """For a transport whose sources act: a call to a source that this worker has a link to."""
+        address = self._links[peer.worker_id, peer.incarnation].address
+        return dialled(prefill_pb2_grpc.PrefillServiceStub(self._channels.to(address)), peer, messages)
 
     async def _forget(self, link: _Link) -> None:
         self._links.pop(link.incarnation, None)

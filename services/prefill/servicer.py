@@ -11,7 +11,7 @@ succeed for blocks that may belong to another sequence by then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, nullcontext
 from time import monotonic
 from typing import Any
@@ -23,6 +23,7 @@ from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
 from kvtransfer.sender import PART_BYTES, Sender
 from kvtransfer.types import DigestBlock, Offer, Ticket, digest
+from services.kv_links import answered
 from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, block_reader, load_engine
 from tandem.errors import IncompatibleLayout, NotFound, StaleTransfer
@@ -154,6 +155,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._sender.release(ticket)  # the fence: raises unless the blocks were held, unchanged, until now
         self._released[ticket].set()
         return prefill_pb2.ReleaseTransferResponse()
+
+    async def Link(
+        self, request_iterator: AsyncIterator[prefill_pb2.LinkRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[prefill_pb2.LinkResponse, None]:
+        async with aclosing(answered(self._worker.transport, request_iterator)) as responses:
+            async for response in responses:
+                yield response
 
     async def GetPeer(
         self, request: prefill_pb2.GetPeerRequest, context: grpc.aio.ServicerContext

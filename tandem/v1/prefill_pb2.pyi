@@ -148,3 +148,53 @@ class Peer(_message.Message):
     memory: str
     transport: str
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., layout_hash: _Optional[str] = ..., address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., device: _Optional[int] = ..., memory: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class LinkRequest(_message.Message):
+    __slots__ = ("open", "entry", "send")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    open: LinkOpen
+    entry: LinkEntry
+    send: SendBlocks
+    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., entry: _Optional[_Union[LinkEntry, _Mapping]] = ..., send: _Optional[_Union[SendBlocks, _Mapping]] = ...) -> None: ...
+
+class LinkResponse(_message.Message):
+    __slots__ = ("entry",)
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    entry: LinkEntry
+    def __init__(self, entry: _Optional[_Union[LinkEntry, _Mapping]] = ...) -> None: ...
+
+class LinkOpen(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "source_incarnation", "layout_hash", "epoch", "secret")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    source_incarnation: str
+    layout_hash: str
+    epoch: int
+    secret: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., layout_hash: _Optional[str] = ..., epoch: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class LinkEntry(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: bytes
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class SendBlocks(_message.Message):
+    __slots__ = ("number", "blocks", "stall_seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    stall_seconds: float
+    def __init__(self, number: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., stall_seconds: _Optional[float] = ...) -> None: ...

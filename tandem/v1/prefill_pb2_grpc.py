@@ -44,6 +44,11 @@ class PrefillServiceStub:
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.ReleaseTransferRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_prefill__pb2.ReleaseTransferResponse.FromString,
                 _registered_method=True)
+        self.Link = channel.stream_stream(
+                '/tandem.v1.PrefillService/Link',
+                request_serializer=tandem_dot_v1_dot_prefill__pb2.LinkRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_prefill__pb2.LinkResponse.FromString,
+                _registered_method=True)
         self.GetPeer = channel.unary_unary(
                 '/tandem.v1.PrefillService/GetPeer',
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.GetPeerRequest.SerializeToString,
@@ -70,6 +75,15 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Link(self, request_iterator, context):
+        """One link between a decode worker and this one, for a transport in which both sides act: it lives as long as this
+        call. The first message is `open`. What follows makes a torch.distributed process group on both sides; the blocks
+        move over that, in the order of the `send` messages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPeer(self, request, context):
         """What a decode worker must know before it reads from here.
         """
@@ -89,6 +103,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.ReleaseTransfer,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.ReleaseTransferRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_prefill__pb2.ReleaseTransferResponse.SerializeToString,
+            ),
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
+                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.LinkRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_prefill__pb2.LinkResponse.SerializeToString,
             ),
             'GetPeer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPeer,
@@ -150,6 +169,33 @@ class PrefillService:
             '/tandem.v1.PrefillService/ReleaseTransfer',
             tandem_dot_v1_dot_prefill__pb2.ReleaseTransferRequest.SerializeToString,
             tandem_dot_v1_dot_prefill__pb2.ReleaseTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.PrefillService/Link',
+            tandem_dot_v1_dot_prefill__pb2.LinkRequest.SerializeToString,
+            tandem_dot_v1_dot_prefill__pb2.LinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -107,10 +107,21 @@ def loaded() -> LoadedModels:
     return LoadedModels()
 
 
+# For tests whose promise depends on what the transport does: over one that reads, and one in which both sides act.
+both_transports = pytest.mark.parametrize("transport", ["inprocess", "nccl"])
+
+
+@pytest.fixture
+def transport() -> str:
+    """Of the workers of `inside`."""
+    return "inprocess"
+
+
 @pytest.fixture
 def inside(
     valkey_url: str,
     tiny: Path,
+    transport: str,
     loaded: LoadedModels,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -133,7 +144,7 @@ def inside(
             "block_size": 8,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 32,
-            "transport": "inprocess",
+            "transport": transport,
             "heartbeat_s": 0.1,
             "heartbeat_ttl_s": 2.0,
             "local_prefill": "never",  # a test of the seam must cross it

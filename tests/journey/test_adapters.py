@@ -25,6 +25,7 @@ from tandem.async_client import AsyncClient
 from tandem.errors import Busy, CheckpointRefused, NotFound, ResumeFailed, TandemError, Unavailable
 from tandem.grpc_errors import calling
 from tandem.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tests.journey.conftest import both_transports
 from tests.support import oracle
 from tests.support.harness import LocalCluster
 from tests.support.muxed import decoded
@@ -334,6 +335,7 @@ async def test_other_content_under_the_same_name_is_refused(
     assert any("another adapter" in note for note in done.receipt.notes)
 
 
+@both_transports
 async def test_without_both_checks_the_digest_refuses_its_blocks(
     inside: Any, given: dict[str, str], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / request.param, request.param, seed=0, dtype="float32")
 
 
-async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Path) -> None:
-    """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives, over NIXL."""
+async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Path, transport: str = "nixl:") -> None:
+    """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives."""
     prompts = oracle.prompts(model, LENGTHS)
     expected = [oracle.greedy(model, prompt, NEW) for prompt in prompts]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "outputs must vary, or equality is weak"
@@ -41,7 +41,7 @@ async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Pa
         done = await client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
         assert done.receipt.path == "disaggregated"
         assert done.receipt.transfer is not None
-        assert done.receipt.transfer.transport.startswith("nixl:")
+        assert done.receipt.transfer.transport.startswith(transport)
         return done.token_ids
 
     assert await asyncio.gather(*map(ask, prompts)) == expected, "sixteen at once, cold"
@@ -60,6 +60,16 @@ async def test_tokens_equal_transformers(model: Path) -> None:
     with LocalCluster(model, **SETTINGS) as cluster:
         async with AsyncClient(cluster.target) as client:
             await assert_tokens_are_those_of_transformers(client, model)
+        cluster.wait_balanced()
+
+
+# To the transport a block is bytes, so few over the second one: plain KV, and latent KV.
+@pytest.mark.parametrize("model", ["demo", "tiny-deepseek-v2"], indirect=True)
+async def test_tokens_equal_transformers_over_gloo(model: Path) -> None:
+    """As above, over the transport in which both sides act."""
+    with LocalCluster(model, transport="nccl", **SETTINGS) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            await assert_tokens_are_those_of_transformers(client, model, "gloo:")
         cluster.wait_balanced()
 
 

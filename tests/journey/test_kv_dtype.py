@@ -14,6 +14,7 @@ import pytest
 from engine.core.kv_layout import KvLayout
 from kvtransfer.types import Peer
 from planner.capacity import read_shape
+from tests.journey.conftest import both_transports
 from tests.support import oracle, rounding
 from tests.support.faults import Harm, forget_cached, only_first
 from tests.support.harness import LocalCluster
@@ -128,6 +129,7 @@ async def ask_with_wrong_scales(inside: Any, prompt: list[int], kv: str) -> tupl
         return done, right.token_ids
 
 
+@both_transports
 async def test_corrupted_scales_are_found(inside: Any, tiny: Path, kv: str) -> None:
     """The digest covers the scales: the block is discarded, and the second attempt gives the right tokens."""
     done, right = await ask_with_wrong_scales(inside, oracle.prompts(tiny, [50])[0], kv)
@@ -136,6 +138,7 @@ async def test_corrupted_scales_are_found(inside: Any, tiny: Path, kv: str) -> N
     assert done.token_ids == right
 
 
+@both_transports
 async def test_control_without_the_digest_they_are_used(
     inside: Any, tiny: Path, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,8 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from kvtransfer.factory import make_transport
 from kvtransfer.transport import Pair, Transport
 from kvtransfer.types import Peer, ReadStats, Region
+from loadtest.microbench.kv_source import Dialler
 from tests.support.copies import Copy
 
 LAYOUT = "layout-1"
@@ -46,6 +48,8 @@ class Pages:
     def flip(self, block: int) -> None:
         self.array[block, self.region.block_bytes // 2] ^= 1
 
+    links = ""  # nobody dials it
+
     def serve(self) -> None:
         """In-process reads need nothing from the source."""
 
@@ -61,8 +65,9 @@ class Worker:
         block_bytes: int,
         env: dict[str, str] | None = None,
         agents: int = 1,
+        kind: str = "nixl",
     ) -> None:
-        arguments = [worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT, str(agents)]
+        arguments = [kind, worker_id, incarnation, str(num_blocks), str(block_bytes), LAYOUT, str(agents)]
         self.process = Copy("tests.kvtransfer.peer", arguments, {**os.environ, **(env or {})}, stderr=False)
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read_lines, daemon=True)
@@ -77,7 +82,8 @@ class Worker:
     def peers(self) -> list[Peer]:
         """Waits for the process to be up at the first use, so that several can start at once."""
         if not self._peers:
-            described = self._answer()["peers"]
+            answer = self._answer()
+            described, self.links = answer["peers"], answer["links"]
             self._peers = [Peer(**{**one, "metadata": bytes.fromhex(one["metadata"])}) for one in described]
         return self._peers
 
@@ -168,8 +174,9 @@ def worker() -> Iterator[Callable[..., Worker]]:
         block_bytes: int = 4096,
         env: dict[str, str] | None = None,
         agents: int = 1,
+        kind: str = "nixl",
     ) -> Worker:
-        made.append(Worker(worker_id, incarnation, num_blocks, block_bytes, env, agents))
+        made.append(Worker(worker_id, incarnation, num_blocks, block_bytes, env, agents, kind))
         return made[-1]
 
     yield make
@@ -177,7 +184,7 @@ def worker() -> Iterator[Callable[..., Worker]]:
         one.end()
 
 
-@pytest.fixture(params=["inprocess", "nixl"])
+@pytest.fixture(params=["inprocess", "nixl", "nccl"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -186,6 +193,18 @@ def kind(request: pytest.FixtureRequest) -> str:
 def nixl_source() -> Iterator[Worker]:
     """One process for all tests that only read from it."""
     made = Worker("source", "1", 16, 4096)
+    try:
+        for block in range(16):
+            made.fill(block, block)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="session")
+def nccl_source() -> Iterator[Worker]:
+    """Likewise, with links."""
+    made = Worker("source", "1", 16, 4096, kind="nccl")
     try:
         for block in range(16):
             made.fill(block, block)
@@ -209,9 +228,9 @@ def tcp_source() -> Iterator[Worker]:
 
 @pytest.fixture
 def source(kind: str, pages: Callable[..., Pages], request: pytest.FixtureRequest) -> Pages | Worker:
-    """16 blocks of 4096 bytes to read from, block b filled with pattern b; for NIXL in another process."""
-    if kind == "nixl":
-        return request.getfixturevalue("nixl_source")
+    """16 blocks of 4096 bytes to read from, block b filled with pattern b; for NIXL and Gloo in another process."""
+    if kind != "inprocess":
+        return request.getfixturevalue(f"{kind}_source")
     made = pages(kind, "source")
     for block in range(16):
         made.fill(block, block)
@@ -219,8 +238,23 @@ def source(kind: str, pages: Callable[..., Pages], request: pytest.FixtureReques
 
 
 @pytest.fixture
-def sink(kind: str, pages: Callable[..., Pages]) -> Pages:
-    return pages(kind, "sink")
+async def sink(kind: str, source: Pages | Worker, pages: Callable[..., Pages]) -> AsyncIterator[Pages]:
+    made = pages(kind, "sink")
+    async with dialling(made, source):
+        yield made
+
+
+@asynccontextmanager
+async def dialling(sink: Pages, *sources: Pages | Worker) -> AsyncIterator[Dialler]:
+    """The sink may dial these sources."""
+    sink.transport.dial = dial = Dialler()
+    for source in sources:
+        dial.addresses[source.peer.agent_name] = source.links
+    try:
+        yield dial
+    finally:
+        sink.transport.close()
+        await dial.channels.close()
 
 
 @pytest.fixture

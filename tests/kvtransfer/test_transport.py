@@ -1,4 +1,4 @@
-"""What both transports promise."""
+"""What every transport promises."""
 
 from __future__ import annotations
 

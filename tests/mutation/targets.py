@@ -119,6 +119,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         ),
         ("tests/kvtransfer/test_transport.py", "tests/kvtransfer/test_nixl.py"),
     ),
+    **dict.fromkeys(
+        (
+            "kvtransfer/backends/nccl/group.py",
+            "kvtransfer/backends/nccl/link.py",
+            "kvtransfer/backends/nccl/transport.py",
+        ),
+        ("tests/kvtransfer/test_transport.py", "tests/kvtransfer/test_nccl.py"),
+    ),
     "cluster/reconcile_plan.py": ("tests/cluster/test_reconcile_plan.py", "tests/cluster/test_supervisor.py"),
     "cluster/state/job_journal.py": ("tests/cluster/test_job_journal.py",),
     "cluster/state/lease.py": ("tests/cluster/test_lease.py",),

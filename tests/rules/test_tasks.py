@@ -33,6 +33,9 @@ AWAITED = {
     ("cluster/ray_actors.py", "_with_stages"),  # itself
     ("kvtransfer/backends/nixl_transport.py", "connect"),  # every caller
     ("kvtransfer/backends/in_process.py", "read"),  # itself
+    ("kvtransfer/backends/nccl/transport.py", "_begin"),  # every connect and read, by the end of the link
+    ("kvtransfer/backends/nccl/transport.py", "_talk"),  # itself
+    ("kvtransfer/backends/nccl/transport.py", "answer"),  # itself: every end is an event that it waits for
     ("kvtransfer/receiver.py", "add"),  # `finish` and `abort`
 }
 CREATE = {"create_task", "ensure_future"}

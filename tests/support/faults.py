@@ -35,6 +35,13 @@ class Harm:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The worker's callbacks are the real transport's."""
+        if name in ("dial", "on_broken"):
+            setattr(self._inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
     async def read(self, peer: Peer, pairs: Sequence[Pair], *more: Any, **named: Any) -> ReadStats:
         if self._before:
             await _maybe(self._before(self, peer, pairs))
