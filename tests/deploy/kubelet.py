@@ -3,7 +3,7 @@
 What differs is said here. A pod's address is one of 127.0.0.0/8, and stands in for 0.0.0.0 and for the names of
 Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
 Of a pod one container runs, the first if no other is named: the others compile or fetch, or are Ray. Ray keeps its
-sockets in a short folder, which RAY_TMPDIR names.
+sockets in a short folder, which RAY_TMPDIR names; all nodes share it.
 """
 
 from __future__ import annotations
