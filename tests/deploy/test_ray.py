@@ -111,7 +111,10 @@ def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, f
     head = start("head", container="head")
     head.wait_ready(SOON_S)
     driver = start("head", container="driver")
-    nodes = {pool: start(pool) for pool in ("prefill", "decode")}
+    nodes = {}
+    for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
+        nodes[pool] = start(pool)
+        nodes[pool].wait_ready(SOON_S)
     router = start("router")
     try:
         router.wait_ready(SOON_S)
