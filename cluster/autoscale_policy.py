@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from math import ceil, inf
 
 POOLS = ("prefill", "decode")
 MAX_BUSY_SHARE = 0.7  # of the time of prefill workers: above it prompts wait longer than their computation takes
@@ -94,13 +94,6 @@ class Verdict:
     size: int  # wanted until now
     wanted: int
     why: str
-
-
-def places(max_running: int, step_s: float, stream_s: float, tpot_s: float | None) -> int:
-    """Streams with which a worker's steps meet the objective; at least one, as in the router."""
-    if tpot_s is None or step_s + stream_s * (max_running - 1) <= tpot_s:
-        return max_running
-    return max(1, 1 + floor(round((tpot_s - step_s) / stream_s, 6))) if stream_s > 0 else 1
 
 
 def need_prefill(look: Look, arriving: float, rules: Rules, pressing: float = 0.0) -> Need | None:

@@ -17,9 +17,10 @@ from time import monotonic, time
 
 import structlog
 
-from cluster.autoscale_policy import POOLS, AutoscalePolicy, Look, Pool, Rules, Verdict, places
+from cluster.autoscale_policy import POOLS, AutoscalePolicy, Look, Pool, Rules, Verdict
 from cluster.state.registry import Registry, State, WorkerRecord
 from tandem.errors import Unavailable
+from tandem.linear_fit import places
 from tandem.settings import Settings
 
 log = structlog.get_logger(__name__)

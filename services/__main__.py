@@ -19,7 +19,7 @@ from tandem.errors import SettingsError, TandemError
 
 async def run(role: str, worker_id: str) -> None:
     settings = tandem_settings.load()
-    if settings.autoscale != "off":
+    if settings.autoscale != "off" and settings.ray_address is None:  # with one, a supervisor there sizes the pools
         raise SettingsError(
             "autoscale needs `tandem up`; otherwise whatever starts the processes sizes the pools, such as an HPA",
             field="autoscale",

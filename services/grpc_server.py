@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from services.cluster_credentials import CLUSTER_NAME, Showing
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
+from tandem.settings import host_port
 from tandem.tasks import end, once
 
 KEEPALIVE_MS = 1_000  # between pings
@@ -93,10 +94,11 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
+            where = host_port(host, port)
             bound = (
-                self.server.add_secure_port(f"{host}:{port}", self._credentials)
+                self.server.add_secure_port(where, self._credentials)
                 if self._credentials
-                else self.server.add_insecure_port(f"{host}:{port}")
+                else self.server.add_insecure_port(where)
             )
         except RuntimeError as error:
             what = "is in use, or the certificate is not valid" if self._credentials else "is in use"
@@ -104,7 +106,7 @@ class GrpcServer:
         await self.server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._advertise or host}:{bound}"
+        return host_port(self._advertise or host, bound)
 
     async def stop_accepting(self) -> None:
         """Reports to health checks that no new calls are wanted; calls still work."""

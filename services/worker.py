@@ -31,11 +31,12 @@ from services.kv_events import KvEvents
 from services.runtime_adapters import RuntimeAdapters
 from services.watchdog import Check, Watchdog
 from tandem.errors import InternalError, TandemError, Unavailable
+from tandem.linear_fit import places
 from tandem.settings import PROMPT_STEP_SHARE, Settings
 from tandem.tasks import fail, once, within
 from tandem.telemetry import tracing
 from tandem.telemetry.metrics import Load, Reach, WorkerMetrics
-from tandem.telemetry.metrics_server import Served
+from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -76,19 +77,17 @@ class Worker:
         self.grpc = GrpcServer(
             guard=guard(settings), advertise=settings.advertise_host, credentials=of_worker(settings)
         )
-        self.address = ""
-        self.state = State.STARTING
+        self.address, self.state = "", State.STARTING
         self.metrics = WorkerMetrics(settings, role, worker_id, self._load, self._reach)
         engine.after_step = self.metrics.step
         self._metrics_served: Served | None = None
         self.tracing = tracing.of_process(settings, role, worker_id)
         self._open: dict[str, float] = {}  # requests in progress: id -> when they began
-        self._begun = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat(self.registry, self.record, settings.heartbeat_s)
-        self._stopped = False
+        self._begun, self._stopped = 0, False
         self._watchdog = Watchdog(self._checks(), self._stuck, MAX_LOOP_BLOCKED_S)
 
     # ---- start and stop
@@ -97,11 +96,11 @@ class Worker:
         """All servicers must be added to `self.grpc.server` before."""
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self), self.grpc.server)
         self._here = asyncio.get_running_loop()
-        self.loop.on_broken = self._broke
-        self.transport.on_broken = self._transport_broke
-        self._metrics_served = await asyncio.to_thread(self.metrics.serve)
-        names = [*services, "tandem.v1.WorkerService"]
-        self.address = await self.grpc.start(self.settings.host, self.settings.worker_port, names, field="worker_port")
+        self.loop.on_broken, self.transport.on_broken = self._broke, self._transport_broke
+        probes = Probes(self._here, lambda: self.state is State.READY)
+        self._metrics_served = await asyncio.to_thread(self.metrics.serve, probes)
+        services, host, port = [*services, "tandem.v1.WorkerService"], self.settings.host, self.settings.worker_port
+        self.address = await self.grpc.start(host, port, services, field="worker_port")
         await self.later.start()
         self.state = State.READY
         await self._heartbeat.start()
@@ -241,7 +240,7 @@ class Worker:
 
     def _load(self) -> Load:
         """Called on the thread that serves the metrics."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
+        scheduler, pool, pace = self.engine.scheduler, self.engine.pool, self.engine.pace
         free, cached = pool.free, pool.cached
         return Load(
             state=self.state,
@@ -251,8 +250,9 @@ class Worker:
             cached=cached,
             held=pool.total - free - cached,
             backlog=scheduler.backlog,
-            prompt_rate=self.engine.pace.prompt_rate,
+            prompt_rate=pace.prompt_rate,
             preemptions=scheduler.preemptions,
+            places=places(scheduler.max_running, pace.step_s, pace.stream_s, self.settings.slo_tpot_s),
             product_time_ratio=self.engine.products.worst.ratio if self.engine.products else None,
         )
 

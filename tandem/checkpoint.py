@@ -28,6 +28,12 @@ def folder_of(model: str) -> Path | None:
     return None
 
 
+def hub_revision(model: str) -> tuple[str, str | None]:
+    """The id and the revision (commit, tag or branch) of a hub id, which may be `org/name@revision`."""
+    hub_id, _, revision = model.partition("@")
+    return hub_id, revision or None
+
+
 def check_adapter(name: str, folder: str) -> None:
     """Raises CheckpointRefused unless this is the folder of an adapter."""
     if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():

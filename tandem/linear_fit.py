@@ -1,6 +1,8 @@
-"""A straight line learnt from one point after the other. Pure."""
+"""A straight line learnt from one point after the other, and how far it stays below a limit. Pure."""
 
 from __future__ import annotations
+
+from math import floor
 
 NEWEST_WEIGHT = 0.2  # of the newest point
 
@@ -30,3 +32,10 @@ class LinearFit:
         error = NEWEST_WEIGHT * (y - self.at(x)) / (1 + part**2)
         self.base = max(self.base + error, self.base / 2)  # positive, also after an outlier
         self.each = max(self.each + error * part / self._scale, 0.0)
+
+
+def places(max_running: int, step_s: float, stream_s: float, tpot_s: float | None) -> int:
+    """Streams with which a worker's steps meet the objective; at least one, as in the router."""
+    if tpot_s is None or step_s + stream_s * (max_running - 1) <= tpot_s:
+        return max_running
+    return max(1, 1 + floor(round((tpot_s - step_s) / stream_s, 6))) if stream_s > 0 else 1

@@ -32,7 +32,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = ""
-    """A checkpoint folder or a hub id. Required, unless `models` names several."""
+    """A checkpoint folder or a hub id; org/name@REVISION pins a commit, tag or branch. Required, unless `models` names
+    several."""
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
     """Several models behind the same routers: a name for each, with the settings of its own, `model` among them
     (tandem/model_settings.py lists those that a model may have). Each has its own pools. `--models FILE` reads them
@@ -99,9 +100,9 @@ class Settings(BaseSettings):
     worker_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """A worker's gRPC port; 0 picks a free one, which several workers on one address need."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Every process serves its metrics there, under /metrics on `host`, without a key and unencrypted. 0 picks a free
-    one, which `tandem workers --output json` shows; several processes on one machine need 0. Absent: no such port; the
-    router's HTTP API serves its own metrics in any case."""
+    """Every process serves its metrics there, under /metrics on `host`, and /healthz and /readyz for probes, without a
+    key and unencrypted. 0 picks a free one, which `tandem workers --output json` shows; several processes on one
+    machine need 0. Absent: no such port; the router's HTTP API serves its own metrics in any case."""
     metrics_compat: Literal["none", "vllm"] = "none"
     """`vllm`: metrics that vLLM has as well also appear under its names, for dashboards and autoscalers that use
     them."""
@@ -270,7 +271,7 @@ class Settings(BaseSettings):
             return tuple(self.served_model_name.split(","))
         folder = Path(self.model).expanduser()
         is_path = folder.is_absolute() or self.model.startswith(".") or folder.is_dir()
-        return (Path(os.path.abspath(folder)).name or self.model if is_path else self.model,)
+        return (Path(os.path.abspath(folder)).name or self.model if is_path else self.model.partition("@")[0],)
 
     @property
     def stretch(self) -> float:
@@ -372,6 +373,11 @@ def check_model(settings: Settings) -> None:
             bound="names that differ from the model's",
         )
     _check_autoscale(settings)
+
+
+def host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address (RFC 3986)."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _check_autoscale(settings: Settings) -> None:

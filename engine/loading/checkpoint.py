@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from tandem.checkpoint import folder_of
+from tandem.checkpoint import folder_of, hub_revision
 from tandem.errors import CheckpointRefused
 
 WHOLE_FILE_LIMIT = 256 * 1024 * 1024  # bytes; larger weight files are sampled
@@ -35,8 +35,9 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # only needed for hub ids, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    name, revision = hub_revision(hub_id)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         if isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
             raise CheckpointRefused(f"the hub refuses {hub_id}: {_first_line(error)}") from error

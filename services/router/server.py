@@ -57,7 +57,7 @@ from tandem.tasks import end, fail, forever
 from tandem.telemetry import tracing
 from tandem.telemetry.exposition import Exposition
 from tandem.telemetry.metrics import Reach, RouterMetrics
-from tandem.telemetry.metrics_server import Served
+from tandem.telemetry.metrics_server import Probes, Served
 from tandem.v1 import admin_pb2_grpc, generation_pb2_grpc, jobs_pb2_grpc
 
 SERVICES = ["tandem.v1.GenerationService", "tandem.v1.JobService", "tandem.v1.AdminService"]
@@ -111,7 +111,7 @@ class Router:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._following: list[asyncio.Task[None]] = []
         self._metrics_served: Served | None = None
-        self._stopped = False
+        self._had_workers = self._stopped = False
 
     def _build_model(self, key: str, parts: ModelParts) -> Model:
         settings, tokenizer = parts.settings, parts.tokenizer
@@ -189,7 +189,8 @@ class Router:
         self.address = await self.grpc.start(self.settings.host, self.settings.port, SERVICES)
         if self.settings.http_port is not None:
             await self.http.start(self.settings.http_port, self._on_broken)
-        self._metrics_served = await asyncio.to_thread(self._exposition.serve)
+        probes = Probes(asyncio.get_running_loop(), self._ready)
+        self._metrics_served = await asyncio.to_thread(self._exposition.serve, probes)
         self._record = replace(
             self._record,
             state=State.READY,
@@ -205,6 +206,12 @@ class Router:
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
+
+    def _ready(self) -> bool:
+        """For /readyz: whether a decode worker has ever been ready. Later losses do not count: all routers see the
+        same workers, and without any router clients would get no answer at all."""
+        self._had_workers = self._had_workers or self.models.ready()
+        return self._had_workers and not self._stopped
 
     async def stop(self, grace_s: float) -> None:
         if self._stopped:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from tandem.errors import SettingsError
 from tandem.settings import Settings
-from tandem.telemetry.metrics_server import Served, _Handler, _Server, _Server6
+from tandem.telemetry.metrics_server import Probes, Served, _Handler, _Server, _Server6, with_probes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -115,15 +115,14 @@ class Exposition:
         """In the format of Prometheus."""
         return bytes(generate_latest(self._families))
 
-    def serve(self) -> Served | None:
-        """Serves /metrics on a separate thread; None without `metrics_port`. Raises SettingsError when the port is
-        taken."""
+    def serve(self, probes: Probes) -> Served | None:
+        """On a separate thread; None without `metrics_port`. Raises SettingsError when the port is taken."""
         host, port = self._settings.host, self._settings.metrics_port
         if port is None:
             return None
         server = _Server6 if ":" in host else _Server
         try:
-            listening = make_server(host, port, make_wsgi_app(self._families), server, _Handler)
+            listening = make_server(host, port, with_probes(make_wsgi_app(self._families), probes), server, _Handler)
         except OSError as error:
             raise SettingsError(
                 f"port {port} of {host} is in use; where several processes share a machine, let each pick one: 0",

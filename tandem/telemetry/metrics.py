@@ -251,6 +251,7 @@ class Load(NamedTuple):
     backlog: int  # prompt tokens that are still to be computed
     prompt_rate: float  # tokens per second; 0: not known
     preemptions: int  # since the start
+    places: int = 1  # for streams, within the objective `slo_tpot_s`
     product_time_ratio: float | None = None  # measured at load; None: nothing was
 
 
@@ -353,6 +354,7 @@ class WorkerMetrics(Metrics):
             backlog_s.add_metric([], load.backlog / load.prompt_rate if load.backlog else 0.0)
         yield from (blocks, states)
         yield _gauge("tandem_kv_cache_usage_ratio", "Share of blocks that are held.", load.held / total)
+        yield _gauge("tandem_places_usage_ratio", "Share of places for streams in use.", load.inflight / load.places)
         yield _gauge("tandem_prefill_backlog_tokens", "Prompt tokens that are still to be computed.", load.backlog)
         yield backlog_s
         yield _gauge("tandem_inflight_requests", "Requests in progress.", load.inflight)

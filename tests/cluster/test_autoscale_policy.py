@@ -18,8 +18,8 @@ from cluster.autoscale_policy import (
     Verdict,
     need_decode,
     need_prefill,
-    places,
 )
+from tandem.linear_fit import places
 
 LIMITS = {"prefill": (1, 4), "decode": (1, 4)}
 RULES = Rules(LIMITS, hold_s=60.0)

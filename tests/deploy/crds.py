@@ -39,6 +39,40 @@ _BEHAVIOR = an(
     policies=some(an("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)),
     stabilizationWindowSeconds=COUNT,
 )
+# Templates of pods are checked as Kubernetes' own.
+_RESOURCES = an(requests=TEXTS, limits=TEXTS)
+_ENV = some(an("name", name=TEXT, value={"type": "string"}, valueFrom={"type": "object"}))
+_RAY_GROUP = {"rayStartParams": TEXTS, "template": {"type": "object"}, "resources": TEXTS, "labels": TEXTS}
+_RAY = an(
+    "headGroupSpec workerGroupSpecs rayVersion",
+    rayVersion={"pattern": r"^\d+\.\d+\.\d+$"},
+    enableInTreeAutoscaling={"type": "boolean"},
+    autoscalerOptions=an(
+        version={"enum": ["v1", "v2"]},
+        idleTimeoutSeconds=COUNT,
+        resources=_RESOURCES,
+        env=_ENV,
+        securityContext={"type": "object"},
+        volumeMounts=some(an("name mountPath", name=TEXT, mountPath=TEXT)),
+    ),
+    gcsFaultToleranceOptions=an(
+        "redisAddress",
+        redisAddress=TEXT,
+        redisPassword=an("valueFrom", valueFrom=an("secretKeyRef", secretKeyRef=an("name key", name=TEXT, key=TEXT))),
+        externalStorageNamespace=TEXT,
+    ),
+    headGroupSpec=an("template", **_RAY_GROUP),
+    workerGroupSpecs=some(
+        an(
+            "groupName template minReplicas maxReplicas",
+            groupName=TEXT,
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            **_RAY_GROUP,
+        )
+    ),
+)
 _ROUTE = an(
     "parentRefs rules",
     parentRefs=some(an("name", name=TEXT, namespace=TEXT)),
@@ -81,11 +115,18 @@ SCHEMAS = {
                     "type metadata",
                     type={"const": "prometheus"},
                     metricType={"const": "AverageValue"},
-                    metadata=an("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+                    metadata=an(
+                        "serverAddress query threshold ignoreNullValues",
+                        serverAddress=TEXT,
+                        query=TEXT,
+                        threshold=TEXT,
+                        ignoreNullValues={"enum": ["true", "false"]},
+                    ),
                 )
             ),
         ),
     ),
+    "RayCluster": resource("ray.io/v1", _RAY),
     "GRPCRoute": resource("gateway.networking.k8s.io/v1", _ROUTE),
     "HTTPRoute": resource("gateway.networking.k8s.io/v1", _ROUTE),
 }

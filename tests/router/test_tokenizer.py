@@ -7,18 +7,21 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
+from engine.loading import checkpoint
 from services.router.execution.detokenizer import REPLACEMENT, Detokenizer
 from services.router.preprocess import tokenizer as texts
 from services.router.preprocess.chat.chat_template import ChatTemplate
 from services.router.preprocess.model_folder import local_folder
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import CheckpointRefused, InvalidRequest
+from tandem.settings import Settings
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 TEXT = Tokenizer.load(DEMO)
@@ -265,6 +268,26 @@ def test_the_router_and_the_workers_look_in_the_same_folder(monkeypatch: pytest.
     assert local_folder("~/model") == DEMO
     with pytest.raises(CheckpointRefused, match="there is no folder"):
         local_folder(str(tmp_path / "nothing"))
+
+
+def test_a_revision_of_a_hub_id_is_the_same_one_for_router_and_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of two that are cached, the named one, whatever the main branch is."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--org--name"
+    for branch, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+    for found in (local_folder, checkpoint.resolve):
+        assert found("org/name").name == "a" * 40
+        assert found("org/name@v1").name == found(f"org/name@{'b' * 40}").name == "b" * 40
+        with pytest.raises(CheckpointRefused):
+            found("org/name@v2")
+    assert Settings(model="org/name@v1").model_names == ("org/name",)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
-        *(("local_cluster",), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
+        *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
         *(
             ("reconcile_plan", "autoscale_policy", "model_clusters"),
             ("state",),
@@ -181,7 +181,7 @@ IMPURE = {"torch", "time", "socket", "asyncio", "threading", "grpc", "redis", "r
 
 # One file for each outside system.
 ONLY_IN = {
-    "ray": ["cluster/ray_actors.py", "cluster/ray_runtime.py"],
+    "ray": ["cluster/driver.py", "cluster/ray_actors.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
     "triton": ["engine/gpu/attention_kernels.py", "loadtest/microbench/machine_code.py"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -15,13 +17,14 @@ from prometheus_client.samples import Sample
 
 from tandem.errors import Busy, Cancelled, DataLoss, InvalidRequest, NoWorker, SettingsError, TandemError
 from tandem.settings import Settings
-from tandem.telemetry import exposition
+from tandem.telemetry import exposition, metrics_server
 from tandem.telemetry import metrics as tandem_metrics
 from tandem.telemetry.metrics import STATES, Load, Metrics, Reach, RouterMetrics, WorkerMetrics
+from tandem.telemetry.metrics_server import Probes
 from tandem.v1 import common_pb2, generation_pb2
 
 WHO = {"pool", "worker", "model"}
-LOAD = Load("ready", inflight=5, waiting=2, free=6, cached=1, held=3, backlog=500, prompt_rate=1000.0, preemptions=4)
+LOAD = Load("ready", 5, waiting=2, free=6, cached=1, held=3, backlog=500, prompt_rate=1000.0, preemptions=4, places=10)
 
 
 def samples(metrics: Metrics) -> Iterator[Sample]:
@@ -178,6 +181,7 @@ def test_a_worker_tells_what_it_is_when_it_is_asked() -> None:
     found = values(of_worker())
     assert [found["tandem_kv_blocks", state] for state in ("free", "cached", "held")] == [6, 1, 3]
     assert found["tandem_kv_cache_usage_ratio",] == 0.3
+    assert found["tandem_places_usage_ratio",] == 0.5
     assert (found["tandem_prefill_backlog_tokens",], found["tandem_prefill_backlog_seconds",]) == (500, 0.5)
     assert {state: found["tandem_worker_state", state] for state in STATES} == {
         "starting": 0, "ready": 1, "draining": 0,
@@ -270,9 +274,9 @@ def test_vllms_names_have_the_same_values() -> None:
 
 def test_metrics_are_served_where_a_port_is_set() -> None:
     """Also while somebody holds a connection and says nothing; a port that is taken is a setting that is wrong."""
-    metrics = of_worker(metrics_port=0)
-    assert of_worker().serve() is None
-    served = metrics.serve()
+    metrics, probes = of_worker(metrics_port=0), Probes(asyncio.new_event_loop(), lambda: True)
+    assert of_worker().serve(probes) is None
+    served = metrics.serve(probes)
     assert served is not None
     with closing(served):
         host, _, port = served.address.rpartition(":")
@@ -280,7 +284,37 @@ def test_metrics_are_served_where_a_port_is_set() -> None:
             with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30) as answer:
                 assert b"tandem_kv_blocks" in answer.read()
         with pytest.raises(SettingsError) as refused:
-            of_worker(metrics_port=int(port)).serve()
+            of_worker(metrics_port=int(port)).serve(probes)
         assert refused.value.field == "metrics_port"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://{served.address}/metrics", timeout=30)
+
+
+def status(address: str, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def test_probes_are_answered_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alive while it runs, ready when the process says so; a loop that is stuck is neither, though the port answers."""
+    monkeypatch.setattr(metrics_server, "PROBE_TIMEOUT_S", 0.2)
+    ready = False
+    served = of_worker(metrics_port=0, host="::1").serve(Probes(asyncio.get_running_loop(), lambda: ready))
+    assert served is not None
+
+    async def asked() -> list[int]:
+        paths = ("/healthz", "/readyz", "/metrics")
+        return [await asyncio.to_thread(status, served.address, path) for path in paths]
+
+    with closing(served):
+        assert await asked() == [200, 503, 200]
+        ready = True
+        assert await asked() == [200, 200, 200]
+        stuck = threading.Thread(target=lambda: found.extend(asyncio.run(asked())))
+        found: list[int] = []
+        stuck.start()
+        stuck.join(10)  # blocks the loop
+    assert found == [503, 503, 200]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.checkpoint import folder_of
+from tandem.checkpoint import folder_of, hub_revision
 from tandem.errors import CheckpointRefused
 
 
@@ -16,8 +16,9 @@ def local_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    hub_id, revision = hub_revision(model)
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja"]))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=["*.json", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointRefused(
             f"{model} is neither a folder nor a model that the hub provides; check the name, or download it first"

@@ -1,5 +1,15 @@
 {{- define "tandem.name" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "tandem.account" -}}
+{{ .Values.serviceAccount.name | default (ternary (include "tandem.name" .) "default" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- /* The address on which processes listen. */}}
+{{- define "tandem.any" -}}
+{{ ternary "::" "0.0.0.0" (eq .Values.ip_family "IPv6") }}
 {{- end }}
 
 {{- /* (root, component): what a Deployment selects; never to be changed */}}
@@ -19,7 +29,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- /* (root, image: router or worker) */}}
 {{- define "tandem.image" -}}
 {{- $image := .root.Values.image -}}
-{{ with $image.registry }}{{ . }}/{{ end }}{{ get $image .image }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{ with $image.registry }}{{ . }}/{{ end }}{{ get $image .image }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ with get $image.digests .image }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "tandem.secret" -}}
@@ -40,12 +50,25 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- include "tandem.name" . | trunc 30 | trimSuffix "-" }}-{{ toJson $same | sha256sum | trunc 8 }}
 {{- end }}
 
-{{- /* (root, settings): the environment of every process of ours. Numbers through toJson: YAML would write 1e+06. */}}
-{{- define "tandem.env" -}}
+{{- /* (root, settings): the settings of a process. Numbers through toJson: YAML would write 1e+06. Sizes of pools are not
+among them: a change of one pool's size must not restart the pods of the others. `prefill` only says that there is none. */}}
+{{- define "tandem.settings" -}}
 {{- $values := .root.Values }}
-{{- $own := dict "cluster" (include "tandem.cluster" .root) "host" "0.0.0.0" "metrics_port" $values.metrics_port "prefill" $values.pools.prefill.replicas "decode" $values.pools.decode.replicas }}
+{{- $own := dict "cluster" (include "tandem.cluster" .root) "host" (include "tandem.any" .root) "metrics_port" $values.metrics_port }}
 {{- if $values.cluster_tls.secret }}
 {{- $own = merge $own (dict "cluster_cert" "/etc/tandem/cluster/tls.crt" "cluster_key" "/etc/tandem/cluster/tls.key" "cluster_ca" "/etc/tandem/cluster/ca.crt") }}
+{{- end }}
+{{- if and (eq $values.pools.prefill.autoscaling.kind "none") (eq (int $values.pools.prefill.replicas) 0) }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- if eq $values.orchestrator "ray" }}
+{{- $_ := set $own "ray_address" (printf "%s-head-svc:6379" (include "tandem.name" .root)) }}
+{{- if has "tandem" (list $values.pools.prefill.autoscaling.kind $values.pools.decode.autoscaling.kind) }}
+{{- $_ := set $own "autoscale" "on" }}
+{{- range $pool, $of := $values.pools }}
+{{- $scaled := eq $of.autoscaling.kind "tandem" }}
+{{- $_ := set $own $pool (ternary $of.autoscaling.min $of.replicas $scaled) }}
+{{- $_ := set $own (printf "%s_max" $pool) (ternary $of.autoscaling.max $of.replicas $scaled) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $own = merge $own (dict "log_format" "json") }}
 {{- $settings := merge (dict) .settings $values.settings $own }}
@@ -62,15 +85,26 @@ upgrade to another model no router sends to a worker of the other one, and no st
 - name: TANDEM_REDIS
   valueFrom: {secretKeyRef: {name: {{ required "redis.secret: without valkey, a Secret with the URL of a registry" $values.redis.secret }}, key: {{ $values.redis.key }}}}
 {{- end }}
-{{- range $name, $value := $settings }}
+{{- range $name, $value := merge (dict) .settings $values.settings $own }}
 - name: TANDEM_{{ upper $name }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
+{{- end }}
+
+{{- /* The environment besides the settings */}}
+{{- define "tandem.env" -}}
 - {name: HOME, value: /cache}
 # Provides a user name, also where the platform chooses the user id.
 - {name: USER, value: tandem}
 - {name: HF_HOME, value: /models/hub}
-{{- with $values.model_cache.token }}
+{{- /* Init containers have fetched what there is to fetch. */}}
+{{- if or (not .Values.model_cache.download) (include "tandem.hub_ids" . | fromJsonArray) }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.hub_token" -}}
+{{- with .Values.model_cache.token }}
 {{- if .secret }}
 - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}}
 {{- end }}
@@ -86,20 +120,25 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- end }}
 {{- end }}
 
+{{- /* (root, router): a router needs the tokenizer only, which it fetches into a folder of its own, unless the model is a
+folder of the cache. */}}
 {{- define "tandem.volumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
 - name: models
-{{- with .Values.model_cache }}
-{{- if eq .kind "claim" }}
-  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "tandem.name" $)) }}}
+{{- $own := and .router (include "tandem.hub_ids" .root | fromJsonArray) .root.Values.model_cache.download }}
+{{- with .root.Values.model_cache }}
+{{- if $own }}
+  emptyDir: {sizeLimit: 1Gi}
+{{- else if eq .kind "claim" }}
+  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "tandem.name" $.root)) }}}
 {{- else if eq .kind "hostPath" }}
   hostPath: {path: {{ required "model_cache.hostPath: a folder of the nodes that user 10001 may write to" .hostPath }}, type: Directory}
 {{- else }}
   emptyDir: {sizeLimit: {{ .size }}}
 {{- end }}
 {{- end }}
-{{- with .Values.cluster_tls.secret }}
+{{- with .root.Values.cluster_tls.secret }}
 - {name: cluster-tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
@@ -113,24 +152,25 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- toJson $found }}
 {{- end }}
 
+{{- /* (root, weights): `org/name@revision` is fetched at that revision. */}}
 {{- define "tandem.downloads" -}}
-{{- $download := ternary (include "tandem.hub_ids" . | fromJsonArray) list .Values.model_cache.download }}
+{{- $download := ternary (include "tandem.hub_ids" .root | fromJsonArray) list .root.Values.model_cache.download }}
 {{- range $number, $model := $download }}
+{{- $parts := splitList "@" $model }}
+{{- $command := list "hf" "download" (first $parts) "--include" "*.json" "--include" "*.jinja" }}
+{{- if $.weights }}{{ $command = concat $command (list "--include" "*.safetensors") }}{{ end }}
+{{- with rest $parts }}{{ $command = concat $command (list "--revision" (first .)) }}{{ end }}
 - name: model-{{ $number }}
-  image: {{ include "tandem.image" (dict "root" $ "image" "router") }}
-  imagePullPolicy: {{ $.Values.image.pullPolicy }}
-  command: [hf, download, {{ $model | quote }}, --include, "*.safetensors", --include, "*.json", --include, "*.jinja"]
+  image: {{ include "tandem.image" (dict "root" $.root "image" "router") }}
+  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  command: {{ toJson $command }}
   env:
     - {name: HOME, value: /cache}
     - {name: HF_HOME, value: /models/hub}
     - {name: HF_HUB_DISABLE_UPDATE_CHECK, value: "1"}
-    {{- with $.Values.model_cache.token }}
-    {{- if .secret }}
-    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}}
-    {{- end }}
-    {{- end }}
-  resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 4Gi}}
-  securityContext: {{- include "tandem.hardened" $ | nindent 4 }}
+    {{- include "tandem.hub_token" $.root | nindent 4 }}
+  resources: {{- toYaml $.root.Values.model_cache.job.resources | nindent 4 }}
+  securityContext: {{- include "tandem.hardened" $.root | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: cache, mountPath: /cache}
@@ -138,18 +178,45 @@ upgrade to another model no router sends to a worker of the other one, and no st
 {{- end }}
 {{- end }}
 
-{{- /* (root, component, ...of: a pool or the router): what both kinds of pods have */}}
-{{- define "tandem.pod" -}}
-serviceAccountName: {{ include "tandem.name" .root }}
+{{- /* (root, component, of): labels and annotations of pods. Selectors win over the user's. */}}
+{{- define "tandem.metadata" -}}
+labels: {{- merge (include "tandem.selector" . | fromYaml) (.of.podLabels | default dict) | toYaml | nindent 2 }}
+{{- $annotations := merge (dict) (.of.podAnnotations | default dict) (.annotations | default dict) }}
+{{- with $annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Who a pod is, and where its images come from */}}
+{{- define "tandem.identity" -}}
+serviceAccountName: {{ include "tandem.account" . }}
 automountServiceAccountToken: false
 # Otherwise Kubernetes would add variables that look like settings: TANDEM_ROUTER_PORT for a Service "tandem-router".
 enableServiceLinks: false
-securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
-{{- with .root.Values.image.pullSecrets }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
   - name: {{ . }}
   {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* (root, component, of: a pool, the router...; ray): what all pods of ours have */}}
+{{- define "tandem.pod" -}}
+{{- include "tandem.identity" .root }}
+{{- if .of.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with .of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .of.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .of.runtimeClassName }}
+runtimeClassName: {{ . }}
 {{- end }}
 {{- with .of.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -160,15 +227,22 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- with .of.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .of.resourceClaims }}
+resourceClaims: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.topologySpread }}
 topologySpreadConstraints:
-  {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  {{- range . }}
   - maxSkew: 1
     topologyKey: {{ . }}
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels: {{- include "tandem.selector" $ | nindent 8 }}
+    {{- if not $.ray }}
     matchLabelKeys: [pod-template-hash]
+    {{- end }}
   {{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "tandem.pdb" -}}
@@ -178,7 +252,11 @@ metadata:
   name: {{ include "tandem.name" .root }}-{{ .component }}
   labels: {{- include "tandem.labels" . | nindent 4 }}
 spec:
-  {{- toYaml .of.pdb | nindent 2 }}
+  {{- if not (kindIs "invalid" .of.pdb.minAvailable) }}
+  minAvailable: {{ .of.pdb.minAvailable }}
+  {{- else }}
+  maxUnavailable: {{ .of.pdb.maxUnavailable }}
+  {{- end }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels: {{- include "tandem.selector" . | nindent 6 }}

@@ -1,0 +1,105 @@
+"""`python -m cluster.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
+
+    no supervisor                ─▶ start one: a detached actor on the head's node
+    one with these settings      ─▶ follow it
+    one with other settings      ─▶ replace it; the new one finds the workers, which keep the settings that they have
+
+`tandem up` ends what it has started. This process ends nothing: it may be killed and started again, with Ray's head or
+without it, while streams run. Whoever deletes the Ray nodes ends the workers. The sizes of the settings are the first
+ones: those that the registry has, from `tandem scale` or the autoscaler, stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import signal
+import sys
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import ray
+
+from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
+from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
+from cluster.state.registry import Registry
+from tandem import settings as tandem_settings
+from tandem.errors import SettingsError, TandemError, Unavailable
+from tandem.settings import Settings
+
+LAUNCHER = "services.pod_launch"
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head's node
+OF_THIS_POD = {"advertise_host", "ray_address"}
+
+
+def main(launcher: str = LAUNCHER) -> int:
+    """Until SIGTERM, which ends nothing else. 1: the supervisor has ended, or cannot be reached."""
+    try:
+        settings = tandem_settings.load()
+        for name in ("ray_address", "redis", "cluster_token"):
+            if getattr(settings, name) is None:
+                raise SettingsError(f"the driver needs {name}", field=name, bound="set")
+        asyncio.run(_want(settings))
+        runtime = Runtime(settings.ray_address, Path(tempfile.gettempdir()))
+        runtime.start()
+        try:
+            return _follow(_supervisor(settings, launcher))
+        finally:
+            runtime.stop()
+    except TandemError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+
+
+async def _want(settings: Settings) -> None:
+    """Writes the first sizes, of the pools that have none. Routers are not Ray's here."""
+    registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
+    try:
+        known = await registry.wanted()
+        first = {"prefill": settings.prefill, "decode": settings.decode}
+        await registry.set_wanted({role: size for role, size in first.items() if role not in known})
+    finally:
+        await registry.close()
+
+
+def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
+    """The supervisor with these settings; all others of this cluster are ended, without their workers."""
+    base = _supervisor_name(settings.cluster)
+    described = settings.model_dump_json(exclude=OF_THIS_POD)
+    name = f"{base}/{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+    for other in _our_actors(f"{base}/"):
+        if other != name:
+            ray.kill(ray.get_actor(other, namespace=NAMESPACE))
+    options: Any = ray.remote(SupervisorActor).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources={HEAD: 0.001},  # elsewhere it would keep a node from leaving
+        max_restarts=-1,
+        max_task_retries=-1,
+    )
+    return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8)))
+
+
+def _follow(supervisor: SupervisorHandle) -> int:
+    """Waits for a signal, or for the supervisor's end, which is a failure: nobody else ends it."""
+    ended: SimpleQueue[Future[None] | None] = SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.put(None))
+    supervisor.run().add_done_callback(ended.put)
+    print("ready: the supervisor runs", flush=True)
+    run = ended.get()
+    if run is None:
+        return 0
+    run.result()  # raises why
+    raise Unavailable("the supervisor has ended", reason="SUPERVISOR_ENDED")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

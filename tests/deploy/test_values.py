@@ -1,0 +1,313 @@
+"""What values do: sixty sets of them against the schemas of what is rendered, and each value's own promise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from helm_python.errors import HelmError
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+from services import pod_launch
+from tandem.errors import PreconditionFailed
+from tandem.settings import Settings
+from tests.deploy import chart, crds
+from tests.deploy.chart import NAME, NAMESPACE, Document, example, render
+from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, groups, named, pods, valid, values_of
+
+Values = dict[str, Any]
+DRA = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
+DISK = {"volumes": [{"name": "disk", "emptyDir": {}}], "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}
+# One value of a pod, as router, pools and the head of a RayCluster have it.
+OF_A_POD: dict[str, Values] = {
+    "annotations": {"podAnnotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"}},
+    "labels": {"podLabels": {"team": "inference"}},
+    "host-network": {"hostNetwork": True},
+    "priority": {"priorityClassName": "serving"},
+    "scheduler": {"schedulerName": "kai-scheduler"},
+    "runtime": {"runtimeClassName": "nvidia"},
+    "spread": {"topologySpread": ["topology.kubernetes.io/zone"]},
+    "claims": DRA,
+    "volumes": DISK,
+    "place": {"nodeSelector": {"gpu": "h200"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+    "affinity": {"affinity": {"podAntiAffinity": {}}},
+    "env": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
+}
+# Of a whole release.
+OF_A_RELEASE: dict[str, Values] = {
+    "name": {"fullnameOverride": "chat"},
+    "account": {"serviceAccount": {"create": False, "name": "given", "annotations": {}}},
+    "ipv6": {"ip_family": "IPv6"},
+    "digests": {"image": {"registry": "r.example.com/t", "digests": {"router": f"sha256:{'0' * 64}"}}},
+    "keys": {"api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}, "test_key": {"secret": "o"}},
+    "tls": {"tls": {"secret": "t", "client_ca": True}, "cluster_tls": {"secret": "c"}},
+    "cache-claim": {"model_cache": {"kind": "claim", "job": {"tolerations": [{"operator": "Exists"}]}}},
+    "cache-host": {"model_cache": {"kind": "hostPath", "hostPath": "/m"}},
+    "model-folder": {"settings": {"model": "/models/llama"}, "model_cache": {"download": False, "kind": "claim"}},
+    "revision": {"settings": {"model": "org/name@0123abc"}},
+    "no-network-policy": {"networkPolicy": {"enabled": False}},
+    "monitoring": {"prometheus": {"podMonitor": True, "rules": True, "dashboards": True}},
+    "budgets": {"router": {"pdb": {"minAvailable": 1}}, "pools": {"decode": {"pdb": {"minAvailable": 2}}}},
+    "no-volume": {"valkey": {"storage": "", "maxmemory": "100mb"}},
+    "own-registry": {"valkey": {"enabled": False}, "redis": {"secret": "r"}},
+    "rdma": {"pools": {"prefill": {"rdma": {"count": 1}}, "decode": {"rdma": {"count": 2}}}, "ucx": {"UCX_TLS": "rc"}},
+    "extra": {
+        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}]
+    },
+}
+KEDA = {"kind": "keda", "min": 2, "max": 9}
+TANDEM = {"kind": "tandem", "min": 2, "max": 9}
+ONLY_KUBERNETES: dict[str, Values] = {
+    "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
+    "keda": {
+        "pools": {"prefill": {"autoscaling": KEDA}, "decode": {"autoscaling": KEDA}},
+        "prometheus": {"url": "http://p"},
+    },
+    "routes": {"routes": {kind: {"enabled": True, "gateway": "g", "hostname": "h"} for kind in ("grpc", "http")}},
+    "ingress": {"ingress": {"enabled": True, "className": "nginx", "host": "h", "tls_secret": "s"}},
+    "no-prefill": {"pools": {"prefill": {"replicas": 0}}},
+}
+ONLY_RAY: dict[str, Values] = {
+    "one-scaled": {"pools": {"decode": {"autoscaling": TANDEM}}},
+    "both-scaled": {"pools": {"prefill": {"autoscaling": TANDEM}, "decode": {"autoscaling": TANDEM}}},
+}
+
+
+def merged(base: Values, over: Values) -> Values:
+    """As Helm merges two files."""
+    both = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
+    return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
+
+
+def table() -> dict[str, Values]:
+    """Sixty sets, each for both orchestrators where it says something of both."""
+    base = {"settings": {"model": "org/name"}}
+    everywhere = {kind: {"router": one, "pools": {"prefill": one, "decode": one}} for kind, one in OF_A_POD.items()}
+    sets = {}
+    for of in ("kubernetes", "ray"):
+        start = merged(base, {"orchestrator": of})
+        head = {kind: {"ray": {"head": one}} for kind, one in OF_A_POD.items()} if of == "ray" else {}
+        for kind, one in (everywhere | OF_A_RELEASE | (ONLY_RAY if of == "ray" else ONLY_KUBERNETES)).items():
+            sets[f"{of}: {kind}"] = merged(merged(start, one), head.get(kind, {}))
+    return sets
+
+
+TABLE = table()
+
+
+def test_sixty_sets_of_values_are_valid() -> None:
+    """Each value of the chart, for both orchestrators, against the schemas of Kubernetes, KubeRay, the Gateway API,
+    KEDA and the Prometheus operator; and all objects fit together. What two sets have in common is checked once."""
+    assert len(TABLE) >= 60
+    for name, values in TABLE.items():
+        documents = render(values)
+        try:
+            # Kubernetes 1.30 has another form of DRA.
+            valid(documents, OLDEST if name.startswith("kubernetes") and "claims" not in name else NEWEST)
+            if not name.endswith((": name", ": extra")):  # these have other names than the check looks for
+                fits_together(documents)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_the_table_changes_every_value_that_a_pod_has() -> None:
+    """The control of the table: a value that it does not name would not be checked."""
+    schema = json.loads(chart.SCHEMA.read_text())["$defs"]["pool"]["properties"]
+    tried = {name for one in OF_A_POD.values() for name in one}
+    tried |= {"replicas", "rdma", "pdb", "autoscaling"}
+    assert set(schema) - tried == {"settings", "gpu", "resources", "shm", "startup_s", "strategy"}  # in the examples
+
+
+# ---- values of pods
+
+
+@pytest.mark.parametrize("orchestrator", ["kubernetes", "ray"])
+def test_a_value_of_a_pod_reaches_the_pods_that_it_names_and_no_others(orchestrator: str) -> None:
+    """Given to decode alone, prefill and routers are as without it; what Kubernetes calls by another name is that."""
+    base = {"orchestrator": orchestrator, "settings": {"model": "org/name"}}
+    plain = dict(pods(render(base)))
+    for kind, one in OF_A_POD.items():
+        changed = dict(pods(render(merged(base, {"pools": {"decode": one}}))))
+        different = {name for name in plain if changed[name] != plain[name]}
+        assert different == {f"{NAME}-tandem-decode"}, kind
+        text = json.dumps(changed[f"{NAME}-tandem-decode"], sort_keys=True)
+        (said, *_) = one.values()
+        leaf = said if isinstance(said, str) else json.dumps(said, sort_keys=True)[1:-1]
+        assert leaf in text or kind in ("spread", "host-network"), kind
+    claims = dict(pods(render(merged(base, {"pools": {"decode": DRA}}))))[f"{NAME}-tandem-decode"]["spec"]
+    assert claims["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
+    network = dict(pods(render(merged(base, {"pools": {"decode": {"hostNetwork": True}}}))))
+    assert network[f"{NAME}-tandem-decode"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+def test_no_label_of_a_user_takes_a_pod_away_from_its_selector() -> None:
+    """The chart's labels win over those of `podLabels`."""
+    documents = render({"settings": {"model": "m"}, "router": {"podLabels": {"app.kubernetes.io/name": "mine"}}})
+    fits_together(documents)
+
+
+@pytest.mark.parametrize("kind", ["none", "keda"])
+def test_pools_are_independent_under_helm(kind: str) -> None:
+    """Another number of replicas, or other bounds of a scaler, change no template of a pod; 0 prefill workers is
+    another kind of cluster, and does."""
+
+    def templates(prefill: int, decode: int, routers: int = 2) -> dict[str, Document]:
+        sizes = {"prefill": prefill, "decode": decode}
+        scaled = {pool: {"kind": kind, "min": max(1, size), "max": size + 5} for pool, size in sizes.items()}
+        pools = {pool: {"replicas": size, "autoscaling": scaled[pool]} for pool, size in sizes.items()}
+        values = {"settings": {"model": "m"}, "pools": pools, "router": {"replicas": routers}, "secret": "s"}
+        return dict(pods(render({**values, "prometheus": {"url": "http://p"}})))
+
+    assert templates(1, 1) == templates(7, 1) == templates(1, 900) == templates(3, 4, 9)
+    assert (templates(0, 1) == templates(1, 1)) == (kind == "keda")  # the control
+
+
+def test_addresses_of_the_other_family() -> None:
+    """With `ip_family: IPv6` every process listens on ::, Valkey too."""
+    documents = render({**example("laptop"), "ip_family": "IPv6"})
+    assert {values_of(documents, component)["TANDEM_HOST"] for component in ("router", "prefill", "decode")} == {"::"}
+    assert "0.0.0.0" not in json.dumps(documents)
+
+
+def test_an_image_can_be_named_by_its_digest() -> None:
+    """In addition to its tag, for each image."""
+    digest = f"sha256:{'7' * 64}"
+    documents = render({**example("laptop"), "image": {"tag": "1", "digests": {"worker": digest}}})
+    images = {one["image"] for _, pod in pods(documents) for one in pod["spec"]["containers"]}
+    assert {"tandem-router:1", f"tandem-worker:1@{digest}"} <= images
+
+
+def test_a_rollout_may_take_as_long_as_a_start() -> None:
+    """Else Kubernetes calls it failed while the model is loading."""
+    documents = render({"settings": {"model": "m"}, "pools": {"decode": {"startup_s": 7200}}})
+    allowed = {
+        part: named(documents, "Deployment", f"-{part}")["spec"]["progressDeadlineSeconds"]
+        for part in ("router", "decode")
+    }
+    assert all(seconds >= 7200 for seconds in allowed.values())
+
+
+def test_an_operator_in_a_routers_pod_has_key_certificate_and_address() -> None:
+    """`kubectl exec deploy/...-router -- tandem workers`: the name that the certificate has leads to the pod itself."""
+    secured = {"tls": {"secret": "t", "client_ca": True}, "api_keys": {"secret": "k"}, "operator_key": {"secret": "o"}}
+    pod = named(render({**example("laptop"), **secured}), "Deployment", "-router")["spec"]["template"]["spec"]
+    env = {one["name"]: one for one in pod["containers"][0]["env"]}
+    host, _, port = env["TANDEM_TARGET"]["value"].partition(":")
+    assert pod["hostAliases"] == [{"ip": "127.0.0.1", "hostnames": [host]}]
+    assert env["TANDEM_PORT"]["value"] == port
+    assert env["TANDEM_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "o", "key": "key"}
+    files = {env[f"TANDEM_TLS_{name}"]["value"] for name in ("CA", "CLIENT_CERT", "CLIENT_KEY")}
+    assert files == {f"/etc/tandem/tls/{name}" for name in ("ca.crt", "tls.crt", "tls.key")}
+
+
+def test_routers_start_without_the_hub() -> None:
+    """An init container fetches the tokenizer, at the revision that is named; no router mounts the nodes' cache."""
+    values = {"settings": {"model": "org/name@0123abc"}, "model_cache": {"kind": "hostPath", "hostPath": "/m"}}
+    pods_of = dict(pods(render(values)))
+    router, decode = (pods_of[f"{NAME}-tandem-{part}"]["spec"] for part in ("router", "decode"))
+    fetched = [spec["initContainers"][0]["command"] for spec in (router, decode)]
+    assert all(command[:3] == ["hf", "download", "org/name"] for command in fetched)
+    assert all(command[-2:] == ["--revision", "0123abc"] for command in fetched)
+    assert ["*.safetensors" in command for command in fetched] == [False, True]
+    assert values_of(render(values), "router")["HF_HUB_OFFLINE"] == "1"
+    assert not [volume for volume in router["volumes"] if "hostPath" in volume]
+    assert [volume for volume in decode["volumes"] if "hostPath" in volume]
+
+
+def test_alerts_say_whose_they_are_in_the_words_of_the_site() -> None:
+    """Namespace and release as labels, which sums lose; severities and the URL of the pages are values."""
+    severities = {"page": "critical", "ticket": "warning"}
+    runbooks = "https://docs.example.com/runbooks/"
+    prometheus = {"rules": True, "severities": severities, "runbooks": runbooks}
+    documents = render({**example("laptop"), "prometheus": prometheus})
+    (rule,) = [one for one in documents if one["kind"] == "PrometheusRule"]
+    rules = rule["spec"]["groups"][0]["rules"]
+    assert {one["labels"]["severity"] for one in rules} == {"critical", "warning"}
+    assert {(one["labels"]["namespace"], one["labels"]["tandem"]) for one in rules} == {(NAMESPACE, f"{NAME}-tandem")}
+    assert all(one["annotations"]["runbook_url"].startswith(runbooks) for one in rules)
+
+
+# ---- Ray
+
+
+def ray_cluster(values: Values) -> Document:
+    (found,) = [one for one in render(merged({"orchestrator": "ray"}, values)) if one["kind"] == "RayCluster"]
+    return found
+
+
+def test_rays_own_reading_of_the_raycluster_is_what_the_pools_are() -> None:
+    """Ray's autoscaler turns it into types of nodes: one for each pool, which offers that pool's resource once."""
+    cluster = ray_cluster(example("ray"))
+    found = _derive_autoscaling_config_from_ray_cr(merged(cluster, {"metadata": {"namespace": NAMESPACE}}))
+    types = found["available_node_types"]
+    assert set(types) == {"headgroup", "prefill", "decode"}
+    for pool, most in (("prefill", 8), ("decode", 16)):
+        resources = types[pool]["resources"]
+        assert {name: resources.get(name) for name in ("prefill", "decode", "GPU")} == {
+            **{"prefill": None, "decode": None, "GPU": 1},
+            pool: 1,
+        }
+        assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (0, most)
+    assert not {"prefill", "decode"} & set(types["headgroup"]["resources"])
+    assert found["idle_timeout_minutes"] == 5
+
+
+def test_a_worker_in_a_raycluster_has_the_pod_of_a_worker_in_a_deployment() -> None:
+    """The same image, devices, memory, volumes, settings and labels: only what starts the process differs."""
+    values = merged(
+        example("ray"), {"pools": {pool: {"autoscaling": {"kind": "none"}} for pool in ("prefill", "decode")}}
+    )
+    rayed, plain = groups(ray_cluster(values)), dict(pods(render(merged(values, {"orchestrator": "kubernetes"}))))
+    for pool in ("prefill", "decode"):
+        ours, theirs = rayed[pool], plain[f"{NAME}-tandem-{pool}"]
+        assert ours["metadata"]["labels"] == theirs["metadata"]["labels"]
+        assert ours["spec"]["volumes"] == theirs["spec"]["volumes"]
+        here, there = ours["spec"]["containers"][0], theirs["spec"]["containers"][0]
+        for part in ("image", "resources", "securityContext", "volumeMounts"):
+            assert here[part] == there[part], part
+        assert {one["name"] for one in here["env"]} - {one["name"] for one in there["env"]} == {
+            *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_memory_monitor_refresh_ms", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"),
+            "TANDEM_RAY_ADDRESS",
+        }
+        assert "command" not in here  # KubeRay's
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pools": {"decode": {"autoscaling": {"kind": "keda"}}}}, "hpa and keda"),
+        ({"pools": {"decode": {"resources": {"requests": {"cpu": None}}}}}, "cpu"),
+        ({"orchestrator": "kubernetes", "pools": {"decode": {"autoscaling": {"kind": "tandem"}}}}, "orchestrator: ray"),
+        ({"fullnameOverride": "x" * 43}, "fullnameOverride"),
+        ({"orchestrator": "slurm"}, "orchestrator"),
+    ],
+)
+def test_what_an_orchestrator_cannot_do_stops_the_install(values: Values, told: str) -> None:
+    """With a sentence that names the value and what to set instead."""
+    with pytest.raises(HelmError) as caught:
+        render(merged({"orchestrator": "ray", "settings": {"model": "m"}}, values))
+    assert told in str(caught.value)
+
+
+async def test_a_worker_in_a_pod_of_another_release_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an upgrade to another model, an old pod must not load the old model for the new cluster."""
+    monkeypatch.setenv("TANDEM_MODEL", "m")
+    monkeypatch.setenv("TANDEM_CLUSTER", "old")
+    with pytest.raises(PreconditionFailed) as refused:
+        await pod_launch.start("prefill", Settings(model="m", cluster="new"), "prefill-0", lambda line: None)
+    assert refused.value.reason == "OTHER_CLUSTER"
+
+
+def test_the_schemas_know_what_is_wrong() -> None:
+    """The control of the table: a RayCluster with a field that KubeRay does not have."""
+    wrong = ray_cluster({"settings": {"model": "m"}})
+    assert "RayCluster" in crds.SCHEMAS
+    valid([wrong])
+    for spoil in (wrong["spec"], wrong["spec"]["workerGroupSpecs"][0], groups(wrong)["decode"]["spec"]):
+        spoil["replicaz"] = 1
+        with pytest.raises(Exception, match="replicaz"):
+            valid([wrong])
+        del spoil["replicaz"]
+    assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["orchestrator"] == "kubernetes"
