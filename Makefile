@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.complete
 KERNELS := .venv/.kernels
 
-.PHONY: setup demo test lint fast mutate bench peers proto lock clean
+.PHONY: setup demo test lint fast mutate bench peers images-test proto lock clean
 
 setup: $(STAMP) $(KERNELS)
 
@@ -54,6 +54,10 @@ peers: ARGS ?= --help
 peers: setup
 	@$(BIN)/python -m loadtest peers $(ARGS)
 
+# Builds the images and runs the chart's pods from them on this machine; as root, with podman. ARGS as `--base IMAGE`.
+images-test: setup
+	@$(BIN)/python -m tests.deploy.images $(ARGS)
+
 proto: setup
 	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/tandem/v1/*.proto
 
@@ -61,8 +65,9 @@ proto: setup
 lock:
 	@{ echo '# Every package of the virtual environment, exactly. Made by `make lock`; `make setup` installs it.'; \
 	   echo '# torch has no local version here, so that pip takes a CPU build where one is configured.'; \
-	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip | sed 's/+cpu$$//'; } > requirements.lock
-	@$(BIN)/python -m deploy.docker.locks
+	   echo "async-timeout==5.0.1; python_full_version < '3.11.3'  # of redis; Debian 12 has Python 3.11.2"; \
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude setuptools --exclude pip --exclude async-timeout | sed 's/+cpu$$//'; } > requirements.lock
+	@$(BIN)/python -m deploy.docker.locks cuda13
 
 clean:
 	rm -rf .venv build *.egg-info engine/kernels/_build

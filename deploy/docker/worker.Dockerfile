@@ -1,20 +1,34 @@
-# A prefill or decode worker. One image for both pools, so that both have the same code.
-#   docker build -f deploy/docker/worker.Dockerfile -t tandem-worker:0.1.0 .
-# torch brings CUDA's libraries; for machines without GPUs give a CPU build's index: --build-arg TORCH_INDEX=...
-# For the same image every time name the base by its digest: --build-arg PYTHON=python:3.11-slim-bookworm@sha256:...
+# A prefill or decode worker, Ray, and `tandem up`. One image for both pools, so that both have the same code.
+#   docker build -f deploy/docker/worker.Dockerfile -t tandem-worker:0.1.0 .                           CUDA 13
+#   docker build -f deploy/docker/worker.Dockerfile --build-arg DEVICE=cpu -t tandem-worker:0.1.0-cpu .
+# DEVICE is a lock beside this file: which torch, and for CUDA its libraries, which are wheels: no CUDA base is needed.
+# torch's CPU build is not on PyPI: name an index that has it with --build-arg TORCH_INDEX=... or in pip.conf.
+# The base is any Debian with Python 3.11 and its venv; for the same image every time name it by its digest:
+#   --build-arg PYTHON=python:3.11-slim-bookworm@sha256:...
+# pip and apt of another network: --secret id=pip,src=pip.conf --secret id=apt,src=apt.conf. Neither is in the image.
 ARG PYTHON=python:3.11-slim-bookworm
+ARG DEVICE=cuda13
 
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=secret,id=apt,target=/etc/apt/apt.conf.d/zz-build \
+    apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 SOURCE_DATE_EPOCH=315532800 PATH=/venv/bin:$PATH
-RUN python -m venv /venv && pip install "setuptools==84.2.1"
-COPY deploy/docker/requirements-worker.lock requirements.lock /tmp/
-RUN pip install --no-deps -r /tmp/requirements-worker.lock
-# What it needs besides the lock is CUDA's, in versions that it names itself.
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' /tmp/requirements.lock)"
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    python3 -m venv /venv && pip install "setuptools==84.2.1"
+COPY deploy/docker/requirements-worker.lock /tmp/
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install --no-deps -r /tmp/requirements-worker.lock
+ARG DEVICE
+COPY deploy/docker/requirements-cpu.lock deploy/docker/requirements-cuda13.lock /tmp/
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r "/tmp/requirements-$DEVICE.lock"
 WORKDIR /app
 COPY pyproject.toml README.md ./
+# The operators for CPU of every level that the compiler knows: a worker loads what its processor has. Before the rest,
+# which changes more often.
+COPY engine/kernels engine/kernels
+RUN python -P engine/kernels/build.py --all
 COPY tandem tandem
 COPY cli cli
 COPY services services
@@ -23,21 +37,24 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY demo demo
-# The operators for CPU of every level that the compiler knows: a worker loads what its processor has.
 RUN pip install --no-deps --no-build-isolation -e . \
     && python -m compileall -q /app \
-    && python -m engine.kernels.build --all
+    && python -c "import cli.main, cluster.supervisor, services.decode.servicer, services.prefill.servicer"
 
 FROM ${PYTHON}
-# g++: Triton compiles when it starts. The others are what UCX needs for RDMA.
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ ibverbs-providers libibverbs1 librdmacm1 \
+ARG DEVICE
+# What UCX needs for RDMA; for CUDA also g++, with which Triton compiles when it starts.
+RUN --mount=type=secret,id=apt,target=/etc/apt/apt.conf.d/zz-build \
+    apt-get update \
+    && apt-get install -y --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 \
+        $(case "$DEVICE" in cuda*) echo g++ ;; esac) \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /venv /venv
 COPY --from=build /app /app
-ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+ENV PATH=/venv/bin:$PATH HOME=/cache PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 WORKDIR /app
-RUN useradd --uid 10001 --no-create-home --home-dir /cache tandem
+# The two folders where a process writes besides /tmp; volumes that are new take the owner from here.
+RUN useradd --uid 10001 --create-home --home-dir /cache tandem && install -d -o 10001 -g 10001 /models
 USER 10001:10001
 STOPSIGNAL SIGTERM
 CMD ["tandem", "--help"]

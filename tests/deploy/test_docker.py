@@ -15,7 +15,7 @@ from tests.deploy.chart import ROOT, example, render
 from tests.deploy.test_chart import containers, pods
 
 FOLDER = ROOT / "deploy/docker"
-IMAGES = ("router", "worker")
+IMAGES = ("router", "worker", "valkey")
 USER = 10001
 TRACES = (
     "tandem.telemetry.tracing",
@@ -105,12 +105,40 @@ def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
             assert any(Path(source).match(one) or Path(one) in Path(source).parents for one in kept), source
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_the_locks_are_part_of_the_lock(image: str) -> None:
+@pytest.mark.parametrize("part", ["router", "worker", "cpu"])
+def test_the_locks_are_part_of_the_lock(part: str) -> None:
     """`python -m deploy.docker.locks` writes them again."""
-    assert (FOLDER / f"requirements-{image}.lock").read_text() == locks.lock(image)
-    assert "torch==" not in locks.lock(image)
-    assert ("ray==" in locks.lock(image)) == (image == "worker")
+    assert (FOLDER / f"requirements-{part}.lock").read_text() == locks.lock(part)
+    assert ("torch==" in locks.lock(part)) == (part == "cpu")
+    assert ("ray==" in locks.lock(part)) == (part == "worker")
+
+
+def test_every_device_has_the_torch_of_the_lock_and_each_library_exactly() -> None:
+    """What torch itself asks for is not exact, and two builds of one image would differ. A device of which there is a
+    lock is one that the Dockerfile takes."""
+    torch = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("torch=="))
+    cuda = [line for line in (FOLDER / "requirements-cuda13.lock").read_text().splitlines() if line[0] != "#"]
+    assert cuda[0] == torch.replace("==", "===")  # never a CPU build in its place
+    assert all(re.fullmatch(r"[\w.-]+===?[\w.]+", line) for line in cuda)
+    assert {"triton", "nvidia-nccl-cu13"} <= {line.partition("==")[0] for line in cuda}
+    worker = {line.partition("==")[0] for line in locks.lock("worker").splitlines()}
+    assert not worker & {line.partition("==")[0] for line in cuda}  # no version is named twice
+    devices = {path.stem.removeprefix("requirements-") for path in FOLDER.glob("*.lock")} - {"router", "worker"}
+    copies = [value for name, value in instructions("worker") if name == "COPY"]
+    assert all(any(f"requirements-{device}.lock" in value for value in copies) for device in devices)
+    assert ("ARG", "DEVICE=cuda13") in instructions("worker")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_reaches_pip_and_apt_is_mounted_and_not_kept(image: str) -> None:
+    """Indexes, proxies and keys of the builder's network are secrets of a build; the base is an argument."""
+    for name, value in instructions(image):
+        if name == "RUN" and re.search(r"pip install(?!.*--no-build-isolation)", value):
+            assert "--mount=type=secret,id=pip,target=/etc/pip.conf" in value
+        if name == "RUN" and "apt-get" in value:
+            assert "--mount=type=secret,id=apt," in value
+        if name == "FROM":
+            assert value.startswith("${PYTHON}")
 
 
 def copied(image: str, folder: Path) -> Path:
@@ -146,7 +174,7 @@ def test_the_router_needs_no_more_than_its_image_has(tmp_path: Path) -> None:
 
 def test_images_and_chart_agree() -> None:
     """The user, the operators of every level, which no pod has a compiler's time or a folder for, and programs."""
-    assert any(name == "RUN" and "engine.kernels.build --all" in value for name, value in instructions("worker"))
+    assert any(name == "RUN" and "engine/kernels/build.py --all" in value for name, value in instructions("worker"))
     programs = set()
     for _, template in pods(render({**example("laptop"), "ray": {"enabled": True}})):
         assert template["spec"]["securityContext"]["runAsUser"] == USER

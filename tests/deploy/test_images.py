@@ -1,0 +1,62 @@
+"""The images of this checkout, where `make images-test` has built them, and what stands in for a cluster."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tests.deploy.chart import NAME
+from tests.deploy.images import build, release
+from tests.deploy.images.node import manifest
+from tests.deploy.test_chart import pods
+
+
+def why_not() -> str:
+    """Why the images cannot be played here; empty if they can."""
+    if lacks := build.missing():
+        return lacks
+    old = [image for image in build.IMAGES if build.stale(image)] if build.STORE.is_dir() else build.IMAGES
+    return f"`make images-test` has not built {', '.join(old)} of this checkout" if old else ""
+
+
+@pytest.mark.timeout(240)
+def test_pods_of_the_chart_run_from_the_images_and_a_killed_one_costs_no_token() -> None:
+    """As user 10001 without a capability, with compiled operators, through both pools, over gRPC and HTTP. Building the
+    images takes longer than a suite may: `make images-test` does it, and more."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with release.played(print) as running:
+        for step in (release.requests, release.hardened, release.executed, release.killed):
+            print(step(running))
+
+
+def test_what_is_played_is_what_the_chart_says() -> None:
+    """Commands, images, limits and security of the manifests reach podman unchanged; the exceptions are few."""
+    for name, template in pods(release.manifests()):
+        before = copy.deepcopy(template)
+        played = manifest(template, f"{name}-a", "10.89.70.9", {f"{NAME}-tandem-router": "10.89.70.3"})
+        assert template == before
+        spec = played["spec"] if played["kind"] == "Pod" else played["spec"]["template"]["spec"]
+        (ours,), (theirs,) = spec["containers"], template["spec"]["containers"]
+        for key in ("command", "args", "image", "resources", "securityContext", "ports"):
+            assert ours.get(key) == theirs.get(key), key
+        assert spec["securityContext"] == template["spec"]["securityContext"]
+        changed = {one["name"] for one, other in zip(ours["env"], theirs["env"], strict=True) if one != other}
+        assert changed <= {"POD_NAME", "POD_IP"}
+        dropped = {one["mountPath"] for one in theirs["volumeMounts"] if one not in ours["volumeMounts"]}
+        assert dropped <= {"/dev/shm"}
+
+
+def test_images_of_other_sources_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image's digest is of every file that it copies, so an old image is skipped with a reason, and never tested in
+    the place of this code."""
+    found = {image: build.sources(image) for image in build.IMAGES}
+    assert len({*found.values()}) == len(build.IMAGES)
+    read = build._copied
+
+    def without_last(dockerfile):  # type: ignore[no-untyped-def]
+        return sorted(read(dockerfile))[:-1]
+
+    monkeypatch.setattr(build, "_copied", without_last)
+    assert all(build.sources(image) != digest for image, digest in found.items())
