@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from services.cluster_credentials import CLUSTER_NAME, Showing
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
+from tandem.rpc.addresses import host_port
 from tandem.tasks import end, once
 
 KEEPALIVE_MS = 1_000  # between pings
@@ -94,9 +95,9 @@ class GrpcServer:
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
             bound = (
-                self.server.add_secure_port(f"{host}:{port}", self._credentials)
+                self.server.add_secure_port(host_port(host, port), self._credentials)
                 if self._credentials
-                else self.server.add_insecure_port(f"{host}:{port}")
+                else self.server.add_insecure_port(host_port(host, port))
             )
         except RuntimeError as error:
             what = "is in use, or the certificate is not valid" if self._credentials else "is in use"
@@ -104,7 +105,7 @@ class GrpcServer:
         await self.server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._advertise or host}:{bound}"
+        return host_port(self._advertise or host, bound)
 
     async def stop_accepting(self) -> None:
         """Reports to health checks that no new calls are wanted; calls still work."""

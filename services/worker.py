@@ -7,6 +7,7 @@ import asyncio
 import functools
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from time import monotonic
@@ -17,7 +18,7 @@ import torch
 
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
-from engine.builder import build_engine
+from engine.builder import build_engine, device_name
 from engine.core.step_time import PROMPTS_S
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
@@ -232,6 +233,8 @@ class Worker:
             begun=self._begun,
             slow_products=self.engine.products.warning if self.engine.products else "",
             metrics_address=self._metrics_served.address if self._metrics_served else "",
+            node=socket.gethostname(),
+            device=device_name(self.engine.model.device),
             adapters_version=self.later.list.version,
         )
 

@@ -19,6 +19,7 @@ import grpc
 
 from engine.core.sequence import Finish, LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
+from kvtransfer.backends.network_devices import why_slow
 from kvtransfer.types import DigestBlock, digest
 from services.cluster_credentials import to_workers
 from services.decode.begin_gate import BeginGate
@@ -178,6 +179,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
         here, there = worker.adapters.fingerprints(), await source.adapters()
+        link, device = worker.transport.link(source.peer), worker.transport.device(source.peer)
         return decode_pb2.ProbePairResponse(
             compatible=True,
             differences=[
@@ -185,8 +187,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 for name in sorted(here.keys() | there.keys())
                 if here.get(name) != there.get(name)
             ],
-            transport=worker.transport.link(source.peer),
+            transport=link,
             bytes_per_second=speed,
+            device=device,
+            slow=why_slow(link, device),
         )
 
 

@@ -8,6 +8,8 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from tandem.rpc.addresses import host_port
+
 SCRAPE_TIMEOUT_S = 10.0  # of a silent connection
 
 
@@ -30,7 +32,7 @@ class Served:
     """A port that serves the metrics of this process, until it is closed."""
 
     def __init__(self, server: WSGIServer, host: str) -> None:
-        self.address = f"{host}:{server.server_port}"
+        self.address = host_port(host, server.server_port)
         self._server = server
         self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True)
         self._thread.start()

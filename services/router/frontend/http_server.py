@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.errors import InternalError, SettingsError
+from tandem.rpc.addresses import host_port
 from tandem.settings import Settings
 from tandem.tasks import end, once
 
@@ -217,7 +218,7 @@ class Server:
         SettingsError when the port is taken."""
         listening = _listen(self._settings.host, port, share=self._settings.routers > 1)
         self._serving = once(self._serve(listening), name="http", failed=failed)
-        self.address = f"{self._settings.host}:{listening.getsockname()[1]}"
+        self.address = host_port(self._settings.host, listening.getsockname()[1])
         log.info("http.ready", address=self.address)
 
     async def _serve(self, listening: socket.socket) -> None:
