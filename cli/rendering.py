@@ -101,7 +101,7 @@ def bar(start: float, length: float, total: float, cells: int = BAR_CELLS) -> st
 
 def pools(answer: Pools) -> RenderableType:
     table = Table(header_style="bold", box=None, padding=(0, 1))
-    for name in ("id", "role", "state", "pid", "incarnation", "address"):
+    for name in ("id", "role", "state", "node", "device", "pid", "incarnation", "address"):
         table.add_column(name)
     for name in ("running", "waiting", "KV use", "KV dtype", "last beat"):
         table.add_column(name, justify="right")
@@ -111,6 +111,8 @@ def pools(answer: Pools) -> RenderableType:
             worker.worker_id,
             worker.role,
             Text(worker.state, style=_STATES.get(worker.state, "")),
+            printable(worker.node) or "-",
+            printable(worker.device) or "-",
             str(worker.pid),
             worker.incarnation,
             worker.address,
@@ -216,4 +218,5 @@ def _cell(pair: Pair | None, findings: Findings) -> Text:
     if not pair.compatible:
         return Text("incompatible", style="red")
     slow = (pair.prefill_worker, pair.decode_worker) in findings.slow_pairs
-    return Text(f"{pair.transport} {rate(pair.bytes_per_second)}", style="yellow" if slow else "green")
+    over = f" over {printable(pair.device)}" if pair.device else ""
+    return Text(f"{pair.transport}{over} {rate(pair.bytes_per_second)}", style="yellow" if slow else "green")

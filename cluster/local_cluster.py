@@ -13,7 +13,6 @@ import asyncio
 import json
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,13 +28,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from cluster import run_directory
+from cluster.free_port import free_port
 from cluster.model_clusters import check_folders, pool_name, supervised_clusters, want
 from cluster.orphan_reaper import OrphanReaper
 from cluster.reconcile_plan import pool_of, role_of
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.supervisor import STOP_MARGIN_S, Event, Kind
-from tandem.errors import Cancelled, DeadlineExceeded, SettingsError, TandemError
+from tandem.errors import Cancelled, DeadlineExceeded, TandemError
 from tandem.model_settings import settings_of_models
+from tandem.rpc.addresses import host_port
 from tandem.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 600.0
 DEFAULT_LAUNCHER = "services.launch"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Range from which port 0 is chosen: below the ephemeral ports, so that no outgoing connection takes the port before it
-# is bound.
-FIRST_PORT, PORT_COUNT, MAX_PORT_TRIES = 20_000, 12_000, 50
 
 
 class _Notice(Enum):
@@ -136,9 +134,8 @@ class LocalCluster:
     @property
     def http(self) -> str:
         """The URL of the OpenAI API, once started; empty when it is off."""
-        host, port = self.settings.host, self.settings.http_port
-        scheme = "https" if self.settings.tls_cert else "http"
-        return "" if port is None else f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        port, scheme = self.settings.http_port, "https" if self.settings.tls_cert else "http"
+        return "" if port is None else f"{scheme}://{host_port(self.settings.host, port)}/v1"
 
     @property
     def workers(self) -> dict[str, Event]:
@@ -177,9 +174,9 @@ class LocalCluster:
         if not self.settings.ray_address:  # on an external Ray the folder may exist only where the workers run
             for own in models.values():
                 check_folders(own)
-        ports = {"port": _free_port(self.settings.host, self.settings.port, "port")}
+        ports = {"port": free_port(self.settings.host, self.settings.port, "port")}
         if self.settings.http_port is not None:
-            ports["http_port"] = _free_port(self.settings.host, self.settings.http_port, "http_port")
+            ports["http_port"] = free_port(self.settings.host, self.settings.http_port, "http_port")
         token = self.settings.cluster_token or SecretStr(secrets.token_hex(16))
         self.settings = self.settings.model_copy(update={**ports, "cluster_token": token})
         logs = run_directory.writable(self.settings.logs)
@@ -195,6 +192,7 @@ class LocalCluster:
             self._report("registry: embedded Valkey")
         runtime = self._start_ray()
         clusters = supervised_clusters(self.settings)
+        runtime.place(self.settings, clusters)
         for own, _ in clusters:
             runtime.check_free(own.cluster)
         run_id = secrets.token_hex(8)
@@ -381,20 +379,3 @@ def _signals(act: Callable[[], None]) -> Iterator[None]:
 def _is_failure(error: BaseException | None) -> bool:
     """Whether the logs are worth keeping: not after a deliberate stop."""
     return error is not None and not isinstance(error, Cancelled | KeyboardInterrupt | SystemExit)
-
-
-def _free_port(host: str, port: int, field: str) -> int:
-    """`port`, or a free one for 0, chosen once: a restarted router must reappear at the same port."""
-    candidates = [port] if port else [FIRST_PORT + secrets.randbelow(PORT_COUNT) for _ in range(MAX_PORT_TRIES)]
-    for candidate in candidates:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-                return candidate
-            except OSError as error:
-                refused = error
-    raise SettingsError(
-        f"port {candidate} on {host} cannot be used: {refused.strerror}", field=field, bound="a free port, or 0"
-    ) from refused

@@ -7,17 +7,18 @@ import importlib
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 import ray
 import ray._private.node
 import ray._private.worker
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.autoscale_policy import POOLS
 from cluster.autoscaler import Autoscaler
 from cluster.exit_with_parent import exit_with_parent
+from cluster.placement import POOLS, Needs, Node, Placement, both_pools, here, needs, nodes_of
 from cluster.reconcile_plan import role_of
 from cluster.state.lease import Lease
 from cluster.state.registry import Registry
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 SERVES_AS_TIMEOUT_S = 5.0  # until a worker has reported which worker it is
 LAST_STAGES_TIMEOUT_S = 1.0  # until a ready worker has reported all stages of its start
 SPARE = "spare"  # the id of a process that is not a worker yet
+PLACED_SOON_S = 5.0  # after which a worker that Ray has not placed is reported
 WORKERS_PER_ROLE = 100_000
 """Per role on this machine: the custom resources say where a role may run, not how many workers."""
 
@@ -66,12 +68,14 @@ WORKERS_PER_ROLE = 100_000
 class WorkerActor:
     """One worker: the process of this actor is the worker's process. A spare becomes the worker that start() names."""
 
-    def __init__(self, worker_id: str, settings: Settings, launcher: str) -> None:
+    def __init__(self, worker_id: str, settings: Settings, launcher: str, placement: Placement) -> None:
         exit_with_parent()  # the raylet; Ray notices its death as well, unless the worker is stuck
         logs.configure(settings, worker_id)
         self._worker_id = worker_id
         self._settings = settings
         self._launcher = launcher
+        self._placement = placement
+        self._gpus = _assigned_gpus()
         self._preparing: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._stages: list[str] = []
@@ -98,7 +102,7 @@ class WorkerActor:
             self._all_stages_sent = True
             self._new_stage.set()
         return Started(
-            service.address, os.getpid(), service.incarnation, service.can_switch_role and _both_pools_here()
+            service.address, os.getpid(), service.incarnation, service.can_switch_role and both_pools(*_where())
         )
 
     async def switch_role(self, worker_id: str, grace_s: float) -> Started:
@@ -123,7 +127,12 @@ class WorkerActor:
         def report(line: str) -> None:  # on any thread
             loop.call_soon_threadsafe(self._add_stage, line)
 
-        return await launch(role_of(self._worker_id), self._settings, self._worker_id, report, engine)
+        return await launch(role_of(self._worker_id), self._settings_here(), self._worker_id, report, engine)
+
+    def _settings_here(self) -> Settings:
+        node_id, nodes = _where()
+        node = next(node for node in nodes if node.node_id == node_id)
+        return here(role_of(self._worker_id), self._settings, node, nodes, self._placement, self._gpus)
 
     async def stages(self, after: int) -> list[str]:
         """Stages of start() after the first `after`; waits for the next one. Empty: the start is over."""
@@ -148,7 +157,7 @@ class WorkerActor:
 class SupervisorActor:
     """One cluster's supervisor. Ray restarts it; it finds its workers again by their names."""
 
-    def __init__(self, settings: Settings, launcher: str, run_id: str, owner: str = "") -> None:
+    def __init__(self, settings: Settings, launcher: str, run_id: str, placement: Placement, owner: str = "") -> None:
         """`run_id` names the `tandem up` for all incarnations of this supervisor; `owner` is its OwnerActor, which the
         cluster must not outlive."""
         assert settings.redis is not None
@@ -159,7 +168,7 @@ class SupervisorActor:
         self._owner = owner
         self._registry = Registry(settings.redis, settings.cluster, settings.heartbeat_ttl_s)
         self._loop = Supervisor(
-            RayHost(settings, launcher),
+            RayHost(settings, launcher, placement),
             self._registry,
             settings.drain_grace_s,
             spares=settings.spares,
@@ -206,9 +215,10 @@ class OwnerActor:
 class RayHost:
     """Starts workers as named detached actors, and finds them again."""
 
-    def __init__(self, settings: Settings, launcher: str) -> None:
+    def __init__(self, settings: Settings, launcher: str, placement: Placement) -> None:
         self._settings = settings
         self._launcher = launcher
+        self._placement = placement
         self._prefix = _worker_prefix(settings.cluster)
         self._spares: dict[RayWorkerProcess, asyncio.Task[None]] = {}
 
@@ -219,21 +229,26 @@ class RayHost:
                     del self._spares[spare]
                     spare.become(worker_id)
                     return spare
-        return self._create(worker_id, [role_of(worker_id)])
+            for spare in [spare for spare in self._spares if not spare.placed]:
+                self._forget(spare)  # it waits for the room that this worker needs
+        return self._create(worker_id, {role_of(worker_id)})
 
     def keep_spares(self, count: int) -> None:
         for spare, prepared in list(self._spares.items()):
             if len(self._spares) > count or failed(prepared):
-                del self._spares[spare]
-                prepared.cancel()
-                spare.kill()
+                self._forget(spare)
         while len(self._spares) < count:  # on a node where a worker of either pool may run
             self._prepare(self._create(SPARE, POOLS))
 
     def _prepare(self, spare: RayWorkerProcess) -> None:
         self._spares[spare] = asyncio.create_task(spare.prepare(), name="spare")
 
-    def _create(self, worker_id: str, resources: Iterable[str]) -> RayWorkerProcess:
+    def _forget(self, spare: RayWorkerProcess) -> None:
+        self._spares.pop(spare).cancel()
+        spare.kill()
+
+    def _create(self, worker_id: str, roles: Collection[str]) -> RayWorkerProcess:
+        wanted = needs(roles, self._settings, _nodes(), self._placement)
         # Unique per actor: a dead actor's name is free only after Ray has noticed the death.
         name = f"{self._prefix}{worker_id}/{secrets.token_hex(4)}"
         actor = ray.remote(WorkerActor).options(
@@ -241,10 +256,13 @@ class RayHost:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            resources=dict.fromkeys(resources, 1),
+            num_gpus=wanted.gpus,
+            resources=dict(wanted.resources),
+            scheduling_strategy=on_node(wanted.node) if wanted.node else "SPREAD",
             max_restarts=0,  # the supervisor starts a new actor instead
         )
-        return RayWorkerProcess(actor.remote(worker_id, self._settings, self._launcher), worker_id)
+        process = actor.remote(worker_id, self._settings, self._launcher, self._placement)
+        return RayWorkerProcess(process, worker_id, wanted)
 
     async def survivors(self) -> dict[str, WorkerProcess]:
         processes: list[RayWorkerProcess] = []
@@ -269,9 +287,11 @@ class RayHost:
 class RayWorkerProcess:
     """One worker actor, with errors of the tree."""
 
-    def __init__(self, actor: Any, worker_id: str) -> None:
+    def __init__(self, actor: Any, worker_id: str, wanted: Needs | None = None) -> None:
+        """`wanted`: of an actor that Ray may not have placed yet."""
         self._actor = actor
         self._worker_id = worker_id
+        self._wanted = wanted
         self.placed = False  # of a spare: its process runs, and has reported that it is one
 
     async def prepare(self) -> None:
@@ -319,13 +339,19 @@ class RayWorkerProcess:
 
     async def _follow(self, report: Callable[[str], None]) -> None:
         reported = 0
+        waiting = f"Ray has not started its process yet; it needs a host with {self._wanted} free"
+        late = asyncio.get_running_loop().call_later(PLACED_SOON_S, report, waiting)
         try:
+            await self._call(self._actor.serves_as.remote())
+            late.cancel()
             while lines := await self._call(self._actor.stages.remote(reported)):
                 for line in lines:
                     report(line)
                 reported += len(lines)
         except TandemError:
             return  # it is dead, and start() raises
+        finally:
+            late.cancel()
 
     async def wait(self) -> None:
         await self._call(self._actor.wait.remote())
@@ -343,8 +369,22 @@ class RayWorkerProcess:
             raise _as_tandem_error(error, self._worker_id) from error
 
 
-def _both_pools_here() -> bool:
-    """Whether this node may run workers of either pool."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return any(node["NodeID"] == here and set(POOLS) <= set(node["Resources"]) for node in nodes)
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _nodes() -> list[Node]:
+    return nodes_of(ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def _where() -> tuple[str, list[Node]]:
+    """The node of this process, and all of them."""
+    return ray.get_runtime_context().get_node_id(), _nodes()
+
+
+def _assigned_gpus() -> list[str]:
+    """The devices that Ray has assigned to this process, which then sees no other."""
+    gpus: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    if gpus:  # Ray has done so unless it was told not to
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return gpus

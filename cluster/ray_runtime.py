@@ -10,13 +10,14 @@ and half of the start.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 # Read by Ray when it is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # workers ask Ray for no GPU, and still see them
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # no warning that Ray hides no device from other processes
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # no second opinion on which worker to kill
 
 import psutil
@@ -33,6 +34,7 @@ import ray._private.node
 import ray._private.worker
 from ray.exceptions import RayError
 
+from cluster.placement import POOLS, Placement, check_gpus, check_registry
 from cluster.ray_actors import (
     NAMESPACE,
     WORKERS_PER_ROLE,
@@ -40,7 +42,9 @@ from cluster.ray_actors import (
     SupervisorActor,
     _as_tandem_error,
     _our_actors,
+    _where,
     _worker_prefix,
+    on_node,
 )
 from cluster.reconcile_plan import ROLES
 from cluster.supervisor import Event
@@ -99,6 +103,7 @@ class Runtime:
         self._directory = directory
         self._processes: list[psutil.Process] = []
         self._connected = False
+        self._placement = Placement("")
         self._owners: list[Any] = []  # they end with these handles
 
     def start(self) -> None:
@@ -129,7 +134,7 @@ class Runtime:
                 address="local",
                 namespace=NAMESPACE,
                 num_cpus=0,
-                num_gpus=0,
+                num_gpus=None if _torch_has_cuda() else 0,  # None: Ray counts them
                 resources=dict.fromkeys(ROLES, WORKERS_PER_ROLE),
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
@@ -143,6 +148,19 @@ class Runtime:
         if _supervisor_name(cluster) in _our_actors():
             raise _already_up(cluster)
 
+    def place(self, settings: Settings, clusters: Sequence[tuple[Settings, Mapping[str, int]]]) -> None:
+        """Fixes where processes may run, before `supervise`. Raises SettingsError if the registry cannot be reached
+        from all hosts, or if this machine has too few GPUs."""
+        home, nodes = _where()
+        if not self._address:
+            check_gpus(clusters, nodes)
+            self._placement = Placement(home)
+            return
+        node = next(node for node in nodes if node.node_id == home)
+        only_home = check_registry(settings.redis or "", node, nodes)
+        workers = sum(sizes.get(role, 0) for _, sizes in clusters for role in POOLS)
+        self._placement = Placement(home, only_home, workers=0 if settings.host_workers else workers)
+
     def supervise(self, settings: Settings, launcher: str, run_id: str) -> SupervisorHandle:
         """Starts the cluster's supervisor; `launcher` is the module that starts services in its actors, `run_id` this
         `tandem up`. Raises PreconditionFailed if there is one already."""
@@ -151,11 +169,13 @@ class Runtime:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
+            scheduling_strategy=on_node(self._placement.home),  # with `tandem up`, whose end is its end
             max_restarts=-1,
             max_task_retries=-1,
         )
+        owner = self._own(settings.cluster)
         try:
-            return SupervisorHandle(options.remote(settings, launcher, run_id, self._own(settings.cluster)))
+            return SupervisorHandle(options.remote(settings, launcher, run_id, self._placement, owner))
         except ValueError as error:
             raise _already_up(settings.cluster) from error
 
@@ -164,7 +184,8 @@ class Runtime:
         if not self._address:
             return ""
         name = f"tandem-owner-{cluster}/{secrets.token_hex(4)}"
-        self._owners.append(ray.remote(OwnerActor).options(name=name, namespace=NAMESPACE, num_cpus=0).remote())
+        options = {"namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": on_node(self._placement.home)}
+        self._owners.append(ray.remote(OwnerActor).options(name=name, **options).remote())
         return name
 
     def end_actors(self, cluster: str) -> None:
@@ -197,6 +218,11 @@ def _already_up(cluster: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"the Ray cluster has a supervisor for cluster {cluster!r} already", reason="ALREADY_UP", field="cluster"
     )
+
+
+def _torch_has_cuda() -> bool:
+    """By its version: importing it takes seconds."""
+    return "+cpu" not in importlib.metadata.version("torch")
 
 
 def _check_address(address: str) -> None:

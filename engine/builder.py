@@ -179,7 +179,19 @@ def _device(settings: Settings) -> torch.device:
         raise SettingsError("device is cuda, but torch finds no CUDA device here", field="device", bound="auto or cpu")
     if settings.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    if settings.gpu_share < 1:  # not yet run on a GPU
+        torch.cuda.set_per_process_memory_fraction(settings.gpu_share, device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """For operators: a GPU by its number or name on this host, where CUDA_VISIBLE_DEVICES leaves only some of them."""
+    if device.type != "cuda":
+        return device.type
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    index = device.index or 0
+    return f"cuda:{visible[index] if index < len(visible) else index}"
 
 
 def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
@@ -209,7 +221,8 @@ def _measured_blocks(
     Never more than `max_num_seqs` sequences of the longest length could use.
     """
     working = _profile(model, settings)
-    free = _free_bytes(model.device, kept=sum(runner.mapped_bytes for runner in (model, draft) if runner))
+    kept = sum(runner.mapped_bytes for runner in (model, draft) if runner)
+    free = _free_bytes(model.device, kept, settings.gpu_share)
     share = settings.memory_utilization or (CPU_SHARE if model.device.type == "cpu" else CUDA_SHARE)
     block = sum(runner.block_bytes(settings.block_size) for runner in (model, draft) if runner)
     per_sequence = -(-model.max_model_len // settings.block_size)
@@ -257,14 +270,15 @@ def _peak_from_now() -> Callable[[], int]:
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _free_bytes(device: torch.device, kept: int) -> int:
-    """The free bytes of the device, or of the host or this process's cgroup, whichever is less.
+def _free_bytes(device: torch.device, kept: int, gpu_share: float = 1.0) -> int:
+    """The free bytes of this worker's share of the device, or of the host or this process's cgroup, whichever is less.
 
     `kept` bytes of mapped files must stay resident, though the kernel counts them as available. Each worker that maps
     the same file subtracts them from the number that contains them once.
     """
     if device.type == "cuda":  # not yet run on a GPU
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(gpu_share * total) - torch.cuda.memory_reserved(device))
     return min(psutil.virtual_memory().available, _cgroup_free()) - kept
 
 

@@ -104,6 +104,10 @@ class Transport(Protocol):
     def link(self, peer: Peer) -> str:
         """The path of reads from this peer, such as "nixl:ucx:cma"; ends in "unknown" if it was not observed."""
 
+    def device(self, peer: Peer) -> str:
+        """The network devices of this host over which reads from this peer go, with + between them; empty within one
+        host, and if it was not observed."""
+
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
 

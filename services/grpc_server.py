@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from services.cluster_credentials import CLUSTER_NAME, Showing
 from tandem.errors import SettingsError
 from tandem.grpc_errors import ErrorInterceptor, Guard
-from tandem.settings import host_port
+from tandem.rpc.addresses import host_port
 from tandem.tasks import end, once
 
 KEEPALIVE_MS = 1_000  # between pings

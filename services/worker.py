@@ -7,21 +7,20 @@ import asyncio
 import functools
 import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from time import monotonic
 
 import grpc
 import structlog
-import torch
 
 from cluster.state.heartbeat import Heartbeat
 from cluster.state.registry import Registry, State, WorkerRecord
-from engine.builder import build_engine
+from engine.builder import build_engine, device_name
 from engine.core.step_time import PROMPTS_S
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
-from engine.kv.kv_cache import KvCache
 from kvtransfer.factory import make_transport
 from kvtransfer.types import Region
 from services.adapter_slots import AdapterSlots
@@ -235,6 +234,8 @@ class Worker:
             begun=self._begun,
             slow_products=self.engine.products.warning if self.engine.products else "",
             metrics_address=self._metrics_served.address if self._metrics_served else "",
+            node=socket.gethostname(),
+            device=device_name(self.engine.model.device),
             adapters_version=self.later.list.version,
         )
 
@@ -386,15 +387,3 @@ def region_of(engine: Engine) -> Region:
         spare_block=engine.spare,
         keepalive=pages.buffer,
     )
-
-
-def block_reader(pages: KvCache) -> Callable[[int], memoryview]:
-    """Reads one block's bytes for its digest. From a GPU it is copied to the host first (not yet run on a GPU)."""
-    if pages.buffer.device.type == "cpu":
-        return pages.block_view
-
-    def copy(block: int) -> memoryview:
-        host: torch.Tensor = pages.buffer[block].cpu()
-        return memoryview(host.numpy().data)
-
-    return copy

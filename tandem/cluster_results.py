@@ -42,6 +42,10 @@ class Worker(_Dict):
     """host:port of its metrics; empty: it serves none there."""
     model: str = ""
     """Whose pool it is in, where the cluster serves several models."""
+    node: str = ""
+    """The name of its host."""
+    device: str = ""
+    """On which its engine runs: cpu, or cuda: and what the host calls that GPU; empty for a router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,10 @@ class Pair(_Dict):
     """Of a probe transfer."""
     error: str
     """Why the probe failed; empty when it did not."""
+    device: str = ""
+    """The network devices over which KV moves, such as eth0; empty within one host."""
+    slow: str = ""
+    """Why KV could move faster over another device; empty where it could not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +272,9 @@ def examine(answer: Diagnosis, pools: Pools) -> Findings:
         f"{BY_CHOICE if pair.transport.startswith('gloo') else ''})"
         for pair in slow
     ]
-    pairs = [(pair.prefill_worker, pair.decode_worker) for pair in slow]
+    over_network = [pair for pair in answer.pairs if pair.slow and pair not in slow]
+    sentences += [f"{pair.prefill_worker} to {pair.decode_worker}: {pair.slow}" for pair in over_network]
+    pairs = [(pair.prefill_worker, pair.decode_worker) for pair in (*slow, *over_network)]
     return Findings(list(dict.fromkeys(problems)), sentences, pairs, _unlike_orders(pools))
 
 

@@ -35,9 +35,8 @@ class Settings(BaseSettings):
     """A checkpoint folder or a hub id; org/name@REVISION pins a commit, tag or branch. Required, unless `models` names
     several."""
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
-    """Several models behind the same routers: a name for each, with the settings of its own, `model` among them
-    (tandem/model_settings.py lists those that a model may have). Each has its own pools. `--models FILE` reads them
-    from a TOML file with one table for each model; in the environment they are JSON."""
+    """Several models behind the same routers, each with its own pools: a name for each, with the settings of its own
+    (tandem/model_settings.py). `--models FILE` reads a TOML file; in the environment they are JSON."""
     served_model_name: Annotated[str, Field(pattern=MODEL_NAMES)] | None = None
     """The model's name for clients, or several with commas between them: requests may use any, and `model` as well;
     answers have the first. Absent: the folder's own name, without the path, or the hub id."""
@@ -57,8 +56,8 @@ class Settings(BaseSettings):
     """A pool shrinks when fewer workers have been enough for this long."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes that have imported all libraries and wait to become a worker of either pool, so that a replacement, or
-    a worker that the autoscaler wants, is ready seconds sooner. Each takes the memory of its libraries; it has no model
-    and no device."""
+    a worker that the autoscaler wants, is ready seconds sooner. Each takes the memory of its libraries; it has no
+    model, and on a GPU it occupies one."""
     reasoning_format: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """How the model writes its reasoning: a name of services/router/answer/answer_format.py, such as think, mistral or
     harmony; `none`; or the two markers around it with a space between them. Absent: as the chat template shows."""
@@ -69,7 +68,8 @@ class Settings(BaseSettings):
     """Routers behind the one address: a connection goes to any of them, and to another one when its router is gone."""
     host: str = "127.0.0.1"
     """Address on which the router and the workers listen. If it is not loopback, workers need a cluster_token or a
-    cluster_cert, and clients should need keys and TLS."""
+    cluster_cert, and clients should need keys and TLS. With `ray_address` workers, and routers on other hosts than that
+    of `tandem up`, listen on the address of their node of Ray, unless this is 0.0.0.0 or ::."""
     tls_cert: Path | None = None
     """The router's certificate chain (PEM), for gRPC and HTTP. With tls_key; absent: clients are not encrypted."""
     tls_key: Path | None = None
@@ -85,7 +85,8 @@ class Settings(BaseSettings):
     cluster_ca: Path | None = None
     """The authority of cluster_cert (PEM)."""
     advertise_host: str | None = None
-    """The address by which other machines reach this one. Absent: `host`."""
+    """The address by which other machines reach this one. Absent: `host`. With `ray_address` only of routers on the
+    host of `tandem up`."""
     cluster_token: Annotated[SecretStr, Field(min_length=16)] | None = None
     """The secret that the cluster's processes present to each other, so that the workers' ports serve only them; the
     same for all of them. Absent: `tandem up` creates one; processes that are started one by one require none, on
@@ -125,7 +126,8 @@ class Settings(BaseSettings):
     """Prefix of this cluster's keys, for several clusters on one registry. CLUSTER.MODEL: the pools of that model of
     CLUSTER, for a worker that is started by itself (`models`)."""
     ray_address: str | None = None
-    """An existing Ray cluster. Absent: one on this machine that runs as long as `tandem up`."""
+    """An existing Ray cluster, by the host:port of its head; this host must be one of its nodes. Absent: one on this
+    machine that runs as long as `tandem up`."""
 
     logs: Path | None = None
     """A folder that keeps the logs of every run, each in a separate folder. Absent: those of a failed run are kept in
@@ -156,11 +158,15 @@ class Settings(BaseSettings):
     weight_cache_gib: Annotated[float, Field(gt=0, le=65536)] = 32.0
     """Its maximum size; the files that were used longest ago are removed first."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if torch finds it."""
+    """auto: cuda if torch finds it; under Ray, if a node offers GPUs. Ray assigns each worker its GPU."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of a GPU's memory that one worker may take, weights included. Ray places several workers on one GPU
+    only if their shares fit: 0.5 is two (not yet run on a GPU)."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
     """CPU threads of one worker's engine; 0: this machine's cores divided by `host_workers`, at least one."""
     host_workers: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster."""
+    """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster, of an existing Ray
+    those that a host may get."""
 
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
     """Token places in a block: the unit of allocation, caching and transfer. On CUDA without the package
@@ -373,11 +379,6 @@ def check_model(settings: Settings) -> None:
             bound="names that differ from the model's",
         )
     _check_autoscale(settings)
-
-
-def host_port(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address (RFC 3986)."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _check_autoscale(settings: Settings) -> None:

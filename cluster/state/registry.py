@@ -73,6 +73,8 @@ class WorkerRecord:
     weight_bytes: int = 0  # of the model as it is served
     slow_products: str = ""  # a sentence where the compiled products lose to torch's (engine/kernels/speed_check.py)
     metrics_address: str = ""  # host:port of /metrics; empty: it has none
+    node: str = ""  # the name of its host
+    device: str = ""  # on which its engine runs: "cpu", or "cuda:" and what the host calls that GPU
     adapters_version: int = 0  # of the list of adapters that it serves (cluster/state/adapter_list.py)
     # From here on, what changes with the worker's load (RecordReader):
     running: int = 0
@@ -97,8 +99,7 @@ class WorkerRecord:
 
     @classmethod
     def parse(cls, text: str | bytes) -> WorkerRecord:
-        """Ignores fields of a newer version; a worker in a state that only a newer version has gets no new requests.
-        Raises ValueError for anything that is not a record."""
+        """Ignores unknown fields; a worker in an unknown state gets no new requests. Raises ValueError."""
         try:
             return _parse_record(text)
         except ValueError:
@@ -374,8 +375,7 @@ class Registry:
     # ---- changes
 
     async def changes(self, every_s: float) -> AsyncGenerator[None, None]:
-        """Yields after each change, once for announcements within COALESCE_S, and at least every `every_s` seconds.
-        Survives a lost registry."""
+        """Yields after each change, once for all within COALESCE_S, and every `every_s` seconds; never raises."""
         yield None
         while True:
             try:

@@ -17,7 +17,7 @@ sees strided views of the same memory; nothing is ever copied to be sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -72,6 +72,18 @@ class KvCache:
         typed = self.buffer.view(dtype_named(self.layout.scale_dtype))
         size, stride = (self.num_blocks, self.block_size, heads), (typed.shape[1], 1, self.block_size)
         return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
+
+
+def block_reader(pages: KvCache) -> Callable[[int], memoryview]:
+    """Reads one block's bytes for its digest. From a GPU it is copied to the host first (not yet run on a GPU)."""
+    if pages.buffer.device.type == "cpu":
+        return pages.block_view
+
+    def copy(block: int) -> memoryview:
+        host: torch.Tensor = pages.buffer[block].cpu()
+        return memoryview(host.numpy().data)
+
+    return copy
 
 
 def layout_of(

@@ -85,6 +85,9 @@ class InProcessTransport:
     def one_sided(self, peer: Peer) -> bool:
         return True
 
+    def device(self, peer: Peer) -> str:
+        return ""
+
     def link(self, peer: Peer) -> str:
         return self.kind
 

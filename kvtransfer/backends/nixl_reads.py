@@ -70,6 +70,7 @@ class NixlReads:
     def __init__(self, agent: NixlAgent, clock: RoundClock) -> None:
         self.remotes: dict[str, Remote] = {}  # by agent name
         self.links: dict[str, str] = {}  # likewise: the path that reads take; read on any thread
+        self.devices: dict[str, str] = {}  # likewise: its network devices
         self._agent = agent
         self._clock = clock
 
@@ -139,6 +140,7 @@ class NixlReads:
             if remote.lost and not remote.reads:
                 del self.remotes[name]
                 self.links.pop(name, None)
+                self.devices.pop(name, None)
 
     def _advance(self, remote: Remote, may_post: bool) -> bool:
         worked = False
@@ -176,8 +178,10 @@ class NixlReads:
             remote.ready = True
             region = self._agent.region
             if region.memory == "dram" or region.spare_block is not None:
-                name = ucx_log.transport(self._agent.name, remote.endpoint, region.block_bytes)
+                about = self._agent.name, remote.endpoint, region.block_bytes
+                name = ucx_log.transport(*about)
                 self.links[remote.peer.agent_name] = f"nixl:ucx:{name or 'unknown'}"
+                self.devices[remote.peer.agent_name] = ucx_log.devices(*about)
         read.done.set_result(None)
 
     def _collect(self, remote: Remote, read: Read) -> bool:

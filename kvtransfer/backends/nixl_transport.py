@@ -100,6 +100,9 @@ class NixlTransport:
     def link(self, peer: Peer) -> str:
         return self._owner.reads.links.get(peer.agent_name, "nixl:ucx:unknown")
 
+    def device(self, peer: Peer) -> str:
+        return self._owner.reads.devices.get(peer.agent_name, "")
+
     def forget(self, peer: Peer) -> None:
         if not self._owner.closing and self.broken is None:
             self._owner.submit(lambda: self._owner.reads.lose(peer.agent_name, f"{peer.agent_name} was forgotten"))

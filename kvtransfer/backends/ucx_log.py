@@ -46,15 +46,16 @@ _CFG = re.compile(r"UCX\s+INFO\s+(\S+) \S+ cfg#(\d+) ")
 _EP = re.compile(r"created ep (0x\w+) to .* from api call")
 _LANES = re.compile(r"ep (0x\w+): am_lane ")
 _LANE = re.compile(r"ep (0x\w+): (lane\[\d+\]: .*)")
-_TRANSPORT = re.compile(r"\b([a-z]\w*)/[\w:.-]+")
+_PATH = re.compile(r"\b([a-z]\w*)/([\w:.-]+)")  # transport and device
+_HOST = "memory"  # what UCX calls the device of transports within one host
 _TROUBLE = re.compile(r"UCX\s+(WARN|ERROR|FATAL)\s+(.*)")
 
 # Read at most this much of the log at once; UCX in a loop of errors must not fill our memory.
 _CHUNK = 1 << 20
 
 
-# Rows of (first byte count, transports).
-_Table = list[tuple[int, str]]
+# Rows of (first byte count, transports, devices).
+_Table = list[tuple[int, str, str]]
 _Lanes = tuple[str, ...]
 
 
@@ -122,13 +123,20 @@ class UcxLog:
     def transport(self, agent: str, endpoint: str, block_bytes: int) -> str | None:
         """The transport that reads of `block_bytes` take over an endpoint that has been read from; None if the log
         leaves more than one."""
+        return self._agreed(agent, endpoint, block_bytes, 1)
+
+    def devices(self, agent: str, endpoint: str, block_bytes: int) -> str:
+        """The network devices of that transport, with + between them; empty if there is none, or it is not known."""
+        return self._agreed(agent, endpoint, block_bytes, 2) or ""
+
+    def _agreed(self, agent: str, endpoint: str, block_bytes: int, column: int) -> str | None:
         with self._lock:
             self._consume()
             self._end_lanes()
             known = self._agents.get(agent, _Agent())
             # Without lanes (the debug level cannot be set here) it is still known if all tables agree.
             cfgs = known.by_lanes.get(self._lanes_of.get(endpoint, ()), known.tables.keys())
-            names = {_pick(table, block_bytes) for cfg in cfgs for table in known.tables.get(cfg, ())}
+            names = {_pick(table, block_bytes, column) for cfg in cfgs for table in known.tables.get(cfg, ())}
             return names.pop() if len(names) == 1 else None
 
     def drop_endpoint(self, endpoint: str) -> None:
@@ -194,8 +202,10 @@ class UcxLog:
             self._table = []
             self._agents.setdefault(agent, _Agent()).tables.setdefault(number, []).append(self._table)
         elif self._table is not None and (row := _ROW.match(line)):
-            names = dict.fromkeys(_TRANSPORT.findall(row[3]))
-            self._table.append((int(row[1]), "+".join(names)))
+            paths = _PATH.findall(row[3])
+            transports = dict.fromkeys(transport for transport, _ in paths)
+            devices = dict.fromkeys(device for _, device in paths if device != _HOST)
+            self._table.append((int(row[1]), "+".join(transports), "+".join(devices)))
 
 
 def _libucs() -> ctypes.CDLL | None:
@@ -205,12 +215,9 @@ def _libucs() -> ctypes.CDLL | None:
     return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None
 
 
-def _pick(table: _Table, block_bytes: int) -> str | None:
-    name = None
-    for first, transports in table:
-        if first <= block_bytes:
-            name = transports
-    return name or None
+def _pick(table: _Table, block_bytes: int, column: int) -> str | None:
+    rows = [row for row in table if row[0] <= block_bytes]
+    return str(rows[-1][column]) or None if rows else None
 
 
 ucx_log = UcxLog()

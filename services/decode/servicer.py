@@ -19,6 +19,8 @@ import grpc
 
 from engine.core.sequence import Finish, LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
+from engine.kv.kv_cache import block_reader
+from kvtransfer.backends.network_devices import why_slow
 from kvtransfer.types import DigestBlock, digest
 from services.cluster_credentials import to_workers
 from services.decode.begin_gate import BeginGate
@@ -30,7 +32,7 @@ from services.decode.request_cleanup import RequestCleanup
 from services.decode.stream_mux import StreamMuxes
 from services.grpc_server import Channels
 from services.proto_convert import FINISH, logprobs_to, prompt_logprobs_to, sampling_from, sequence_tokens
-from services.worker import Worker, block_reader, load_engine
+from services.worker import Worker, load_engine
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import IncompatibleLayout, NotFound, PreconditionFailed, Unavailable
 from tandem.sampling import Sampling
@@ -178,6 +180,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         except IncompatibleLayout as error:
             return decode_pb2.ProbePairResponse(compatible=False, differences=[error.message])
         here, there = worker.adapters.fingerprints(), await source.adapters()
+        link, device = worker.transport.link(source.peer), worker.transport.device(source.peer)
         return decode_pb2.ProbePairResponse(
             compatible=True,
             differences=[
@@ -185,8 +188,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 for name in sorted(here.keys() | there.keys())
                 if here.get(name) != there.get(name)
             ],
-            transport=worker.transport.link(source.peer),
+            transport=link,
             bytes_per_second=speed,
+            device=device,
+            slow=why_slow(link, device),
         )
 
 

@@ -21,11 +21,12 @@ import grpc
 from engine.core import block_hash
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
+from engine.kv.kv_cache import block_reader
 from kvtransfer.sender import PART_BYTES, Sender
 from kvtransfer.types import DigestBlock, Offer, Ticket, digest
 from services.kv_links import answered
 from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
-from services.worker import Worker, block_reader, load_engine
+from services.worker import Worker, load_engine
 from tandem.errors import IncompatibleLayout, NotFound, StaleTransfer
 from tandem.sampling import Sampling
 from tandem.settings import Settings

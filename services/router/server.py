@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,6 +107,7 @@ class Router:
             pid=os.getpid(),
             incarnation=self.incarnation,
             address="",
+            node=socket.gethostname(),
         )
         self._watchdog = Watchdog([], lambda check, why: self._watchdog.exit_within(0.0), MAX_LOOP_BLOCKED_S)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

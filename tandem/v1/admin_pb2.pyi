@@ -77,7 +77,7 @@ class ListReceiptsResponse(_message.Message):
     def __init__(self, receipts: _Optional[_Iterable[_Union[_generation_pb2.Receipt, _Mapping]]] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address", "model")
+    __slots__ = ("worker_id", "role", "state", "pid", "incarnation", "address", "running", "waiting", "blocks_total", "blocks_held", "heartbeat_age_seconds", "weights", "weight_bytes", "kv_dtype", "kv_token_bytes", "sum_order", "metrics_address", "model", "node", "device")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,8 @@ class Worker(_message.Message):
     SUM_ORDER_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     state: str
@@ -114,7 +116,9 @@ class Worker(_message.Message):
     sum_order: str
     metrics_address: str
     model: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    node: str
+    device: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_held: _Optional[int] = ..., heartbeat_age_seconds: _Optional[float] = ..., weights: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., kv_token_bytes: _Optional[float] = ..., sum_order: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model: _Optional[str] = ..., node: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -248,7 +252,7 @@ class DiagnoseResponse(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry_reachable: _Optional[bool] = ..., registry_round_trip_seconds: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Pair(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error")
+    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error", "device", "slow")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +260,8 @@ class Pair(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     compatible: bool
@@ -263,4 +269,6 @@ class Pair(_message.Message):
     transport: str
     bytes_per_second: float
     error: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    device: str
+    slow: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ...) -> None: ...

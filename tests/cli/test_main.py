@@ -317,10 +317,10 @@ async def test_adapters(fake: Any) -> None:
 
 
 async def test_workers_table(fake: Any) -> None:
-    """Id, role, state, process, address, load, KV use and KV dtype of each worker, and the wanted sizes."""
+    """Id, role, state, host, device, process, address, load, KV use and KV dtype of each worker; the wanted sizes."""
     result = await run("workers", "--target", fake.target)
     row = next(line for line in result.out.splitlines() if "decode-0" in line)
-    assert " ".join(row.split()) == "decode-0 decode ready 7 i-1 127.0.0.1:1 1 0 25% (2/8) int8 250 ms"
+    assert " ".join(row.split()) == "decode-0 decode ready gpu3 cuda:1 7 i-1 127.0.0.1:1 1 0 25% (2/8) int8 250 ms"
     assert "wanted: prefill=1 decode=1" in result.out
 
 
@@ -394,6 +394,17 @@ async def test_doctor_flags_tcp_at_home(fake: Any, events: Any) -> None:
     assert (result.code, "degraded: prefill-0 and decode-0 are on one host" in result.out) == (0, True)
     fake.workers[1] = events.worker("decode-0", "decode", "10.0.0.2:1")
     assert "degraded" not in (await run("doctor", "--target", fake.target)).out
+
+
+async def test_doctor_names_the_network_device_and_says_why_it_is_slow(fake: Any, events: Any) -> None:
+    """A slow network is no problem, but it is said."""
+    fake.workers[1] = events.worker("decode-0", "decode", "10.0.0.2:1")
+    pair = fake.diagnosis.pairs[0]
+    pair.transport, pair.device, pair.slow = "nixl:ucx:tcp", "eth0", "eth1 of this host has 100"
+    result = await run("doctor", "--target", fake.target)
+    assert result.code == 0
+    assert "nixl:ucx:tcp over eth0 2.50 GB/s" in result.out
+    assert "degraded: prefill-0 to decode-0: eth1 of this host has 100" in result.out
 
 
 async def test_doctor_names_workers_that_sum_in_unlike_orders(fake: Any) -> None:

@@ -95,6 +95,8 @@ async def start(
     role: str, settings: Settings, worker_id: str, say: Callable[[str], None], engine: str | None = None
 ) -> FakeService:
     say(f"pretending to load for {worker_id}" if engine is None else f"loaded before, by {engine}")
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
+    say(f"on {settings.host}, device {settings.device}, GPU {gpu}, {settings.host_workers} workers here")
     if os.environ.get("FAKE_REFUSE") == role:
         raise CheckpointRefused(f"the model {settings.model} cannot be served by {worker_id}", field="model")
     if os.environ.get("FAKE_CRASH") == role:

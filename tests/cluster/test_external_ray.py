@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -54,14 +55,20 @@ def _head(directory: str) -> Iterator[dict[str, str]]:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", code, "start", "--head", "--block", "--disable-usage-stats", f"--port={port}"]
     command += ["--include-dashboard=false", "--num-cpus=0", "--object-store-memory=80000000"]
-    command += ['--resources={"router": 9, "decode": 9, "prefill": 9}']
+    command += ['--resources={"decode": 9, "prefill": 9}', "--num-gpus=2"]  # of which there are none: Ray only counts
     ray = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     assert ray.stdout
-    assert any("Ray runtime started" in line for line in ray.stdout), "the head did not start"
+    said: list[str] = []
+    for line in ray.stdout:
+        said.append(line)
+        if "Ray runtime started" in line:
+            break
+    node = re.search(r"Local node IP: (\S+)", "".join(said))
+    assert node, said
     family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
-    yield env | {"RAY_ADDRESS": f"{socket.gethostbyname(socket.gethostname())}:{port}", "HEAD": str(ray.pid)}
+    yield env | {"RAY_ADDRESS": f"{node[1]}:{port}", "HEAD": str(ray.pid), "NODE": node[1]}
     for process in family:
         if process.is_running():
             process.kill()
@@ -88,8 +95,16 @@ def actors(env: dict[str, str]) -> list[psutil.Process]:
     return [process for process in found if "Actor" in process.name()]
 
 
+def devices(text: str) -> dict[str, tuple[str, str, str, str]]:
+    """What each worker said about itself: address, device, GPU and the number of workers of its host."""
+    lines = re.findall(r"(\S+-\d): +on (\S+), device (\w+), GPU (\S+), (\d+) workers here", text)
+    return {worker_id: tuple(about) for worker_id, *about in lines}
+
+
 def test_it_comes_and_goes_and_a_second_one_is_refused_without_harm(head: dict[str, str]) -> None:
-    """One supervisor for each cluster name; the refused `up` leaves the running one alone, and Ray outlives both."""
+    """One supervisor for each cluster name; the refused `up` leaves the running one alone, and Ray outlives both. Each
+    worker has a GPU of its own and listens on its node's address; the router, for which no node has a resource, is
+    where `up` is."""
     up = start_up(head)
     ready(up)
     before = actors(head)
@@ -101,18 +116,24 @@ def test_it_comes_and_goes_and_a_second_one_is_refused_without_harm(head: dict[s
     up.send_signal(signal.SIGTERM)
     _, err = up.communicate(timeout=SOON_S)
     assert up.returncode == 0, err
+    said, node = devices(err), head["NODE"]
+    assert said["router-0"] == ("127.0.0.1", "auto", "none", "0")
+    assert {said[worker][:2] + said[worker][3:] for worker in ("prefill-0", "decode-0")} == {(node, "auto", "2")}
+    assert {said["prefill-0"][2], said["decode-0"][2]} == {"0", "1"}
     psutil.wait_procs(before, timeout=SOON_S)
     assert actors(head) == []
     assert psutil.pid_exists(int(head["HEAD"]))
 
 
 def test_killed_it_leaves_no_actors(head: dict[str, str]) -> None:
-    """Ray ends the owner with its process, and the supervisor drains and ends itself after its owner."""
-    up = start_up(head)
+    """Ray ends the owner with its process, and the supervisor drains and ends itself after its owner. Workers with a
+    share of a GPU are as many on each as their shares allow."""
+    up = start_up(head | {"TANDEM_GPU_SHARE": "0.5", "TANDEM_PREFILL": "2", "TANDEM_DECODE": "2"})
     ready(up)
     before = actors(head)
     up.kill()
-    up.communicate(timeout=SOON_S)
+    _, err = up.communicate(timeout=SOON_S)
+    assert sorted(gpu for _, _, gpu, workers in devices(err).values() if workers == "4") == ["0", "0", "1", "1"]
     psutil.wait_procs(before, timeout=SOON_S)
     assert actors(head) == []
 

@@ -116,6 +116,19 @@ def test_the_row_of_the_block_size_counts(log):
     assert log.transport("w@1", "0x1", 1 << 20) == "rc_mlx5+dc_mlx5"
 
 
+def test_the_network_devices_of_the_chosen_transport_are_named(log):
+    """By the row of the block size; memory of this host is no device, and what is not known is empty."""
+    rows = [
+        "| 0..65535 | short | tcp/eth1 |",
+        "| 65536..inf | zero-copy | 50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1 |",
+    ]
+    write(log, endpoint("0x1", "a/b", 1) + endpoint("0x2", "cma/memory", 2))
+    write(log, table("w@1", READ, *rows) + table("w@1", READ, "| 0..inf | zero-copy | cma/memory |", cfg=2))
+    assert log.devices("w@1", "0x1", 4096) == "eth1"
+    assert log.devices("w@1", "0x1", 1 << 20) == "mlx5_0:1+mlx5_1:1"
+    assert log.devices("w@1", "0x2", 1 << 20) == log.devices("w@1", "0x3", 4096) == ""
+
+
 def test_tables_of_other_operations_and_agents_do_not_count(log):
     """Writes, messages and other agents of this process say nothing about this agent's reads."""
     write(log, table("w@1", "remote memory write by ucp_put* from host memory to host", "| 0..inf | x | cma/memory |"))

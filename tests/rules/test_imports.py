@@ -148,10 +148,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cluster": (
         *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
         *(
-            ("reconcile_plan", "autoscale_policy", "model_clusters"),
+            ("reconcile_plan", "autoscale_policy", "model_clusters", "placement"),
             ("state",),
             ("orphan_reaper",),
-            ("run_directory", "exit_with_parent"),
+            ("run_directory", "exit_with_parent", "free_port"),
         ),
     ),
 }
@@ -167,6 +167,7 @@ PURE = (
         "engine/core/block_hash.py",
         "engine/core/step_time.py",
     ),
+    "cluster/placement.py",
     "services/router/routing/placement.py",
     "services/router/routing/local_or_remote.py",
     "services/router/routing/worker_selector.py",

@@ -89,6 +89,8 @@ def worker(worker_id: str, role: str, address: str = "127.0.0.1:1") -> admin_pb2
         kv_dtype="int8",
         kv_token_bytes=816.0,
         heartbeat_age_seconds=0.25,
+        node="gpu3",
+        device="cuda:1",
     )
 
 

@@ -135,6 +135,9 @@ class NcclTransport:
                     await settle(asyncio.wrap_future(batch.done), f"a read from {peer.agent_name}")
         return ReadStats(len(pairs) * self.region.block_bytes, time.monotonic() - started, self.link(peer))
 
+    def device(self, peer: Peer) -> str:
+        return ""  # neither Gloo nor NCCL tells
+
     def forget(self, peer: Peer) -> None:
         self._lose(peer.agent_name, f"{peer.agent_name} was forgotten")
 

@@ -28,7 +28,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.errors import InternalError, SettingsError
-from tandem.settings import Settings, host_port
+from tandem.rpc.addresses import host_port
+from tandem.settings import Settings
 from tandem.tasks import end, once
 
 log = structlog.get_logger(__name__)

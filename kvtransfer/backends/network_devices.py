@@ -1,0 +1,65 @@
+"""The network devices of this host, from Linux's sysfs, and whether KV goes over the slow one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SYSFS = Path("/sys/class")
+ACTIVE = "ACTIVE"  # of an RDMA port's state, as in "4: ACTIVE"
+
+
+def why_slow(link: str, devices: str, sysfs: Path = SYSFS) -> str:
+    """A sentence where this host has a faster device for reads than the one that they take; otherwise empty.
+
+    `link` is as in Transport.link, `devices` as in Transport.device. The host of the other worker is not examined. RDMA
+    devices have not been tried.
+    """
+    used = {name.partition(":")[0] for name in devices.split("+") if name}
+    if not used or used == {"lo"}:
+        return ""
+    rdma, ethernet = _rdma(sysfs / "infiniband"), _ethernet(sysfs / "net")
+    by_tcp = link.endswith("tcp")
+    if by_tcp and rdma:
+        return (
+            f"KV goes by TCP over {devices}, and this host has {', '.join(sorted(rdma))}: see that UCX_TLS and"
+            " UCX_NET_DEVICES admit it, that /dev/infiniband is there, and that memory may be locked (ulimit -l)"
+        )
+    speeds = ethernet if by_tcp else rdma
+    known = [speeds[name] for name in used if name in speeds]
+    faster = {name: speed for name, speed in speeds.items() if name not in used and known and speed > max(known)}
+    if not faster:
+        return ""
+    best = max(faster, key=lambda name: faster[name])
+    return (
+        f"KV goes over {devices} with {max(known) / 1e3:g} Gbit/s, and {best} of this host has {faster[best] / 1e3:g}:"
+        f" UCX_NET_DEVICES={best}{'' if by_tcp else ':1'} chooses it"
+    )
+
+
+def _ethernet(folder: Path) -> dict[str, float]:
+    """Mbit/s of each device that is up; virtual ones have no speed, or one that means nothing."""
+    speeds: dict[str, float] = {}
+    for device in folder.glob("*"):
+        speed = _text(device / "speed")
+        if (device / "device").exists() and _text(device / "operstate") == "up" and speed.isdigit():
+            speeds[device.name] = float(speed)
+    return speeds
+
+
+def _rdma(folder: Path) -> dict[str, float]:
+    """Mbit/s of the fastest active port of each device."""
+    speeds: dict[str, float] = {}
+    for port in folder.glob("*/ports/*"):
+        rate = _text(port / "rate").partition(" ")[0]  # "200 Gb/sec (4X HDR)"
+        if _text(port / "state").endswith(ACTIVE) and rate.replace(".", "", 1).isdigit():
+            name = port.parents[1].name
+            speeds[name] = max(speeds.get(name, 0.0), float(rate) * 1e3)
+    return speeds
+
+
+def _text(path: Path) -> str:
+    """Empty where the kernel does not tell."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

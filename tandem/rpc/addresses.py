@@ -1,0 +1,8 @@
+"""Addresses as text: host:port, with an IPv6 address in brackets."""
+
+from __future__ import annotations
+
+
+def host_port(host: str, port: int) -> str:
+    """`host` is a name or an address; an IPv6 one with or without brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -1,0 +1,104 @@
+"""Where a process of a cluster may run, and its settings there."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.placement import Node, Placement, both_pools, check_gpus, check_registry, here, needs, workers_on
+from tandem.errors import SettingsError
+from tandem.settings import Settings
+
+A, B = Node("a", "10.0.0.1", {"CPU": 8.0}), Node("b", "fd00::2", {"CPU": 8.0})
+HOME = Placement("a", workers=4)
+
+
+def settings(**more: object) -> Settings:
+    return Settings(model="fake", ray_address="10.0.0.1:6379", **more)  # type: ignore[arg-type]
+
+
+def offering(node: Node, **resources: float) -> Node:
+    return Node(node.node_id, node.address, {**node.offers, **resources})
+
+
+def test_on_a_plain_ray_workers_run_anywhere_and_routers_where_up_is() -> None:
+    """Nobody has to offer a resource."""
+    assert needs({"decode"}, settings(), [A, B], HOME).resources == {}
+    assert needs({"decode"}, settings(), [A, B], HOME).node == ""
+    assert needs({"router"}, settings(), [A, B], HOME).node == "a"
+
+
+def test_a_resource_that_a_node_offers_is_needed() -> None:
+    """Of a router too, which may then run on another host; a spare needs those of both pools."""
+    nodes = [A, offering(B, decode=1, prefill=2, router=1)]
+    assert needs({"decode"}, settings(), nodes, HOME).resources == {"decode": 1}
+    assert needs({"router"}, settings(), nodes, HOME) == needs({"router"}, settings(), nodes[::-1], HOME)
+    assert needs({"router"}, settings(), nodes, HOME).node == ""
+    assert needs({"prefill", "decode"}, settings(), nodes, HOME).resources == {"decode": 1, "prefill": 1}
+    assert both_pools("b", nodes)
+    assert not both_pools("a", nodes)
+    assert both_pools("a", [A, B])
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "wanted"), [("auto", 0, 0), ("auto", 1, 0.5), ("cpu", 1, 0), ("cuda", 0, 0.5)]
+)
+def test_gpus_are_needed_where_there_are_some_or_the_setting_says_so(device: str, gpus: int, wanted: float) -> None:
+    """Never by a router; with cuda and without a GPU a worker waits rather than run on the CPU."""
+    nodes, own = [A, offering(B, GPU=gpus)], settings(device=device, gpu_share=0.5)
+    assert needs({"decode"}, own, nodes, HOME).gpus == wanted
+    assert needs({"router"}, own, nodes, HOME).gpus == 0
+
+
+def test_a_worker_listens_on_its_node_and_a_router_at_home_as_the_settings_say() -> None:
+    """IPv6 too; a wildcard stays one, and the others are told the node's address."""
+    own = settings(host="127.0.0.1", device="cpu")
+    worker = here("decode", own, B, [A, B], HOME, [])
+    assert (worker.host, worker.advertise_host) == ("fd00::2", "fd00::2")
+    assert here("router", own, A, [A, B], HOME, []).host == "127.0.0.1"
+    assert here("router", own, B, [A, B], HOME, []).host == "fd00::2"
+    everywhere = here("decode", settings(host="::"), B, [A, B], HOME, [])
+    assert (everywhere.host, everywhere.advertise_host) == ("::", "fd00::2")
+    assert here("router", settings(host="::"), A, [A, B], HOME, []).advertise_host == "10.0.0.1"
+    local = Settings(model="fake")
+    assert here("decode", local, A, [A], Placement("a"), []).host == "127.0.0.1"
+
+
+def test_without_an_assigned_gpu_a_worker_uses_none() -> None:
+    """Two workers that each took the first GPU of their host would share it by accident."""
+    assert here("decode", settings(), A, [A], HOME, []).device == "cpu"
+    assert here("decode", settings(), A, [A], HOME, ["1"]).device == "auto"
+
+
+def test_cores_are_shared_by_the_workers_that_a_host_may_get() -> None:
+    """As many as its resources admit, otherwise an even share, never none; a number in the settings is kept."""
+    assert [workers_on(node, [A, B], HOME) for node in (A, B)] == [2, 2]
+    nodes = [offering(A, prefill=1), offering(B, decode=9)]
+    assert [workers_on(node, nodes, HOME) for node in nodes] == [1, 4]
+    assert workers_on(A, [A, offering(B, decode=9)], HOME) == 2
+    assert workers_on(A, [A, B], Placement("a", only_home=True, workers=3)) == 3
+    assert here("decode", settings(), A, [A, B], HOME, []).host_workers == 2
+    assert here("decode", settings(host_workers=7), A, [A, B], Placement("a"), []).host_workers == 7
+
+
+@pytest.mark.parametrize("url", ["unix:///run/valkey.sock", "redis://127.0.0.1:6379/0", "rediss://:pw@localhost:6379"])
+def test_a_registry_that_other_hosts_cannot_reach_is_refused_if_there_are_some(url: str) -> None:
+    """The sentence says what to do, and not the password. On one host nothing may run elsewhere then."""
+    with pytest.raises(SettingsError, match="start a Valkey or Redis that all hosts reach") as refused:
+        check_registry(url, A, [A, B])
+    assert ":pw" not in refused.value.message
+    assert check_registry(url, A, [A])
+    assert not check_registry("redis://:pw@10.0.0.1:6379/0", A, [A, B])
+    assert needs({"decode"}, settings(), [A], Placement("a", only_home=True)).node == "a"
+
+
+def test_too_few_gpus_are_refused_at_once_on_this_machine_alone() -> None:
+    """With what to change; shares of one GPU count whole ones."""
+    two = [(Settings(model="fake"), {"router": 1, "prefill": 1, "decode": 1})]
+    with pytest.raises(SettingsError, match="2 workers need 2 GPUs, and Ray finds 1 here"):
+        check_gpus(two, [offering(A, GPU=1)])
+    check_gpus(two, [offering(A, GPU=2)])
+    check_gpus(two, [A])
+    halves = [(Settings(model="fake", gpu_share=0.5), sizes) for _, sizes in two]
+    check_gpus(halves, [offering(A, GPU=1)])
+    with pytest.raises(SettingsError, match="Ray finds 0 here"):
+        check_gpus([(Settings(model="fake", device="cuda"), {"decode": 1})], [A])
