@@ -32,8 +32,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = ""
-    """A checkpoint folder or a hub id; org/name@REVISION pins a commit, tag or branch. Required, unless `models` names
-    several."""
+    """A checkpoint folder or a hub id; org/name@REVISION pins a commit. Required, unless `models` names several."""
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
     """Several models behind the same routers, each with its own pools: a name for each, with the settings of its own
     (tandem/model_settings.py). `--models FILE` reads a TOML file; in the environment they are JSON."""
