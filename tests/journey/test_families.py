@@ -91,7 +91,7 @@ async def test_tokens_equal_transformers_over_gloo(model: Path, expected: Expect
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
 async def test_tokens_of_every_other_family_equal_transformers(inside: Any, model: Path, expected: Expected) -> None:
     """Through the same router and workers in this process, with KV over NIXL, too; then nothing stays held."""
-    async with inside(model=str(model), transport="nixl", heartbeat_ttl_s=30.0, **SETTINGS) as cluster:
+    async with inside(model=str(model), transport="nixl", **SETTINGS) as cluster:
         await assert_equal(cluster.client, expected)
         await cluster.freed()
         assert await cluster.ledgers_balance()
