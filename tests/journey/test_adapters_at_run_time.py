@@ -20,6 +20,7 @@ from services.runtime_adapters import RuntimeAdapters
 from tandem.async_client import AsyncClient
 from tandem.errors import InvalidRequest, NotFound, ResumeFailed, TandemError, Unavailable
 from tests.support import oracle
+from tests.support.faults import slow_down
 
 NEW = 12
 
@@ -283,6 +284,8 @@ async def test_a_stream_keeps_an_adapter_that_is_unloaded(
     async with inside(adapter_root=root, adapter_slots=1, decode=2) as cluster:
         client = cluster.client
         await client.load_adapter("mine", "red")
+        for worker in cluster.workers.values():
+            slow_down(worker, 0.01)  # the stream is not over before what happens in it
         stream = client.stream(prompt, adapter="mine", max_tokens=new, ignore_eos=True)
         tokens = list((await anext(stream)).token_ids)
         await client.unload_adapter("mine")

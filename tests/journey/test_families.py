@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,26 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / request.param, request.param, seed=0, dtype="float32")
 
 
-async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Path, transport: str = "nixl:") -> None:
+@dataclass(frozen=True)
+class Expected:
+    """Prompts, and what transformers appends to each. Made before the cluster starts: it would hold its event loop."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    fresh: list[list[int]]
+    fresh_tokens: list[list[int]]
+
+
+@pytest.fixture
+def expected(model: Path) -> Expected:
+    prompts, fresh = oracle.prompts(model, LENGTHS), oracle.prompts(model, [1, 23, 130], seed=1)
+    tokens, fresh_tokens = ([oracle.greedy(model, one, NEW) for one in asked] for asked in (prompts, fresh))
+    assert len({tuple(one) for one in tokens}) > len(tokens) // 2, "outputs must vary, or equality is weak"
+    return Expected(prompts, tokens, fresh, fresh_tokens)
+
+
+async def assert_equal(client: AsyncClient, expected: Expected, transport: str = "nixl:") -> None:
     """One at a time and sixteen at once, cache cold and warm: token for token what `generate` gives."""
-    prompts = oracle.prompts(model, LENGTHS)
-    expected = [oracle.greedy(model, prompt, NEW) for prompt in prompts]
-    assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "outputs must vary, or equality is weak"
 
     async def ask(prompt: list[int]) -> list[int]:
         done = await client.generate(prompt, max_tokens=NEW, temperature=0.0, ignore_eos=True, timeout=60)
@@ -44,39 +60,38 @@ async def assert_tokens_are_those_of_transformers(client: AsyncClient, model: Pa
         assert done.receipt.transfer.transport.startswith(transport)
         return done.token_ids
 
-    assert await asyncio.gather(*map(ask, prompts)) == expected, "sixteen at once, cold"
-    assert await asyncio.gather(*map(ask, prompts)) == expected, "sixteen at once, warm"
-    again = [0, 4, 8, 11, 15]
-    assert [await ask(prompts[i]) for i in again] == [expected[i] for i in again], "one at a time, warm"
-    fresh = oracle.prompts(model, [1, 23, 130], seed=1)
-    assert [await ask(prompt) for prompt in fresh] == [oracle.greedy(model, one, NEW) for one in fresh], "alone, cold"
-    warm = await client.generate(prompts[-1], max_tokens=2, ignore_eos=True)
+    assert await asyncio.gather(*map(ask, expected.prompts)) == expected.tokens, "sixteen at once, cold"
+    assert await asyncio.gather(*map(ask, expected.prompts)) == expected.tokens, "sixteen at once, warm"
+    for index in (0, 4, 8, 11, 15):
+        assert await ask(expected.prompts[index]) == expected.tokens[index], "one at a time, warm"
+    assert [await ask(prompt) for prompt in expected.fresh] == expected.fresh_tokens, "alone, cold"
+    warm = await client.generate(expected.prompts[-1], max_tokens=2, ignore_eos=True)
     assert warm.receipt.cached_tokens >= LENGTHS[-1] - SETTINGS["block_size"]
 
 
 @pytest.mark.parametrize("model", IN_PROCESSES, indirect=True)
-async def test_tokens_equal_transformers(model: Path) -> None:
+async def test_tokens_equal_transformers(model: Path, expected: Expected) -> None:
     """Through a router, a prefill and a decode worker, each a process; then nothing stays held."""
     with LocalCluster(model, **SETTINGS) as cluster:
         async with AsyncClient(cluster.target) as client:
-            await assert_tokens_are_those_of_transformers(client, model)
+            await assert_equal(client, expected)
         cluster.wait_balanced()
 
 
 # To the transport a block is bytes, so few over the second one: plain KV, and latent KV.
 @pytest.mark.parametrize("model", ["demo", "tiny-deepseek-v2"], indirect=True)
-async def test_tokens_equal_transformers_over_gloo(model: Path) -> None:
+async def test_tokens_equal_transformers_over_gloo(model: Path, expected: Expected) -> None:
     """As above, over the transport in which both sides act."""
     with LocalCluster(model, transport="nccl", **SETTINGS) as cluster:
         async with AsyncClient(cluster.target) as client:
-            await assert_tokens_are_those_of_transformers(client, model, "gloo:")
+            await assert_equal(client, expected, "gloo:")
         cluster.wait_balanced()
 
 
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
-async def test_tokens_of_every_other_family_equal_transformers(inside: Any, model: Path) -> None:
+async def test_tokens_of_every_other_family_equal_transformers(inside: Any, model: Path, expected: Expected) -> None:
     """Through the same router and workers in this process, with KV over NIXL, too; then nothing stays held."""
     async with inside(model=str(model), transport="nixl", **SETTINGS) as cluster:
-        await assert_tokens_are_those_of_transformers(cluster.client, model)
+        await assert_equal(cluster.client, expected)
         await cluster.freed()
         assert await cluster.ledgers_balance()
