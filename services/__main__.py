@@ -56,4 +56,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is closed. The destructors of libraries would end with SIGSEGV where the system has an RDMA library besides
+    # NIXL's own: both have libnl, and one's destructor walks the other's list.
+    os._exit(code)

@@ -38,7 +38,8 @@ def main() -> int:
     rows = [f"base    {build.size_gb(base):5.2f} GB  {base}"]
     for image in build.IMAGES if args.device == build.TAG else ("worker",):
         since = time.monotonic()
-        build.build(image, base, args.device, say)
+        if args.base or build.stale(image, args.device):
+            build.build(image, base, args.device, say)
         rows.append(
             f"{image:7} {build.size_gb(build.name(image, args.device)):5.2f} GB  {time.monotonic() - since:.0f} s"
         )

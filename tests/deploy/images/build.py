@@ -80,9 +80,9 @@ def _copied(dockerfile: Path) -> Iterator[Path]:
                 yield from (one for one in paths if one.is_file() and not {"__pycache__", "_build"} & {*one.parts})
 
 
-def stale(image: str) -> bool:
+def stale(image: str, device: str = TAG) -> bool:
     """Whether STORE has no image of what lies in this checkout."""
-    found = tool("podman", "image", "inspect", "--format", "{{json .Labels}}", name(image), check=False)
+    found = tool("podman", "image", "inspect", "--format", "{{json .Labels}}", name(image, device), check=False)
     labels = json.loads(found) if found.startswith("{") else {}
     return labels.get(SOURCES) != sources(image)
 

@@ -8,8 +8,10 @@ namespace and an address of its own on a bridge of this machine; nothing of it i
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
+import re
 import secrets
 import shutil
 import subprocess
@@ -43,10 +45,15 @@ default_network = "{bridge}"
 """
 
 
-def manifest(template: Document, name: str, ip: str, names: dict[str, str]) -> Document:
-    """A Deployment of one pod, or the pod of a hook. What differs from the template: name and address are
-    written out; `names` of Services are in its hosts; probes and hooks are left to the test; memory for /dev/shm is
-    podman's; what chooses a node is dropped, because there is one."""
+def manifest(
+    template: Document, name: str, ip: str, names: dict[str, str], keys: dict[str, dict[str, str]]
+) -> Document:
+    """A Deployment of one pod, or the pod of a hook.
+
+    What differs from the template: name, address and references to variables are written out, with `keys` of Secrets;
+    `names` of Services are in its hosts; probes and hooks are left to the test; ports, which podman would open on the
+    machine, are not named; memory for /dev/shm is podman's; what chooses a node is dropped, because there is one.
+    """
     spec = copy.deepcopy(template["spec"])
     for chooses in ("topologySpreadConstraints", "serviceAccountName", "nodeSelector", "affinity", "tolerations"):
         spec.pop(chooses, None)
@@ -54,10 +61,17 @@ def manifest(template: Document, name: str, ip: str, names: dict[str, str]) -> D
     memory = {one["name"] for one in spec.get("volumes", []) if (one.get("emptyDir") or {}).get("medium") == "Memory"}
     spec["volumes"] = [one for one in spec.get("volumes", []) if one["name"] not in memory]
     for container in spec["containers"]:
-        for handled in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "terminationMessagePolicy"):
+        for handled in (
+            "startupProbe",
+            "readinessProbe",
+            "livenessProbe",
+            "lifecycle",
+            "ports",
+            "terminationMessagePolicy",
+        ):
             container.pop(handled, None)
         container["volumeMounts"] = [one for one in container["volumeMounts"] if one["name"] not in memory]
-        _expand(container, {"metadata.name": name, "status.podIP": ip})
+        _expand(container, {"metadata.name": name, "status.podIP": ip}, keys)
     if "restartPolicy" in spec:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{name}{OF_DEPLOYMENT}"}, "spec": spec}
     labels = {"matchLabels": {"app": name}}
@@ -66,12 +80,30 @@ def manifest(template: Document, name: str, ip: str, names: dict[str, str]) -> D
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": deployment}
 
 
-def _expand(container: Document, fields: dict[str, str]) -> None:
+def _expand(container: Document, fields: dict[str, str], keys: dict[str, dict[str, str]]) -> None:
+    """References in variables, command and arguments, as Kubernetes resolves them; podman 4.3 does not."""
+    known: dict[str, str] = {}
+
+    def expanded(text: str) -> str:
+        return re.sub(r"\$\((\w+)\)", lambda match: known.get(match[1], match[0]), text)
+
     for entry in container.get("env", []):
-        field = entry.get("valueFrom", {}).get("fieldRef")
-        if field:
-            del entry["valueFrom"]
-            entry["value"] = fields[field["fieldPath"]]
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            entry["value"] = fields[entry.pop("valueFrom")["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            known[entry["name"]] = keys[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+        if "value" in entry:
+            known[entry["name"]] = entry["value"] = expanded(entry["value"])
+    for words in ("command", "args"):
+        if words in container:
+            container[words] = [expanded(word) for word in container[words]]
+
+
+def secrets_of(documents: list[Document]) -> dict[str, dict[str, str]]:
+    """The keys of each Secret, as text."""
+    found = {one["metadata"]["name"]: one["data"] for one in documents if one["kind"] == "Secret"}
+    return {name: {key: base64.b64decode(of).decode() for key, of in data.items()} for name, data in found.items()}
 
 
 class Node:
@@ -110,7 +142,7 @@ class Node:
         name = f"{NAME}-tandem-{component}-{suffix}"
         self._taken += 1
         ip = self.names.get(f"{NAME}-tandem-{component}", f"{self._net}.{self._taken}")
-        deployment = manifest(self.templates[component], name, ip, self.names)
+        deployment = manifest(self.templates[component], name, ip, self.names, secrets_of(self.documents))
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump_all([*self._of_kind("ConfigMap"), deployment]))
         self.podman("kube", "play", "--log-driver=k8s-file", f"--network={self._bridge}", f"--ip={ip}", str(path))
@@ -160,7 +192,6 @@ class Played(Pod):
         for probe in ("startupProbe", "readinessProbe"):
             while probe in self.container and not self.answers(probe):
                 assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self.log()}"
-                assert self.state()["Running"], f"{self.name} ended:\n{self.log()}"
                 time.sleep(POLL_S)
 
     def terminate(self) -> None:
@@ -172,9 +203,9 @@ class Played(Pod):
     def _stop(self, grace: int) -> None:
         self._node.podman("stop", f"--time={grace}", self.id, timeout=grace + PODMAN_S)
 
-    def kill(self) -> None:
-        """SIGKILL of the container's processes; podman starts it again, as kubelet does."""
-        self._node.podman("kill", "--signal=KILL", self.id)
+    def pid(self) -> int:
+        """Of its first process, on this machine. Where it is killed, podman starts another, as kubelet does."""
+        return int(self.state()["Pid"])
 
     def ended(self, timeout_s: float = READY_S) -> int:
         """The exit code of a pod that was terminated, or that ends by itself."""
