@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -191,10 +191,12 @@ def _process(arguments: list[str], env: dict[str, str], log: Path) -> Iterator[N
     try:
         yield
     finally:
-        family = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
-        for one in family:
-            if isinstance(one, subprocess.Popen) or one.is_running():
-                one.kill()
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for child in family:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
         process.wait(30)
 
 
