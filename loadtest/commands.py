@@ -73,6 +73,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "breakeven": Measurement("scenarios.breakeven:main", "whether the router chooses the faster prefill path"),
         "overload": Measurement("scenarios.overload:main", "goodput at three times the capacity"),
         "burst": Measurement("scenarios.burst:main", "the autoscaler compared with fixed pools, on a trace's burst"),
+        "ray-autoscale": Measurement("scenarios.ray_nodes.autoscale:main", "Ray's autoscaler: nodes join and leave"),
         "start": Measurement("scenarios.start:main", "start-up: seconds of each stage, memory, first request"),
         "scale": Measurement("scenarios.scale:main", "router with 1,000 workers: placing, refreshing, a long queue"),
         "scale-registry": Measurement("scenarios.scale_registry:main", "registry with many workers, routers and jobs"),

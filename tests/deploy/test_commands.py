@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from tandem.client import Client
 from tandem.errors import PreconditionFailed
+from tests.deploy import kuberay
 from tests.deploy.chart import NAME, ROOT, example, render
 from tests.deploy.kubelet import Pod
 from tests.deploy.test_chart import pods
@@ -171,18 +173,21 @@ def parsed(command: list[str]) -> dict[str, object]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within Ray
 def test_other_programs_know_the_options_that_they_get() -> None:
-    """Ray and the hub's client, whose commands are not run here."""
-    documents = render({**example("rdma"), "ray": {"enabled": True}})
+    """Ray, whose commands KubeRay makes of the RayCluster, and the hub's client, which is not run here."""
+    documents = render(example("ray"))
+    (cluster,) = [one for one in documents if one["kind"] == "RayCluster"]
+    nodes = kuberay.templates(cluster, kuberay.GCS_PORT, 6380)
     found = {}
-    for name, template in pods(documents):
+    for name, template in {**dict(pods(documents)), **nodes}.items():
         for one in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]:
-            if one["command"][0] in ("ray", "hf"):
+            if one.get("command", ["python"])[0] in ("ray", "hf"):
                 found[name, one["name"]] = parsed([*one["command"], *one.get("args", [])])
-    assert len(found) == 6  # Ray's head, a node and a download for each pool, and the job
+    # Ray's head and nodes; downloads of the routers and the job, and of each pool as it is written and as it runs.
+    assert len(found) == 3 + 2 + 4
     for pool in ("prefill", "decode"):
-        node = found[f"{NAME}-tandem-{pool}", "ray"]
-        assert (node["resources"], node["block"]) == (f'{{"{pool}": 1}}', True)
-        assert node["address"] == f"{NAME}-tandem-ray:6379"
-        assert found[f"{NAME}-tandem-{pool}", "model-0"]["repo_id"] == "meta-llama/Llama-3.1-8B-Instruct"
+        node = found[pool, "worker"]
+        assert (json.loads(str(node["resources"])), node["block"]) == ({pool: 1}, True)
+        assert node["address"] == f"{NAME}-tandem-head-svc:6379"
+        assert found[pool, "model-0"]["repo_id"] == "Qwen/Qwen3-8B"
     with pytest.raises(click.exceptions.NoSuchOption):  # the control
         parsed(["ray", "start", "--heat"])
