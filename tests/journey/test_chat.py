@@ -25,8 +25,8 @@ class Told:
         self.adapters: list[str | None] = []
         self.fails: BaseException | None = None
 
-    def model_info(self) -> Any:
-        return SimpleNamespace(model="base", adapters=["sql", "law"])
+    def model_info(self, model: str = "") -> Any:
+        return SimpleNamespace(model="base", models=["base"], adapters=["sql", "law"])
 
     def stream(self, messages: list[Any], **options: Any) -> Any:
         self.asked.append([message["content"] for message in messages])
