@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 
+from cluster.placement import Placement
 from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
 from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
 from cluster.state.registry import Registry
@@ -84,7 +85,8 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
         max_restarts=-1,
         max_task_retries=-1,
     )
-    return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8)))
+    placement = Placement(home="", pools_only=True)
+    return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
 
 
 def _follow(supervisor: SupervisorHandle) -> int:

@@ -39,6 +39,15 @@ def test_a_resource_that_a_node_offers_is_needed() -> None:
     assert both_pools("a", [A, B])
 
 
+def test_where_nodes_come_on_demand_a_worker_waits_for_one_of_its_pool() -> None:
+    """Else the first workers of a RayCluster would start on its head, whose pod has nothing for them, or on a node of
+    the other pool. What asks for it makes Ray's autoscaler add the node."""
+    on_demand = Placement("", pools_only=True)
+    for nodes in ([A], [A, offering(B, decode=1)]):
+        assert needs({"prefill"}, settings(), nodes, on_demand).resources == {"prefill": 1}
+        assert needs({"prefill"}, settings(), nodes, HOME).resources == {}  # the control
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "wanted"), [("auto", 0, 0), ("auto", 1, 0.5), ("cpu", 1, 0), ("cuda", 0, 0.5)]
 )
