@@ -43,6 +43,8 @@ class Placement:
     """The node of `tandem up`."""
     only_home: bool = False
     """Nothing may run elsewhere: the registry cannot be reached from there."""
+    folder: str = ""
+    """To which relative paths in the settings refer: the working directory of `tandem up`."""
     workers: int = 0
     """That share the cores of all nodes; 0: `host_workers` says how many share those of one."""
     pools_only: bool = False

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -76,6 +77,8 @@ class WorkerActor:
         self._launcher = launcher
         self._placement = placement
         self._gpus = _assigned_gpus()
+        if placement.folder and Path(placement.folder).is_dir():  # on this host, too
+            os.chdir(placement.folder)
         self._preparing: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._stages: list[str] = []

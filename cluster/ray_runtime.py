@@ -159,7 +159,7 @@ class Runtime:
         node = next(node for node in nodes if node.node_id == home)
         only_home = check_registry(settings.redis or "", node, nodes)
         workers = sum(sizes.get(role, 0) for _, sizes in clusters for role in POOLS)
-        self._placement = Placement(home, only_home, workers=0 if settings.host_workers else workers)
+        self._placement = Placement(home, only_home, os.getcwd(), workers=0 if settings.host_workers else workers)
 
     def supervise(self, settings: Settings, launcher: str, run_id: str) -> SupervisorHandle:
         """Starts the cluster's supervisor; `launcher` is the module that starts services in its actors, `run_id` this

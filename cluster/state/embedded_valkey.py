@@ -25,6 +25,14 @@ RESTART_DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # seconds between one at
 READY_LINE = b"Ready to accept connections"
 
 
+def server_binary() -> Path:
+    """The server's program. Raises Unavailable."""
+    try:
+        return Path(get_binary_path())
+    except ValkeyServerError as error:
+        raise Unavailable(f"no embedded Valkey on this platform, set redis to a URL: {error}") from error
+
+
 class EmbeddedValkey:
     """One server. Start it from a thread that stays: it is killed when that thread ends."""
 
@@ -55,10 +63,6 @@ class EmbeddedValkey:
 
         Raises Unavailable with the server's last words if it does not answer in time.
         """
-        try:
-            binary = get_binary_path()
-        except ValkeyServerError as error:
-            raise Unavailable(f"no embedded Valkey on this platform, set redis to a URL: {error}") from error
         arguments = {
             "port": "0",
             "unixsocket": str(self._socket),
@@ -70,7 +74,7 @@ class EmbeddedValkey:
         }
         self._socket.unlink(missing_ok=True)  # a killed server does not remove its socket
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        command = [str(binary), *(part for name, value in arguments.items() for part in (f"--{name}", value))]
+        command = [str(server_binary()), *(part for name, value in arguments.items() for part in (f"--{name}", value))]
         self._process = subprocess.Popen(
             bound_to_parent(command),
             stdin=subprocess.DEVNULL,

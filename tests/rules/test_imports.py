@@ -107,6 +107,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "services.launch",  # its garbage collection is part of what is measured
     },
     "loadtest.scenarios.ray_nodes": {"loadtest.scenarios.slow_device", "cluster.state.embedded_valkey", "tandem"},
+    "loadtest.scenarios.hosts": {
+        *("loadtest.scenarios.hosts", "tandem", "cluster.exit_with_parent", "cluster.state.embedded_valkey"),
+    },
     # These two run within the workers.
     "loadtest.scenarios.slow_device": {"tandem", "engine", "services.launch", "services.worker"},
     "loadtest.scenarios.chaos.injector": {"tandem", "engine", "kvtransfer.backends", "services.launch"},
