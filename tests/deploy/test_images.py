@@ -21,13 +21,13 @@ def why_not() -> str:
 
 
 @pytest.mark.timeout(240)
-def test_pods_of_the_chart_run_from_the_images_and_a_killed_one_costs_no_token() -> None:
+def test_pods_of_the_chart_run_from_the_images() -> None:
     """As user 10001 without a capability, with compiled operators, through both pools, over gRPC and HTTP. Building the
-    images takes longer than a suite may: `make images-test` does it, and more."""
+    images takes longer than a suite may: `make images-test` does it, and kills and deletes pods in mid-stream."""
     if reason := why_not():
         pytest.skip(reason)
     with release.played(print) as running:
-        for step in (release.requests, release.hardened, release.executed, release.killed):
+        for step in (release.requests, release.hardened, release.executed):
             print(step(running))
 
 

@@ -71,6 +71,14 @@ async def test_the_first_bytes_from_a_new_peer_land_in_the_spare_block(nixl_sour
     assert [bool((block == 7).all()) for block in array] == [True, True, False, True]
 
 
+async def test_link_names_the_transport_of_a_pod_with_a_long_name(worker, pages):
+    """UCX cuts the name of a worker in its log, and the names of Kubernetes' pods are longer than that."""
+    pod, incarnation = "production-tandem-decode-7d9f8b6c5-x2x4q", "f" * 16
+    source, sink = worker(pod.replace("decode", "prefill"), incarnation), pages("nixl", pod, incarnation)
+    await sink.transport.connect(source.peer, 10)
+    assert sink.transport.link(source.peer) == "nixl:ucx:cma"
+
+
 async def test_tcp_read_completes_while_the_source_only_polls(tcp_source, pages, monkeypatch, expected):
     """Over TCP the source's progress in serving() is enough; nobody there calls anything."""
     monkeypatch.setenv("UCX_TLS", "tcp")

@@ -137,7 +137,7 @@ def build(image: str, python: str, device: str, say: Say) -> None:
             *("--label", f"{SOURCES}={sources(image)}", "--tag", name(image, device), str(ROOT)),
         ]
         log = STORE / f"{image}-{device}.log"
-        say(f"building {name(image, device)}: {log}")
+        say(f"building {name(image, device)}; its log will be {log.name}")
         try:
             text = tool("buildah", *words, timeout=BUILD_S, env={**os.environ, "TMPDIR": folder})
         except RuntimeError as error:

@@ -72,6 +72,7 @@ def requests(release: Release) -> str:
     assert receipt.path == "disaggregated", receipt.notes
     assert (receipt.prefill_worker, receipt.decode_worker) == (release.prefill.name, release.decode.name)
     assert receipt.transfer is not None
+    assert receipt.transfer.transport == "nixl:ucx:tcp"  # pods share no memory
     assert again.token_ids == first.token_ids
     body = {"model": "demo/model", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
     url = f"http://{release.router.ip}:{release.router.port('http')}/v1/chat/completions"
