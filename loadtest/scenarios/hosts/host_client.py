@@ -1,7 +1,7 @@
 """A client on one of the hosts: reads orders from stdin, a JSON object a line, and answers with such lines.
 
-    {"order": 1, "call": "stream", "prompt": [...], "options": {...}}   a line for each piece, then the receipt
-    {"order": 2, "call": "workers"}, "audit", "diagnose"                one line
+{"order": 1, "call": "stream", "prompt": [...], "options": {...}}   a line for each piece, then the receipt
+{"order": 2, "call": "workers"}, "audit", "diagnose"                one line
 """
 
 from __future__ import annotations

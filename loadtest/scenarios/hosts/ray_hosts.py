@@ -1,8 +1,8 @@
 """A cluster on several hosts (namespaces.py), started by the commands of docs/ray.md.
 
-    head   Ray's head, Valkey, `tandem up` with router and supervisor, the clients
-    a      a prefill and a decode worker
-    b      a decode worker
+head   Ray's head, Valkey, `tandem up` with router and supervisor, the clients
+a      a prefill and a decode worker
+b      a decode worker
 """
 
 from __future__ import annotations
@@ -168,9 +168,7 @@ class RayHosts:
             thread.start()
         for thread in joining:
             thread.join()
-        self.up = head.start(
-            shlex.split(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.up = head.start(shlex.split(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.said: list[str] = []
         ready = threading.Event()
         threading.Thread(target=self._read, args=(self.up.stderr, ready), daemon=True).start()
@@ -189,9 +187,7 @@ class RayHosts:
         """By the page's command for this host, which names its address. Raises Unavailable."""
         host = self.hosts[name]
         command = next(one for one in documented("ray start") if f"--node-ip-address={host.address} " in one)
-        begun = host.start(
-            shlex.split(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        begun = host.start(shlex.split(command), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said = begun.communicate(timeout=START_S)[0]
         if begun.returncode:
             raise Unavailable(f"Ray did not start on {name}: {said}")
