@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
+
+# Before any library imports Triton, as xgrammar does: tests/engine/test_gpu_attention.py interprets the GPU kernels.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

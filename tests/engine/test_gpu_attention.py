@@ -3,7 +3,6 @@ that follow from a row's own sequence alone. The machine code is in test_gpu_mac
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
 
 from engine.attention import paged

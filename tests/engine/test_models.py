@@ -152,7 +152,7 @@ def read_through(step: Step, change: Callable[[list[int]], list[int]]) -> None:
     ]
     step.batch = dataclasses.replace(step.batch, block_tables=tables)
     width = max(map(len, tables))
-    step.block_table = step._int([table + [0] * (width - len(table)) for table in tables])
+    step.block_table = step.int_tensor([table + [0] * (width - len(table)) for table in tables])
 
 
 def see(step: Step, reach: Reach) -> None:
