@@ -18,7 +18,9 @@ def main(name: str) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
     if not root.exists():
         root.mkdir(parents=True)
-        subprocess.run(["mount", "--bind", f"/proc/self/fd/{checkout}", str(root)], check=True, pass_fds=[checkout])
+        subprocess.run(
+            ["mount", "-c", "--bind", f"/proc/self/fd/{checkout}", str(root)], check=True, pass_fds=[checkout]
+        )
     subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=False)  # of this network; not permitted everywhere
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
