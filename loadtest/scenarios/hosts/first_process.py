@@ -17,7 +17,7 @@ def main(name: str) -> None:
     for folder in ("/tmp", "/dev/shm"):  # what two hosts do not share
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
     if not root.exists():
-        root.mkdir(parents=True)
+        root.mkdir(parents=True)  # -c: mount would look up the path of the descriptor, which is this folder
         subprocess.run(
             ["mount", "-c", "--bind", f"/proc/self/fd/{checkout}", str(root)], check=True, pass_fds=[checkout]
         )
