@@ -24,11 +24,11 @@ COPY deploy/docker/requirements-cpu.lock deploy/docker/requirements-cuda13.lock 
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r "/tmp/requirements-$DEVICE.lock"
 WORKDIR /app
-COPY pyproject.toml README.md ./
 # The operators for CPU of every level that the compiler knows: a worker loads what its processor has. Before the rest,
-# which changes more often.
+# which changes more often; pyproject.toml says that the libraries belong beside their sources, and comes with the rest.
 COPY engine/kernels engine/kernels
-RUN python -P engine/kernels/build.py --all
+RUN touch pyproject.toml && python -P engine/kernels/build.py --all
+COPY pyproject.toml README.md ./
 COPY tandem tandem
 COPY cli cli
 COPY services services
@@ -43,11 +43,14 @@ RUN pip install --no-deps --no-build-isolation -e . \
 
 FROM ${PYTHON}
 ARG DEVICE
-# What UCX needs for RDMA; for CUDA also g++, with which Triton compiles when it starts.
+# What UCX needs for RDMA; for CUDA also g++, with which Triton compiles when it starts, and Python.h if the base has none.
 RUN --mount=type=secret,id=apt,target=/etc/apt/apt.conf.d/zz-build \
     apt-get update \
     && apt-get install -y --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 \
-        $(case "$DEVICE" in cuda*) echo g++ ;; esac) \
+        $(case "$DEVICE" in cuda*) \
+            echo g++; test -e "$(python3 -c 'from sysconfig import *; print(get_path("include"))')/Python.h" \
+                || echo python3-dev ;; \
+        esac) \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /venv /venv
 COPY --from=build /app /app

@@ -52,12 +52,14 @@ def name(image: str, tag: str = TAG) -> str:
 def tool(
     program: str, *words: str, timeout: float = 60.0, check: bool = True, env: dict[str, str] | None = None
 ) -> str:
-    """The output of podman or buildah on STORE. Raises RuntimeError with the program's own words."""
+    """The output of podman or buildah on STORE; of `logs` both streams. Raises RuntimeError with its words."""
     options = [f"--root={STORE / 'store'}", f"--runroot={STORE / 'run'}", "--storage-driver=overlay"]
     command = [program, *options, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+    out = subprocess.PIPE
+    both = subprocess.STDOUT if words[0] == "logs" else out
+    done = subprocess.run(command, stdout=out, stderr=both, text=True, timeout=timeout, check=False, env=env)
     if check and done.returncode:
-        raise RuntimeError(f"{program} {' '.join(words)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(f"{program} {' '.join(words)}:\n{done.stdout[-4000:]}{(done.stderr or '')[-4000:]}")
     return done.stdout.strip()
 
 
