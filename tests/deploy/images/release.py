@@ -122,7 +122,7 @@ def killed(release: Release) -> str:
     with release.client() as client:
         expected = _long(client)
         pids = {pod.name: pod.pid() for pod in pods.values()}
-        tokens, receipt = _through(client, lambda name: os.kill(pids[name], signal.SIGKILL))
+        tokens, receipt = _through(release, client, lambda name: os.kill(pids[name], signal.SIGKILL))
     assert tokens == expected, "the tokens differ"
     assert receipt.attempts == 2, receipt
     for pod in pods.values():
@@ -146,7 +146,7 @@ def scaled(release: Release) -> str:
                 leaving.append(release.node.played[busy] if pool == "decode" else release.prefill)
                 leaving[0].terminate()
 
-            tokens, _ = _through(client, delete)
+            tokens, _ = _through(release, client, delete)
             assert tokens == expected, "the tokens differ"
             ended[leaving[0].name] = leaving[0].ended()
             leaving[0].remove()
@@ -181,23 +181,27 @@ def _long(client: Client) -> list[int]:
     return client.generate(PROMPT, max_tokens=LONG, ignore_eos=True, timeout=REQUEST_S).token_ids
 
 
-def _through(client: Client, during: Callable[[str], None]) -> tuple[list[int], Receipt]:
+def _through(release: Release, client: Client, during: Callable[[str], None]) -> tuple[list[int], Receipt]:
     """Tokens and receipt of a long stream; when it has begun, `during` gets the name of the decode pod that has it."""
     tokens: list[int] = []
     receipt: Receipt | None = None
     for piece in client.stream(PROMPT, max_tokens=LONG, ignore_eos=True, timeout=REQUEST_S):
         if not tokens:
-            during(_busy(client))
+            during(_busy(release))
         tokens += piece.token_ids
         receipt = piece.receipt
     assert receipt is not None
     return tokens, receipt
 
 
-def _busy(client: Client) -> str:
+def _busy(release: Release) -> str:
+    """By the workers' metrics, which are of now; the registry learns of a stream with the next heartbeat."""
+    decode = [pod for name, pod in release.node.played.items() if "-decode-" in name]
     deadline = time.monotonic() + BUSY_S
     while time.monotonic() < deadline:
-        for worker in client.workers().workers:
-            if worker.role == "decode" and worker.running:
-                return worker.worker_id
+        for pod in decode:
+            with urllib.request.urlopen(f"http://{pod.ip}:{pod.port('metrics')}/metrics", timeout=BUSY_S) as answer:
+                found = re.search(r"^tandem_inflight_requests(?:{.*})? (\S+)$", answer.read().decode(), re.MULTILINE)
+            if found and float(found[1]):
+                return pod.name
     raise AssertionError("no decode worker has the stream")
