@@ -229,7 +229,7 @@ def test_inside_lasts_until_the_reasoning_ends() -> None:
 
 @pytest.mark.long
 def test_long_reasoning_is_read_in_linear_time() -> None:
-    """100,000 characters of white space, of beginnings of markers, and of calls that are none, character by character."""
+    """25,000 each of white space, of beginnings of markers, and of calls that are none, character by character."""
     for unit in (" ", "<", "</", "["):
         reader = ReasoningReader(PAIRED, begins_inside=True, calls=CALLS)
         for _ in range(25_000):
