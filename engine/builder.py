@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
 CALIBRATION_TOKENS = 256
+# Tokens of a step where the settings name none: on a GPU, so many that its time is the device's and not the host's.
+BUDGETS = {"cpu": 512, "cuda": 8192}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
@@ -78,7 +80,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     config = EngineConfig(
         num_blocks=blocks,
         block_size=settings.block_size,
-        token_budget=settings.max_num_batched_tokens,
+        token_budget=token_budget(settings, device),
         max_running=settings.max_num_seqs,
         stretch=settings.stretch,
         beside_s=settings.beside_s,
@@ -97,7 +99,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
 
 def _calibrate(model: ModelRunner, settings: Settings) -> StepTime:
     """Times a prompt and steps of one stream and of several, each the second time: the first warms up."""
-    length = min(model.max_model_len - 1, settings.max_num_batched_tokens, CALIBRATION_TOKENS)
+    length = min(model.max_model_len - 1, token_budget(settings, model.device), CALIBRATION_TOKENS)
     several = min(1 + MANY, settings.max_num_seqs)
     blocks = -(-(length + 1) // settings.block_size)
     pages = model.allocate(blocks, settings.block_size)
@@ -142,7 +144,7 @@ def _draft_model(settings: Settings, target: ModelRunner, say: Callable[[str], N
 def _speculation(settings: Settings, draft: ModelRunner | None, blocks: int) -> Speculation | None:
     drafter: Drafter | None = None
     if draft is not None:
-        budget = settings.max_num_batched_tokens
+        budget = token_budget(settings, draft.device)
         drafter = ModelDrafter(draft, num_blocks=blocks, block_size=settings.block_size, token_budget=budget)
     elif settings.speculation == "ngram":
         drafter = Ngram()
@@ -180,9 +182,21 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
+    if "expandable_segments:true" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", ""):
+        raise SettingsError(
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments: memory of that kind cannot be opened by another process,"
+            " so no block could be handed over on this host; unset it",
+            field="device",
+            bound="cuda without expandable_segments",
+        )
     if settings.gpu_share < 1:  # not yet run on a GPU
         torch.cuda.set_per_process_memory_fraction(settings.gpu_share, device)
     return device
+
+
+def token_budget(settings: Settings, device: torch.device) -> int:
+    """Tokens of one step: `max_num_batched_tokens`, or the device's own, with room for every stream."""
+    return settings.max_num_batched_tokens or max(BUDGETS[device.type], settings.max_num_seqs)
 
 
 def device_name(device: torch.device) -> str:
@@ -244,12 +258,8 @@ def _measured_blocks(
 
 def _profile(model: ModelRunner, settings: Settings) -> int:
     """Run the largest step once; bytes by which it raised the peak."""
-    length = min(model.max_model_len, settings.max_num_batched_tokens)
-    per_sequence = -(-length // settings.block_size)
-    pages = model.allocate(per_sequence, settings.block_size)
-    batch = Batch()
-    wanted = range(min(length, settings.max_num_seqs + EXTRA_LOGITS))
-    batch.add([index % model.vocab_size for index in range(length)], 0, list(range(per_sequence)), wanted)
+    batch, blocks = _largest_step(model, settings)
+    pages = model.allocate(blocks, settings.block_size)
     if model.device.type == "cuda":  # not yet run on a GPU
         torch.cuda.reset_peak_memory_stats(model.device)
         before = torch.cuda.memory_allocated(model.device)
@@ -260,6 +270,22 @@ def _profile(model: ModelRunner, settings: Settings) -> int:
     peak = _peak_from_now()
     model.forward(pages, batch)
     return max(0, peak() - before)
+
+
+def _largest_step(model: ModelRunner, settings: Settings) -> tuple[Batch, int]:
+    """The step that takes most memory, and the blocks that it needs: a prompt's last chunk on a GPU, where attention by
+    the reference and expanded latents grow with the context. On CPU its first: the last of a long prompt takes minutes.
+
+    The context takes turns with the blocks of a chunk: what it reads and overwrites there does not matter.
+    """
+    length = min(model.max_model_len, token_budget(settings, model.device))
+    done = model.max_model_len - length if model.device.type == "cuda" else 0
+    blocks = -(-length // settings.block_size)
+    table = [index % blocks for index in range(-(-(done + length) // settings.block_size))]
+    wanted = range(min(length, settings.max_num_seqs + EXTRA_LOGITS))
+    batch = Batch()
+    batch.add([index % model.vocab_size for index in range(length)], done, table, wanted)
+    return batch, blocks
 
 
 def _peak_from_now() -> Callable[[], int]:

@@ -190,9 +190,6 @@ class Engine:
             if filling is not None:
                 filling.wait()  # its thread reads the sequences
             return self._failed(plan, before, error)
-        if any(item.sequence.handoff and item.token is None for item in progress):
-            # Its blocks are announced to another worker next, and no token that is read back has waited for them.
-            device_done(self.model.device)
         self.steps += 1
         self.retries.succeeded()
         if self.speculation:
@@ -332,6 +329,10 @@ class Engine:
             else:
                 progress.append(Progress(sequence, sequence.num_computed, None, None))
         progress += self._sample(runs, logits, filling)
+        # From here on others may read these blocks, or write to those that end here, outside of the device's queue: a
+        # transfer does. It is also what makes the measured seconds those of the device. No step waits twice: a token
+        # that was read back has waited already.
+        device_done(self.model.device)
         for (sequence, _), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
         for sequence, _, _, finish, _, error in progress:

@@ -168,14 +168,14 @@ class Settings(BaseSettings):
     those that a host may get."""
 
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
-    """Token places in a block: the unit of allocation, caching and transfer. On CUDA without the package
-    `flash-attn-3`, attention reads pages in place only with a multiple of 256 (not yet run on a GPU)."""
+    """Token places in a block: the unit of allocation, caching and transfer."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Longest sequence in tokens. Absent: the checkpoint's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
     """Maximum number of sequences in progress on one worker."""
-    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 512
-    """Token budget of one step; prompts longer than this are computed in chunks."""
+    max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
+    """Token budget of one step; prompts longer than this are computed in chunks. Absent: 512, on CUDA 8192 (not yet run
+    on a GPU), and never less than `max_num_seqs`."""
     stream_stretch: Annotated[float, Field(ge=1.0, le=1000.0)] | None = None
     """The longest step with both prompts and streams, as a multiple of a step of one stream alone. Absent: with
     `slo_tpot_s`, 2 or half of that objective, whichever is longer; otherwise 2 with prefill workers, and 8 without,
@@ -359,7 +359,7 @@ def load(**overrides: Any) -> Settings:
 
 def check_model(settings: Settings) -> None:
     """Raises SettingsError for settings of one model that do not fit together."""
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < settings.max_num_seqs:
         raise SettingsError(
             "max_num_batched_tokens must be at least max_num_seqs, so that every stream advances in every step",
             field="max_num_batched_tokens",

@@ -110,6 +110,8 @@ class OwnerThread:
 
     def _run(self) -> None:
         try:
+            if self.agent.region.memory == "vram":
+                _enter_device(self.agent.region.device)
             self.agent.start()
         except Exception as error:  # noqa: BLE001, it reaches the caller
             failure = Unavailable(f"no NIXL agent can be started: {error!r}")
@@ -172,3 +174,12 @@ class OwnerThread:
         # They run against no agent: reads are refused by `accept`, the rest touch only dictionaries.
         for command in commands:
             command()
+
+
+def _enter_device(index: int) -> None:
+    """Makes the pages' GPU the current one of this thread, and with it creates the thread's CUDA context. UCX takes the
+    context of the thread that registers and reads; without one it does not find CUDA memory's fast links (read in the
+    sources of NIXL 1.5 and UCX; not yet run on a GPU)."""
+    import torch  # not above: a transfer between pages in host memory does not need it
+
+    torch.cuda.set_device(index)

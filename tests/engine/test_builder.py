@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from engine.builder import _dtype
+from engine import builder
+from engine.builder import _device, _dtype, _largest_step, token_budget
 from engine.core.step_time import PROMPTS_S
+from engine.runner.model_runner import ModelRunner
 from services.worker import alone_s
+from tandem.errors import SettingsError
 from tandem.settings import STRETCH_ALONE, STRETCH_WITH_PREFILL, Settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # only named here, never used
@@ -72,3 +76,44 @@ def test_auto_is_float32_on_cpu_and_a_named_dtype_is_taken_everywhere(tmp_path: 
     for device in (CPU, CUDA):
         assert _dtype(Settings(model=str(tmp_path), dtype="bfloat16"), device) == torch.bfloat16
         assert _dtype(Settings(model=str(tmp_path), dtype="float32"), device) == torch.float32
+
+
+def test_a_step_has_as_many_tokens_as_its_device_computes_well() -> None:
+    """512 on CPU, 8,192 on CUDA, and room for every stream; a configured number holds everywhere."""
+    own = Settings(model="m")
+    assert (token_budget(own, CPU), token_budget(own, CUDA)) == (512, 8192)
+    many = Settings(model="m", max_num_seqs=1024)
+    assert (token_budget(many, CPU), token_budget(many, CUDA)) == (1024, 8192)
+    named = Settings(model="m", max_num_batched_tokens=100)
+    assert token_budget(named, CPU) == token_budget(named, CUDA) == 100
+
+
+@pytest.mark.parametrize(("device", "done"), [(CUDA, 130 - 32), (CPU, 0)], ids=str)
+def test_memory_is_measured_with_the_longest_context_on_cuda(device: torch.device, done: int) -> None:
+    """There attention may take memory by the length of the context, which the first chunk of a prompt would not show;
+    the blocks that this needs are those of one chunk."""
+    model = SimpleNamespace(max_model_len=130, vocab_size=10, device=device)
+    settings = Settings(model="m", max_num_batched_tokens=32, max_num_seqs=4)
+    batch, blocks = _largest_step(cast(ModelRunner, model), settings)
+    batch.check(settings.block_size, blocks)
+    assert (batch.positions, batch.context_lens, blocks) == ([*range(done, done + 32)], [done + 32], 2)
+
+
+def test_pages_are_not_put_into_memory_that_no_other_process_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expandable segments are refused by name on CUDA, before a model is loaded; without them nothing is said."""
+    monkeypatch.setattr(builder.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(builder.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True")
+    with pytest.raises(SettingsError, match="expandable_segments"):
+        _device(Settings(model="m"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert _device(Settings(model="m")) == torch.device("cuda", 0)
+
+
+def test_two_workers_of_one_gpu_take_their_shares_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when both look at the free memory at the same moment: it is all of the GPU's then."""
+    gib = 2**30
+    monkeypatch.setattr(builder.torch.cuda, "mem_get_info", lambda _: (80 * gib, 80 * gib))
+    monkeypatch.setattr(builder.torch.cuda, "memory_reserved", lambda _: 10 * gib)
+    assert builder._free_bytes(CUDA, 0, 0.5) == 30 * gib
+    assert builder._free_bytes(CUDA, 0, 1.0) == 70 * gib

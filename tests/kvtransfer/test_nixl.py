@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from kvtransfer.backends import nixl_owner, nixl_reads
 from kvtransfer.backends.nixl_reads import NixlReads
@@ -18,7 +19,7 @@ from kvtransfer.factory import make_transport
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport import BATCH_BYTES, STALL_S
 from kvtransfer.types import ReadyBlock, Region, Ticket
-from tandem.errors import InternalError, TransferFailed, WorkerLost
+from tandem.errors import InternalError, TransferFailed, Unavailable, WorkerLost
 from tests.kvtransfer.conftest import LAYOUT
 from tests.support.stopwatch import Stopwatch
 
@@ -548,3 +549,23 @@ def open_files() -> list[str]:
         except FileNotFoundError:
             continue  # the descriptor of this very listing
     return names
+
+
+@pytest.mark.parametrize(("memory", "devices"), [("vram", [3]), ("dram", [])])
+def test_the_owner_thread_enters_the_gpu_of_its_pages_before_the_agent_starts(monkeypatch, memory, devices):
+    """UCX looks for the CUDA context of the thread that calls it. No GPU has run this: CUDA is a stand-in."""
+    entered: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda index: entered.append((threading.current_thread().name, index))
+    )
+    owner = nixl_owner.OwnerThread("a", "worker", Region(4096, 1, 64, device=3, memory=memory), lambda _: None)
+    seen: list[list[tuple[str, int]]] = []
+
+    def start():
+        seen.append(list(entered))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(owner.agent, "start", start)
+    with pytest.raises(Unavailable, match="far enough"):
+        owner.start()
+    assert seen == [[("nixl a", index) for index in devices]]
