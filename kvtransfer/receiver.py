@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.transport import Pair, Transport
-from kvtransfer.types import DigestBlock, Peer, ReadStats, ReadyBlock, Ticket
+from kvtransfer.types import DigestBlocks, Peer, ReadStats, ReadyBlock, Ticket
 from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TandemError, TransferFailed
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Receiver:
         ticket: Ticket,
         contexts: Mapping[int, bytes],
         local_blocks: Mapping[int, int],
-        digest_block: DigestBlock,
+        digest_blocks: DigestBlocks,
         stall: float,
     ) -> None:
         if ticket.incarnation != peer.incarnation:
@@ -73,7 +73,7 @@ class Receiver:
         self.ticket = ticket
         self._transport, self._peer = transport, peer
         self._contexts, self._local_blocks = dict(contexts), dict(local_blocks)
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
         self._stall = stall
         self._turns = asyncio.Semaphore(READS_AT_ONCE)
         self._news = asyncio.Event()  # a task ended, or an error is known
@@ -222,7 +222,6 @@ class Receiver:
                 self._busy += time.monotonic() - self._reading_since
 
     def _first_wrong(self, ready: list[ReadyBlock]) -> int | None:
-        for block in ready:
-            if self._digest_block(self._local_blocks[block.index], self._contexts[block.index]) != block.digest:
-                return block.index
-        return None
+        here = [(self._local_blocks[block.index], self._contexts[block.index]) for block in ready]
+        found = zip(ready, self._digest_blocks(here), strict=True)
+        return next((block.index for block, each in found if each != block.digest), None)

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.types import DigestBlock, Offer, ReadyBlock, Ticket
+from kvtransfer.types import DigestBlocks, Offer, ReadyBlock, Ticket
 from tandem.errors import InternalError, InvalidRequest, StaleTransfer
 
 # One announcement names at most this many bytes of blocks (or one block), so that the digests of a cached prompt's next
@@ -36,9 +36,9 @@ class _Entry:
 class Sender:
     """Thread-safe: announcements may be digested in a worker thread while a release arrives on the event loop."""
 
-    def __init__(self, incarnation: str, digest_block: DigestBlock) -> None:
+    def __init__(self, incarnation: str, digest_blocks: DigestBlocks) -> None:
         self._incarnation = incarnation
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
         self._lock = threading.Lock()
         self._generation = 0
         self._entries: dict[str, _Entry] = {}
@@ -62,9 +62,8 @@ class Sender:
         """
         with self._lock:
             self._living(ticket)
-        ready = [
-            ReadyBlock(offer.index, offer.block, self._digest_block(offer.block, offer.context)) for offer in offers
-        ]
+        found = self._digest_blocks([(offer.block, offer.context) for offer in offers])
+        ready = [ReadyBlock(offer.index, offer.block, each) for offer, each in zip(offers, found, strict=True)]
         with self._lock:
             entry = self._living(ticket)
             new = {block.index: block.remote_block for block in ready}

@@ -7,15 +7,17 @@ ReadyBlocks, each with a digest that binds the bytes to the place in the sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
 from tandem.errors import IncompatibleLayout, InvalidRequest
 
-# (block id in the region, context) -> digest; how Sender and Receiver read a block's bytes.
-DigestBlock = Callable[[int, bytes], bytes]
+# Blocks in the region, each with its context -> their digests; how Sender and Receiver read blocks.
+DigestBlocks = Callable[[Sequence[tuple[int, bytes]]], Sequence[bytes]]
+# Blocks in the region -> of each what its digest covers.
+ReadBlocks = Callable[[Sequence[int]], Sequence[memoryview | bytes]]
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,16 @@ def digest(view: memoryview | bytes | bytearray, context: bytes) -> bytes:
     state = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
     state.update(view)
     return state.digest()
+
+
+def digests(read: ReadBlocks) -> DigestBlocks:
+    """The digests of blocks whose contents `read` gives: all their bytes, or what stands for them."""
+
+    def of(blocks: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        views = read([block for block, _ in blocks])
+        return [digest(view, context) for view, (_, context) in zip(views, blocks, strict=True)]
+
+    return of
 
 
 def check_compatible(region: Region, layout_hash: str, peer: Peer, transport: str) -> None:

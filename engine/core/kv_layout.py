@@ -18,6 +18,9 @@ COLLIDING, PAGE, MIN_PADDED = 32 * 1024, 4096, 512 * 1024  # bytes
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}  # what users call it -> torch's name of an element
 SCALE_DTYPE, SCALE_BYTES = "bfloat16", 2  # one scale for each token, head, and of K and V each
 
+# What a block's digest covers (kvtransfer/types.py): all its bytes, or the sums of a GPU (engine/gpu/block_digest.py).
+HOST_DIGEST, SUMS_DIGEST = "xxh3", "sums"
+
 
 @dataclass(frozen=True)
 class CallLayout:
@@ -53,10 +56,15 @@ class KvLayout:
     block_size: int
     block_bytes: int
     calls: tuple[CallLayout, ...]
+    digest: str = HOST_DIGEST  # both sides compute the same one
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Canonical JSON: sorted keys, no spaces, so that equal layouts give equal text. Without the host's digest, as
+        workers wrote it that knew no other: they share a pool with this version."""
+        known = asdict(self)
+        if self.digest == HOST_DIGEST:
+            del known["digest"]
+        return json.dumps(known, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> KvLayout:

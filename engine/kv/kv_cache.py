@@ -17,11 +17,11 @@ sees strided views of the same memory; nothing is ever copied to be sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from engine.core.kv_layout import SCALE_DTYPE, VERSION, KvLayout, plan_calls
+from engine.core.kv_layout import HOST_DIGEST, SCALE_DTYPE, VERSION, KvLayout, plan_calls
 from engine.kernels import fresh_memory
 from engine.kv.kv_cache_spec import CallFacts
 
@@ -74,34 +74,26 @@ class KvCache:
         return torch.as_strided(typed, size, stride, storage_offset=offset // typed.element_size())
 
 
-def block_reader(pages: KvCache) -> Callable[[int], memoryview]:
-    """Reads one block's bytes for its digest. From a GPU it is copied to the host first (not yet run on a GPU)."""
-    if pages.buffer.device.type == "cpu":
-        return pages.block_view
-
-    def copy(block: int) -> memoryview:
-        host: torch.Tensor = pages.buffer[block].cpu()
-        return memoryview(host.numpy().data)
-
-    return copy
-
-
 def layout_of(
     facts: Sequence[CallFacts],
     block_size: int,
     dtype: torch.dtype,
     fingerprint: str,
     kept: torch.dtype | None = None,
+    digest: str = HOST_DIGEST,
 ) -> KvLayout:
     """The layout that `KvCache` will have for these facts; `fingerprint` names the model whose KV it is.
 
-    `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are.
+    `dtype` is the model's; `kept` that of quantised elements, None where they are kept as they are; `digest` what the
+    digests of blocks cover.
     """
     shapes = [(fact.kv_heads, fact.k_dim, fact.v_dim) for fact in facts]
     element = dtype if kept is None else kept
     calls, total = plan_calls(shapes, block_size, element.itemsize, scaled=kept is not None)
     scale = SCALE_DTYPE if kept is not None else ""
-    return KvLayout(VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls)
+    return KvLayout(
+        VERSION, fingerprint, dtype_name(element), scale, dtype_name(dtype), block_size, total, calls, digest
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention import implementation, paged
 from engine.attention.forward_context import BASE, Batch, CudaKernel, Step, running
 from engine.core.kv_layout import KvLayout
-from engine.gpu import kernel_choice
+from engine.gpu import block_digest, kernel_choice
 from engine.kernels import PLAIN, REFERENCE, exact, modules, weight_quantization
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts
@@ -107,8 +107,8 @@ class ModelRunner:
         return self._layout(block_size).block_bytes
 
     def _layout(self, block_size: int | None) -> KvLayout:
-        kept = element_dtype(self.kv_dtype)
-        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept)
+        kept, digest = element_dtype(self.kv_dtype), block_digest.kind(self.device)
+        return layout_of(self.facts, block_size or self.block_size, self.dtype, self.fingerprint, kept, digest)
 
     def forward(self, pages: KvCache, batch: Batch) -> torch.Tensor:
         """One packed forward: writes the new tokens' KV into `pages`, returns the logits asked for.

@@ -11,7 +11,8 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,7 @@ class Code:
     stack: int  # bytes of a thread: spilled registers
     shared: int  # bytes of a thread block
     tensor_cores: int  # instructions
+    products: bool = True  # it has matrix products, so it must use tensor cores
 
     @property
     def problem(self) -> str:
@@ -59,7 +61,7 @@ class Code:
             return f"{self.stack} bytes of a thread are spilled"
         if self.shared > SHARED_KIB[self.architecture] * 1024:
             return f"more shared memory than {SHARED_KIB[self.architecture]} KiB"
-        return "" if self.tensor_cores else "no tensor cores"
+        return "no tensor cores" if self.products and not self.tensor_cores else ""
 
 
 def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool = False, window: int = 0) -> Code:
@@ -85,6 +87,16 @@ def attention(architecture: int, head_dim: int, *, single: bool, quantised: bool
     )
 
 
+def digest(architecture: int) -> Code:
+    """The sums of blocks' words."""
+    from engine.gpu import block_digest, digest_kernel
+
+    fixed = {name: getattr(block_digest, name) for name in ("SPREAD", "MIX", "TILE", "TILES")}
+    types = {"words": "*i32", "ids": "*i64", "sums": "*i64"}
+    code = compiled("digest", digest_kernel.sum_words, fixed, types, architecture, {"num_warps": 4})
+    return replace(code, products=False)
+
+
 def compiled(
     name: str, kernel: Any, constants: dict[str, Any], types: dict[str, str], architecture: int, options: dict[str, int]
 ) -> Code:
@@ -96,7 +108,7 @@ def compiled(
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, "i32") for one in names}
     fixed = {(names.index(one),): value for one, value in constants.items()}
-    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in ALIGNED}
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in ALIGNED if one in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -124,25 +136,22 @@ def main(
         raise SystemExit("TRITON_INTERPRET is set: nothing is compiled")
     table = Table("kernel", "sm", "registers", "spilled, B", "shared, KiB", "tensor-core instructions", "problem")
     problems = 0
-    for architecture in numbers(architectures):
-        for dim in numbers(dims):
-            for single in (True, False):
-                found = [attention(architecture, dim, single=single)]
-                if variants:
-                    found.append(attention(architecture, dim, single=single, quantised=True))
-                    found.append(attention(architecture, dim, single=single, window=4096))
-                for code in found:
-                    problems += bool(code.problem)
-                    shared, cores = f"{code.shared / 1024:.0f}", str(code.tensor_cores)
-                    table.add_row(
-                        code.kernel,
-                        str(code.architecture),
-                        str(code.registers),
-                        str(code.stack),
-                        shared,
-                        cores,
-                        code.problem,
-                    )
+    for code in _codes(numbers(architectures), numbers(dims), variants):
+        problems += bool(code.problem)
+        shared, cores = f"{code.shared / 1024:.0f}", str(code.tensor_cores)
+        figures = (code.architecture, code.registers, code.stack, shared, cores)
+        table.add_row(code.kernel, *map(str, figures), code.problem)
     Console(width=120).print(table)
     if problems:
         raise SystemExit(1)
+
+
+def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) -> Iterator[Code]:
+    for architecture in architectures:
+        for dim in dims:
+            for single in (True, False):
+                yield attention(architecture, dim, single=single)
+                if variants:
+                    yield attention(architecture, dim, single=single, quantised=True)
+                    yield attention(architecture, dim, single=single, window=4096)
+        yield digest(architecture)

@@ -29,7 +29,7 @@ from engine.core import block_hash
 from engine.core.sequence import Finish, Sequence
 from engine.engine_thread import SequenceStream
 from kvtransfer.receiver import Receiver, TransferStats
-from kvtransfer.types import DigestBlock, Peer, Ticket
+from kvtransfer.types import DigestBlocks, Peer, Ticket
 from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
 from services.decode.prefill_peers import PrefillPeer, PrefillPeers
@@ -80,13 +80,13 @@ class RemotePrefill:
         peers: PrefillPeers,
         gate: BeginGate,
         cleanup: RequestCleanup,
-        digest_block: DigestBlock,
+        digest_blocks: DigestBlocks,
     ) -> None:
         self._worker = worker
         self._peers = peers
         self._gate = gate
         self._cleanup = cleanup
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
 
     async def run(self, call: DecodeCall, sequence: Sequence, held: AsyncExitStack) -> PrefillResult:
         """Gets the KV of a sequence with reserved blocks from the prefill worker that the call names, emits the first
@@ -99,7 +99,7 @@ class RemotePrefill:
         async with AsyncExitStack() as using:
             prefill = await self._connected(using, call.request.prefill)
             asked = self._request(call.request, sequence, prefill.peer)
-            stream = PrefillStream(self._worker, prefill, asked, sequence, self._digest_block, call)
+            stream = PrefillStream(self._worker, prefill, asked, sequence, self._digest_blocks, call)
             result: PrefillResult | None = None
             with self._worker.metrics.transfer() as transfer:
                 try:
@@ -174,14 +174,14 @@ class PrefillStream:
         prefill: PrefillPeer,
         request: prefill_pb2.PrefillRequest,
         sequence: Sequence,
-        digest_block: DigestBlock,
+        digest_blocks: DigestBlocks,
         call: DecodeCall,
     ) -> None:
         self.receiver: Receiver | None = None  # None until the prefill worker has opened the transfer
         self.opened_at = self.first_at = 0.0  # monotonic seconds
         self._worker, self._prefill, self._sequence = worker, prefill, sequence
         self._request, self._remaining_s, self._headers = request, call.remaining_s, call.span.headers
-        self._digest_block = digest_block
+        self._digest_blocks = digest_blocks
         self._deadline = None if call.remaining_s is None else monotonic() + call.remaining_s
         self._call: Any = None
         self._first: prefill_pb2.FirstToken | None = None
@@ -248,7 +248,7 @@ class PrefillStream:
             Ticket(opened.transfer_id, opened.generation, opened.incarnation),
             {index: contexts[index] for index in missing},
             {index: table[index] for index in missing},
-            self._digest_block,
+            self._digest_blocks,
             self._worker.settings.transfer_timeout_s,
         )
         self.opened_at = monotonic()

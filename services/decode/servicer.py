@@ -19,9 +19,9 @@ import grpc
 
 from engine.core.sequence import Finish, LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
-from engine.kv.kv_cache import block_reader
+from engine.gpu.block_digest import block_reader
 from kvtransfer.backends.network_devices import why_slow
-from kvtransfer.types import DigestBlock, digest
+from kvtransfer.types import DigestBlocks, digests
 from services.cluster_credentials import to_workers
 from services.decode.begin_gate import BeginGate
 from services.decode.decode_call import DecodeCall
@@ -46,13 +46,13 @@ SENT_S = 0.05
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, worker: Worker, peers: PrefillPeers, probes: Probes, digest_block: DigestBlock) -> None:
+    def __init__(self, worker: Worker, peers: PrefillPeers, probes: Probes, digest_blocks: DigestBlocks) -> None:
         self._worker = worker
         self._peers = peers
         self._probes = probes
         self._gate = BeginGate()
         self._cleanup = RequestCleanup(worker)
-        self._remote = RemotePrefill(worker, peers, self._gate, self._cleanup, digest_block)
+        self._remote = RemotePrefill(worker, peers, self._gate, self._cleanup, digest_blocks)
         self._muxes = StreamMuxes()
 
     async def Feed(
@@ -265,12 +265,11 @@ class DecodeWorker(Worker):
     """A Worker that follows the prefill pool and connects to each of its workers before a request needs it."""
 
     async def start(self, services: list[str]) -> None:
-        read = block_reader(self.engine.pages)
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = WorkerLiveness(self.registry, self.settings.heartbeat_s * 2)
         probes = Probes(self)
         peers = self._peers = PrefillPeers(self.transport, self.layout, self._channels, probes.verify)
-        servicer = DecodeServicer(self, peers, probes, lambda block, context: digest(read(block), context))
+        servicer = DecodeServicer(self, peers, probes, digests(block_reader(self.engine.pages)))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
         await self._view.start()
         await super().start(services)

@@ -21,9 +21,9 @@ import grpc
 from engine.core import block_hash
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
-from engine.kv.kv_cache import block_reader
+from engine.gpu.block_digest import block_reader
 from kvtransfer.sender import PART_BYTES, Sender
-from kvtransfer.types import DigestBlock, Offer, Ticket, digest
+from kvtransfer.types import DigestBlocks, Offer, Ticket, digests
 from services.kv_links import answered
 from services.proto_convert import logprobs_to, peer_to, prompt_logprobs_to, ready_to, sampling_from, sequence_tokens
 from services.worker import Worker, load_engine
@@ -35,9 +35,9 @@ from tandem.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, worker: Worker, digest_block: DigestBlock) -> None:
+    def __init__(self, worker: Worker, digest_blocks: DigestBlocks) -> None:
         self._worker = worker
-        self._sender = Sender(worker.incarnation, digest_block)
+        self._sender = Sender(worker.incarnation, digest_blocks)
         self._released: dict[Ticket, asyncio.Event] = {}
 
     async def Prefill(
@@ -224,8 +224,7 @@ async def start(
     CheckpointRefused and SettingsError before it listens."""
     engine = engine or await load_engine(settings, say, generates=settings.flips)
     worker = Worker("prefill", settings, worker_id, engine)
-    read = block_reader(engine.engine.pages)
-    servicer = PrefillServicer(worker, lambda block, context: digest(read(block), context))
+    servicer = PrefillServicer(worker, digests(block_reader(engine.engine.pages)))
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, worker.grpc.server)
     await worker.start(["tandem.v1.PrefillService"])
     return worker

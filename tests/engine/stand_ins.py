@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -113,3 +115,18 @@ class Late:
 
     def wait(self, _device: torch.device | None = None) -> None:
         self.behind = 0
+
+
+class Streams:
+    """CUDA's streams without CUDA: `current` is the one that `torch.cuda.stream` has entered, None outside."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current: object | None = None
+        patch.setattr(torch.cuda, "Stream", lambda _device: object())
+        patch.setattr(torch.cuda, "stream", self._enter)
+
+    @contextmanager
+    def _enter(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before

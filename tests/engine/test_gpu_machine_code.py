@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 ROOT = Path(__file__).parents[2]
 
 
-def test_attention_spills_nothing_and_uses_tensor_cores() -> None:
+def test_nothing_is_spilled_and_attention_uses_tensor_cores() -> None:
     """For Ampere and Hopper, of the most common head size; the command checks the others. In a process of its own: the
     interpreter replaces the compiler where it is asked for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -31,6 +31,7 @@ def test_attention_spills_nothing_and_uses_tensor_cores() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend 128") == 4
+    assert done.stdout.count("digest") == 2
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ async def test_a_receiver_of_a_silent_source_fails_while_its_blocks_stay_reserve
     blocks = {index: index for index in range(8)}
     contexts = dict.fromkeys(blocks, b"")
     receiver = Receiver(
-        sink.transport, source.peer, Ticket("t", 1, "1"), contexts, blocks, lambda block, context: b"", 0.5
+        sink.transport, source.peer, Ticket("t", 1, "1"), contexts, blocks, lambda blocks: [b"" for _ in blocks], 0.5
     )
     watch = Stopwatch()
     await receiver.add([ReadyBlock(index, index, b"") for index in blocks])

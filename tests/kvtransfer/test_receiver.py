@@ -13,7 +13,7 @@ import pytest
 import kvtransfer.receiver
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.types import Offer, ReadyBlock, Ticket, digest
+from kvtransfer.types import Offer, ReadyBlock, Ticket, digest, digests
 from tandem.errors import DataLoss, InternalError, InvalidRequest, StaleTransfer, TransferFailed, WorkerLost
 from tests.support.memory import block_view
 
@@ -32,11 +32,11 @@ def ready(index, *, seed=None, block=None):
 
 
 def digests_of(region):
-    return lambda block, context: digest(block_view(region, block), context)
+    return digests(lambda blocks: [block_view(region, block) for block in blocks])
 
 
 def receiver_of(sink, peer, *, transport=None, stall=10.0, ticket=None, **changes):
-    arguments = {"contexts": CONTEXTS, "local_blocks": HERE, "digest_block": digests_of(sink.region), **changes}
+    arguments = {"contexts": CONTEXTS, "local_blocks": HERE, "digest_blocks": digests_of(sink.region), **changes}
     ticket = ticket or Ticket("t", 1, peer.incarnation)
     return Receiver(transport or sink.transport, peer, ticket, stall=stall, **arguments)
 

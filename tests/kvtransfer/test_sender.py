@@ -14,8 +14,8 @@ from kvtransfer.types import Offer, ReadyBlock, Ticket
 from tandem.errors import InternalError, InvalidRequest, StaleTransfer
 
 
-def label(block, context):
-    return f"{block} {context.decode()}".encode()
+def label(blocks):
+    return [f"{block} {context.decode()}".encode() for block, context in blocks]
 
 
 def offers(*blocks, first=0):
@@ -111,7 +111,7 @@ def test_an_index_is_offered_once():
 def test_nothing_is_digested_for_a_dead_ticket():
     """A stream that was cancelled costs no more time."""
     digested = []
-    sender = Sender("life", lambda block, context: digested.append(block) or b"")
+    sender = Sender("life", lambda blocks: [digested.append(block) or b"" for block, _ in blocks])
     ticket = sender.open("t")
     sender.announce(ticket, offers(1))
     sender.revoke_ticket(ticket, "the stream ended")
@@ -136,10 +136,10 @@ def test_revoke_during_an_announcement_wins():
     """If the stream ends while digests are computed, the announcement is refused and its blocks are not entered."""
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(block, context):
+    def slow(blocks):
         started.set()
         assert go_on.wait(60)
-        return b""
+        return [b"" for _ in blocks]
 
     sender = Sender("life", slow)
     ticket = sender.open("t")

