@@ -18,6 +18,7 @@ from engine import kernels
 from engine.attention.forward_context import Batch
 from engine.core.scheduler import EXTRA_LOGITS
 from engine.core.step_time import MANY, StepTime
+from engine.decoding import sampler
 from engine.decoding.speculative import Drafter, ModelDrafter, Ngram, Speculation
 from engine.decoding.structured_output import Grammars
 from engine.engine import Engine, EngineConfig
@@ -92,6 +93,9 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
     engine.products = products
     say(f"{blocks} blocks of KV allocated")
+    if device.type == "cuda":
+        problem = sampler.kernel_problem(device)
+        say(f"sampling: {f'plain PyTorch, because the kernel {problem}' if problem else 'cuda (triton)'}")
     if decodes:
         say(f"decode steps: {engine.capture()}")
     return engine

@@ -22,7 +22,9 @@ Rows that need the same work share a pass over one tensor; rows do not affect ea
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import struct
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -34,6 +36,7 @@ from engine import kernels
 from engine.attention.forward_context import on_device
 from engine.core.sequence import Logprob, Sequence
 from engine.decoding import structured_output
+from engine.gpu import sampling as gpu_sampling
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.sampling import Sampling
 
@@ -243,8 +246,10 @@ def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *
     `positions` are those of the new tokens.
 
     `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
-    bits decide a token in some 10^13.
+    bits decide a token in some 10^13. So does the kernel for CUDA, which serves where its trial went well.
     """
+    if logits.device.type == "cuda" and kernel_problem(logits.device) is None:
+        return gpu_sampling.sample(logits, sampling, _numbers(sampling, positions))
     if not compiled or kernels.serving(logits.device) == kernels.REFERENCE:
         return _sample(logits, sampling, positions)
     chosen: list[int] = torch.ops.tandem.sample.default(
@@ -256,6 +261,16 @@ def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *
         _numbers(sampling, positions),
     ).tolist()
     return chosen
+
+
+@functools.cache
+def kernel_problem(device: torch.device) -> str | None:
+    """Why the sampling kernel does not serve on this device; None if it does. Tried once, at load."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton"
+    return gpu_sampling.problem(device, _sample, uniform)
 
 
 def _sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int]) -> list[int]:

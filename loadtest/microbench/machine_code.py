@@ -97,6 +97,16 @@ def digest(architecture: int) -> Code:
     return replace(code, products=False)
 
 
+def sampling(architecture: int) -> Code:
+    """From logits to tokens."""
+    from engine.gpu import sampling, sampling_kernel
+
+    types = {"logits": "*fp32", "numbers": "*fp64", "weights": "*fp64", "chosen": "*i64"}
+    fixed, options = {"TILE": sampling.TILE}, {"num_warps": sampling.WARPS}
+    code = compiled("sampling", sampling_kernel.choose_tokens, fixed, types, architecture, options)
+    return replace(code, products=False)
+
+
 def compiled(
     name: str, kernel: Any, constants: dict[str, Any], types: dict[str, str], architecture: int, options: dict[str, int]
 ) -> Code:
@@ -155,3 +165,4 @@ def _codes(architectures: Iterable[int], dims: Iterable[int], variants: bool) ->
                     yield attention(architecture, dim, single=single, quantised=True)
                     yield attention(architecture, dim, single=single, window=4096)
         yield digest(architecture)
+        yield sampling(architecture)

@@ -1,0 +1,142 @@
+"""The sampling kernel of a GPU, by Triton's interpreter: it chooses the tokens that plain PyTorch chooses. No GPU has
+run it; the machine code is in test_gpu_machine_code.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+
+from engine.decoding.sampler import _numbers, _sample, kernel_problem, uniform
+from engine.gpu import sampling as gpu
+from tandem.sampling import Sampling
+from tests.engine.stand_ins import Asked
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # the latter is only named
+TEMPERATURES = st.sampled_from([0.0, 1e-30, 0.3, 1.0, 100.0])
+HOW = st.builds(
+    Sampling,
+    temperature=TEMPERATURES,
+    top_k=st.sampled_from([0, 1, 2, 7, 40, 10**9]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+# Those of a model, a few values that many tokens share, and rows that a grammar has masked.
+LOGIT = st.one_of(
+    st.floats(-30, 30, width=32),
+    st.sampled_from([-1.0, 0.0, -0.0, 1.0]),
+    st.just(-math.inf),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Any:
+    """So that a short row has several; the interpreter takes a millisecond for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "TILE", 64)
+        yield
+
+
+def by_kernel(logits: torch.Tensor, how: list[Sampling], positions: list[int]) -> list[int]:
+    return gpu.sample(logits, how, _numbers(how, positions))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    row=st.lists(LOGIT, min_size=1, max_size=100), how=st.lists(HOW, min_size=1, max_size=2), at=st.integers(0, 10**6)
+)
+def test_it_chooses_what_plain_pytorch_chooses(row: list[float], how: list[Sampling], at: int) -> None:
+    """Any mix of filters, ties, zeros of both signs, masked tokens, and vocabularies of one token and more. The order
+    of its sums decides a token in some 10^13, so no example is expected to meet it."""
+    logits = torch.tensor([row] * len(how))
+    positions = [at] * len(how)
+    assert by_kernel(logits, how, positions) == _sample(logits.clone(), how, positions)
+
+
+def test_many_draws_of_one_row_are_those_of_plain_pytorch() -> None:
+    """The whole way along the cumulative weights, with rows that lie apart in memory."""
+    generator = torch.Generator().manual_seed(5)
+    wide = 3.0 * torch.randn(16, 120, generator=generator)
+    logits, positions = wide[:, 7:105], list(range(16))
+    for how in (Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=4)):
+        chosen = by_kernel(logits, [how] * 16, positions)
+        assert chosen == _sample(logits.clone(), [how] * 16, positions)
+        assert len(set(chosen)) > 4
+
+
+def test_a_row_whose_largest_logit_is_not_finite_has_no_token() -> None:
+    """NaN anywhere, infinity, all masked; greedy and drawn. Its neighbours have theirs."""
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    logits[0, 39], logits[2, 3] = math.nan, math.inf
+    logits[3] = -math.inf
+    for how in (Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.9)):
+        chosen = by_kernel(logits, [how] * 5, [0] * 5)
+        assert [token == -1 for token in chosen] == [True, False, True, True, False]
+        assert chosen == _sample(logits.clone(), [how] * 5, [0] * 5)
+
+
+def test_the_largest_number_below_one_draws_a_token_that_is_possible() -> None:
+    """Though its share of the weights may round to all of them; 0 draws the first possible token."""
+    logits = torch.full((2, 70), -math.inf)
+    logits[:, [3, 50, 64]] = 0.1
+    how = [Sampling(temperature=0.7)] * 2
+    assert gpu.sample(logits, how, [math.nextafter(1.0, 0.0), 0.0]) == [64, 3]
+
+
+def test_a_large_batch_shares_the_memory_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, one after another, with the same tokens."""
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(2))
+    how = [Sampling(temperature=1.0, top_p=0.9, seed=seed) for seed in range(7)]
+    expected = by_kernel(logits, how, [1] * 7)
+    made: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: (made.append(size[0]), empty(*size, **kind))[1])
+    monkeypatch.setattr(gpu, "WORKSPACE", 150)
+    assert by_kernel(logits, how, [1] * 7) == expected
+    assert made == [7, 150]
+
+
+def test_the_host_waits_for_the_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p included, which in plain PyTorch waits once more. (`tolist` is no operator: it is the one wait.)"""
+    monkeypatch.setattr("engine.gpu.sampling_kernel.choose_tokens", Launched())
+    monkeypatch.setattr(gpu, "on_device", lambda values, dtype, _: torch.ones(len(values), 5, dtype=dtype))
+    with Asked() as asked:
+        gpu.sample(torch.zeros(2, 8), [Sampling(temperature=1.0, top_p=0.9)] * 2, [0.5, 0.5])
+    assert asked.names == []
+
+
+class Launched:
+    """A kernel that is launched and computes nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
+def test_a_kernel_that_chooses_otherwise_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial at load compares it with plain PyTorch; control: one whose random numbers are others."""
+    monkeypatch.setattr(gpu, "TRIED", gpu.TRIED[::4])
+    assert gpu.problem(CPU, _sample, uniform) is None
+    assert gpu.problem(CPU, _sample, lambda seed, at: uniform(seed + 1, at)) == "chooses other tokens"
+    monkeypatch.setattr("engine.gpu.sampling_kernel.choose_tokens", None)
+    assert "fails" in str(gpu.problem(CPU, _sample, uniform))
+
+
+def test_on_cuda_it_serves_where_its_trial_went_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a device; on CPU there is none."""
+    tried: list[str | None] = [None, "chooses other tokens"]
+    monkeypatch.setattr(gpu, "problem", lambda *_: tried[0])
+    kernel_problem.cache_clear()
+    assert kernel_problem(CUDA) is None
+    assert kernel_problem(CPU) == "the device is cpu"
+    del tried[0]
+    assert kernel_problem(CUDA) is None
+    kernel_problem.cache_clear()
+    assert kernel_problem(CUDA) == "chooses other tokens"
+    kernel_problem.cache_clear()
