@@ -65,6 +65,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "quality": Measurement("microbench.quality:main", "quantised weights: agreement with the checkpoint's answers"),
         "adapters": Measurement("microbench.adapters:main", "LoRA adapters: seconds of a step with and without"),
         "masks": Measurement("microbench.masks:main", "grammar masks: what they add to a decode step"),
+        "device-kernels": Measurement("microbench.device_kernels:main", "a GPU's kernels against what they must equal"),
         "device": Measurement("microbench.device:main", "a GPU's steps and prefill as shares of its own floors"),
     },
     "A whole cluster (scenarios)": {

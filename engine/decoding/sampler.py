@@ -270,6 +270,11 @@ def kernel_problem(device: torch.device) -> str | None:
         return f"the device is {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "there is no Triton"
+    return kernel_trial(device)
+
+
+def kernel_trial(device: torch.device) -> str | None:
+    """Compares the sampling kernel with plain PyTorch on this device; returns what is wrong, or None."""
     return gpu_sampling.problem(device, _sample, uniform)
 
 

@@ -49,6 +49,30 @@ def weight_of(logits, weights, least, vocab, TILE: tl.constexpr):
 
 
 @triton.jit
+def drawn(weights, kept, uniform, vocab, TILE: tl.constexpr):
+    """The first token, in the order of ids, up to which the weights are more than the share `uniform` of all. A weight
+    below `kept` is none."""
+    sum_of_all = kept * 0.0
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        weight = tl.load(weights + at, mask=at < vocab, other=0.0)
+        sum_of_all += tl.sum(tl.where(weight >= kept, weight, 0.0), 0)
+    wanted = sum_of_all * uniform
+    before = kept * 0.0
+    first, last = tl.max(tl.full([1], 0, tl.int64) + vocab, 0), tl.max(tl.full([1], 0, tl.int64), 0)
+    for start in range(0, vocab, TILE):
+        at = start + tl.arange(0, TILE)
+        weight = tl.load(weights + at, mask=at < vocab, other=0.0)
+        weight = tl.where(weight >= kept, weight, 0.0)
+        up_to = before + tl.cumsum(weight, 0)
+        passed = (up_to > wanted) & (weight > 0.0)
+        first = tl.minimum(first, tl.min(tl.where(passed, at, vocab), 0).to(tl.int64))
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), 0).to(tl.int64))
+        before += tl.sum(weight, 0)
+    return tl.where(first < vocab, first, last)  # a number so near to 1 that its share rounds to all
+
+
+@triton.jit
 def choose_tokens(
     logits,  # float32 [rows, vocab]
     numbers,  # float64 [rows, 5]: temperature, top_k, top_p, min_p, uniform number
@@ -115,23 +139,5 @@ def choose_tokens(
             kept = tl.maximum(kept, weight_of(logits, weights, low, vocab, TILE))
         kept = tl.maximum(kept, min_p)
 
-        # the first token, in the order of ids, up to which the weights are more than the number's share of all
-        sum_of_all = temperature * 0.0
-        for start in range(0, vocab, TILE):
-            at = start + tl.arange(0, TILE)
-            weight = tl.load(weights + at, mask=at < vocab, other=0.0)
-            sum_of_all += tl.sum(tl.where(weight >= kept, weight, 0.0), 0)
-        wanted = sum_of_all * uniform
-        before = temperature * 0.0
-        first, last = token * 0 + vocab, token * 0
-        for start in range(0, vocab, TILE):
-            at = start + tl.arange(0, TILE)
-            weight = tl.load(weights + at, mask=at < vocab, other=0.0)
-            weight = tl.where(weight >= kept, weight, 0.0)
-            up_to = before + tl.cumsum(weight, 0)
-            passed = (up_to > wanted) & (weight > 0.0)
-            first = tl.minimum(first, tl.min(tl.where(passed, at, vocab), 0).to(tl.int64))
-            last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), 0).to(tl.int64))
-            before += tl.sum(weight, 0)
-        token = tl.where(first < vocab, first, last)  # a number so near to 1 that its share rounds to all
+        token = drawn(weights, kept, uniform, vocab, TILE)
     tl.store(chosen + row, tl.where(known, token, -1))

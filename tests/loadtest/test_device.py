@@ -8,6 +8,7 @@ import torch
 from engine import kernels
 from loadtest.commands import main
 from loadtest.harness.random_checkpoints import make_module
+from loadtest.microbench import device_kernels
 from loadtest.microbench.device import NO_CUDA, Floors
 
 CPU = torch.device("cpu")
@@ -64,3 +65,39 @@ def test_tied_weights_are_read_once() -> None:
     floors = Floors.of(module, 1)
     assert floors.weights == 2 * total
     assert floors.layers == total - 49152 * 576
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_no_kernel_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing is claimed."""
+    assert main(["device-kernels"]) == 1
+    assert capsys.readouterr().err.strip() == device_kernels.NO_CUDA
+
+
+def test_the_kernels_are_checked_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the interpreter here: one kernel of the list, and a family."""
+    pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64")
+    assert main(["device-kernels", "--device", "cpu", "--only", "digests"]) == 0
+    assert main(["device-kernels", "--device", "cpu", "--only", "family llama4"]) == 0
+    out = capsys.readouterr().out
+    assert "digests: equal to numpy's" in out
+    assert "family llama4-text: decode steps" in out
+    assert out.count("0 wrong") == 2
+
+
+def test_control_a_check_that_fails_or_breaks_is_counted_and_the_rest_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """An hour with a device is short."""
+
+    def breaks() -> str:
+        raise RuntimeError("an illegal instruction\nwas encountered")
+
+    assert device_kernels.run([("a", lambda: "wrong: by 3"), ("b", breaks), ("c", lambda: "equal")]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["a: wrong: by 3", "b: wrong: RuntimeError: an illegal instruction", "c: equal"]
+
+
+def test_the_device_is_asked_about_every_reach_head_size_and_type_of_pages() -> None:
+    """All that the kernels claim to serve."""
+    names = [name for name, _ in device_kernels.checks(torch.device("cpu"), ["llama"])]
+    assert {"digests", "sampling", "family llama"} <= set(names)
+    assert len(names) == len(set(names)) == 3 + len(list(device_kernels.calls())) * 2 * 3

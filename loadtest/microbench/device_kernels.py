@@ -1,0 +1,114 @@
+"""The first hour with a GPU: every kernel of Tandem on it, against what it must equal. Measures nothing. Not yet run on
+a GPU.
+
+Attention is compared with the reference in float32 over all kinds of calls, model dtypes and types of pages; digests
+with numpy; tokens with plain PyTorch. Then a tiny model of each family is loaded on the GPU, which proves its paged
+forward against transformers', and its decode steps are captured. A line for each; ends with 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from engine.attention import paged
+from engine.decoding import sampler
+from engine.engine import Engine, EngineConfig
+from engine.gpu import block_digest, kernel_choice
+from engine.kv.kv_cache_spec import CallFacts, ChunkedLocalAttentionSpec, FullAttentionSpec, Reach, SlidingWindowSpec
+from engine.loading.model_loader import load_model
+from loadtest.harness.random_checkpoints import TINY, make_checkpoint
+
+Check = Callable[[], str]  # a line about what was found; "wrong: ..." if it is not right
+NO_CUDA = "error: `loadtest device-kernels` checks a GPU, and torch finds no CUDA device here"
+BLOCK_SIZE, LONGEST = 16, 8192
+PAGES = {None: "", torch.int8: ", int8 pages", torch.float8_e4m3fn: ", fp8 pages"}
+SHAPES = [  # query heads, KV heads, elements of a head
+    *((32, 8, 64), (32, 8, 80), (16, 16, 96), (32, 8, 128), (8, 1, 256), (8, 2, 512)),
+]
+REACHES: list[Reach] = [FullAttentionSpec(), SlidingWindowSpec(128), ChunkedLocalAttentionSpec(256)]
+
+
+def calls() -> Iterator[CallFacts]:
+    """Every head size with every reach; softcaps and sinks with one size."""
+    for heads, kv_heads, dim in SHAPES:
+        for reach in REACHES:
+            yield CallFacts(kv_heads, heads, dim, dim, reach, None, False, dim**-0.5)
+    for reach in REACHES:
+        yield CallFacts(8, 64, 64, 64, reach, None, True, 0.125)
+        yield CallFacts(4, 8, 256, 256, reach, 50.0, False, 0.0625)
+
+
+def attention(device: torch.device, fact: CallFacts, dtype: torch.dtype, kept: torch.dtype | None) -> str:
+    from engine.gpu.paged_attention import TritonAttention  # torch for CUDA brings Triton, the one for CPU does not
+
+    kernel = TritonAttention(LONGEST)
+    if refused := kernel.refusal(fact, kept or dtype, BLOCK_SIZE):
+        return f"wrong: refused because of {refused}"
+    problem = kernel_choice.differs(kernel, [fact], dtype, BLOCK_SIZE, device, paged.attend, kept)
+    return _line(problem, "equal within roundings")
+
+
+def family(device: torch.device, name: str, dtype: torch.dtype) -> str:
+    """Loads, checks itself, captures."""
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        own = make_checkpoint(Path(folder) / name, f"tiny-{name}", dtype=str(dtype).removeprefix("torch."))
+        model = load_model(str(own), dtype=dtype, device=device, progress=lines.append)
+    engine = Engine(model, EngineConfig(num_blocks=64, block_size=16, token_budget=64, max_running=8, spare_block=True))
+    chosen = [line for line in lines if line.startswith("attention: ")]
+    return "; ".join([*chosen, f"decode steps {engine.capture()}"])
+
+
+def checks(device: torch.device, families: list[str]) -> Iterator[tuple[str, Check]]:
+    """Each with its name."""
+    yield "digests", lambda: _line(block_digest.wrong(device), "equal to numpy's")
+    yield "sampling", lambda: _line(sampler.kernel_trial(device), "the tokens of plain PyTorch")
+    for fact in calls():
+        for dtype in (torch.bfloat16, torch.float32):
+            for kept, pages in PAGES.items():
+                more = f"{', sinks' if fact.sinks else ''}{', softcap' if fact.softcap else ''}, {dtype}{pages}"
+                name = f"attention {fact.heads}/{fact.kv_heads} x {fact.k_dim}, {fact.reach}{more}"
+                yield name, partial(attention, device, fact, dtype, kept)
+    for name in families:
+        yield f"family {name}", partial(family, device, name, torch.float32)
+
+
+def _line(problem: str | None, right: str) -> str:
+    return f"wrong: {problem}" if problem else right
+
+
+def main(
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Checks whose name begins with it.")] = "",
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(hidden=True)] = "cuda",
+) -> int:
+    if device == "cuda" and not torch.cuda.is_available():
+        print(NO_CUDA, file=sys.stderr)
+        return 1
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}", flush=True)
+    wrong = run([each for each in checks(where, list(TINY)) if each[0].startswith(only)])
+    print(f"{wrong} wrong")
+    return int(wrong > 0)
+
+
+def run(wanted: list[tuple[str, Check]]) -> int:
+    """Prints a line for each check; how many were wrong. An error ends its own check only."""
+    wrong = 0
+    for name, check in wanted:
+        try:
+            line = check()
+        except Exception as error:  # noqa: BLE001, printed; the others go on: an hour with a device is short
+            traceback.print_exc()
+            line = f"wrong: {type(error).__name__}: {error}".partition("\n")[0]
+        wrong += line.startswith("wrong")
+        print(f"{name}: {line}", flush=True)
+    return wrong
