@@ -13,6 +13,7 @@ one at a time, as if they were in the file. Codes replace them under the same co
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from engine.core import packing_scheme
 from engine.kernels import weight_quantization
 from engine.loading import gptq_awq_fp8
 from tandem.errors import CheckpointRefused
+
+log = logging.getLogger(__name__)
 
 METHOD = "compressed-tensors"
 LIBRARY = "compressed_tensors"
@@ -143,6 +146,12 @@ def adopt(model: PreTrainedModel, compiled: bool, weights: gptq_awq_fp8.Weights 
 
 
 def _line(count: int, method: str, over_codes: int) -> str:
+    if widened := count - over_codes:
+        log.warning(
+            "%d of %d products of the %s checkpoint are widened: they take the memory of unquantised weights."
+            " Only the compiled operators, on CPU, multiply with codes",
+            *(widened, count, method),
+        )
     return f"weights: {count} products of the {method} checkpoint, {over_codes} of them over its own codes"
 
 

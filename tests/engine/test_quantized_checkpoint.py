@@ -197,3 +197,17 @@ def test_it_is_not_quantised_twice(int8: Path) -> None:
     """weights = int8 over another tool's codes is refused."""
     with pytest.raises(SettingsError, match="quantised already"):
         load(int8, weights="int8")
+
+
+def test_nothing_is_widened_silently(int8: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without operators over codes, as on a GPU today, the log says how many products take their full size."""
+    load(int8, kernels="reference")
+    [line] = [record.getMessage() for record in caplog.records if "widened" in record.getMessage()]
+    assert line.startswith("28 of 28 products of the compressed-tensors checkpoint are widened")
+
+
+@pytest.mark.skipif(kernels.serving(CPU) == kernels.REFERENCE, reason="not built: python -m engine.kernels.build")
+def test_control_where_all_codes_are_served_nothing_is_said(int8: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They take their own size."""
+    load(int8)
+    assert "widened" not in caplog.text
