@@ -9,6 +9,8 @@ from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request
 from tandem.v1 import decode_pb2
 
+Run = tuple[int, list[Part]]  # so many tokens, and their parts
+
 
 class OutputReader:
     """Reads the chunks of one completion. Neither the answer nor where it ends depends on how the tokens were
@@ -26,24 +28,32 @@ class OutputReader:
         """The stop string that ended the text; empty while none has."""
         return self._stops.hit or ""
 
-    def read(self, chunk: decode_pb2.Tokens) -> list[Part]:
-        """The parts that can be shown now. Tokens after the one that completes a stop string are removed from the
-        chunk and from the journal."""
+    def read(self, chunk: decode_pb2.Tokens) -> list[Run]:
+        """The parts that can be shown now, of all tokens together; with log probabilities those of tokens with
+        reasoning or calls apart, so that it stays known which tokens are text. Tokens after the one that completes a
+        stop string are removed from the chunk and from the journal."""
         request, tokens = self._request, list(chunk.token_ids)
         visible = tokens[:-1] if tokens[-1] in request.stop_ids else tokens  # a stop token is not in the text
         if not request.stops and self._reader is None:
-            return [Text(self._detokenizer.push(visible))]
-        parts: list[Part] = []
-        first = request.generated - len(tokens)
+            return [(len(tokens), [Text(self._detokenizer.push(visible))])]
+        runs: list[Run] = []
+        first, splits = request.generated - len(tokens), self._reader is not None and chunk.HasField("logprobs")
         for count, token in enumerate(visible, 1):
             text = self._detokenizer.push([token])
             # Text before min_tokens cannot be part of a stop string.
-            parts += self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
+            parts = self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
+            if runs and not (splits and _is_text(runs[-1][1]) != _is_text(parts)):
+                runs[-1] = (runs[-1][0] + 1, runs[-1][1] + parts)
+            else:
+                runs.append((1, parts))
             if self._stops.hit is not None:
                 _keep(chunk, count)
                 request.stop_after(first + count)
-                break
-        return parts
+                return runs
+        if len(visible) < len(tokens):
+            count, parts = runs.pop() if runs else (0, [])
+            runs.append((count + 1, parts))
+        return runs
 
     def finish(self) -> list[Part]:
         """What was held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
@@ -65,6 +75,10 @@ class OutputReader:
         parts = self._reader.push(text)
         self.reasoning_tokens += before or self._reader.inside
         return parts
+
+
+def _is_text(parts: list[Part]) -> bool:
+    return all(isinstance(part, Text) for part in parts)
 
 
 def _keep(chunk: decode_pb2.Tokens, count: int) -> None:
