@@ -64,24 +64,23 @@ class Completion:
             self.begun.set()  # this token was computed from the prompt's KV, so the KV is complete
         timeline.report(tokens)
         self._usage.generated(request.tenant, count)
-        runs, at = self._reader.read(tokens), 0
-        for count, parts in runs:
-            response = (
-                generation_pb2.GenerateResponse()
-            )  # filled in place: copying a separate delta takes twice as long
+        at = 0
+        for run in self._reader.read(tokens):
+            # filled in place: copying a separate delta takes twice as long
+            response = generation_pb2.GenerateResponse()
             delta = response.delta
-            put_parts(delta, parts)
+            put_parts(delta, run.parts)
             delta.index, delta.choice = first + at, request.choice
-            delta.token_ids.extend(tokens.token_ids[at : at + count])
+            delta.token_ids.extend(tokens.token_ids[at : at + run.tokens])
             if tokens.HasField("logprobs"):
-                _add_logprobs(delta.logprobs, tokens, at, count)
+                _add_logprobs(delta.logprobs, tokens, at, run.tokens)
             if prompt_logprobs and at == 0:
                 delta.prompt_logprobs.CopyFrom(prompt_logprobs)
             if first + at == 0:
                 delta.adapter_fingerprint = self._adapter
-            at += count
+            at += run.tokens
             delta.last = at == len(tokens.token_ids) and request.finish() is not None
-            self._usage.sent(count, timeline.sent(count))
+            self._usage.sent(run.tokens, timeline.sent(run.tokens))
             self._output.put(response)
         return request.stopped
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from services.router.answer.answer_reader import AnswerReader
 from services.router.answer.parts import Part, Text
 from services.router.execution.detokenizer import Detokenizer
@@ -9,7 +11,25 @@ from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request
 from tandem.v1 import decode_pb2
 
-Run = tuple[int, list[Part]]  # so many tokens, and their parts
+
+@dataclass(slots=True)
+class Run:
+    """Successive tokens, and the parts that they have together."""
+
+    tokens: int = 0
+    parts: list[Part] = field(default_factory=list)
+    is_text: bool | None = None  # None: none of the tokens has shown anything yet
+
+    def takes(self, parts: list[Part]) -> bool:
+        """Whether they are of its kind: text alone, or not."""
+        return not parts or self.is_text in (None, _is_text(parts))
+
+    def add(self, parts: list[Part]) -> None:
+        """Those of one more token."""
+        self.tokens += 1
+        self.parts += parts
+        if parts:
+            self.is_text = _is_text(parts)
 
 
 class OutputReader:
@@ -35,24 +55,21 @@ class OutputReader:
         request, tokens = self._request, list(chunk.token_ids)
         visible = tokens[:-1] if tokens[-1] in request.stop_ids else tokens  # a stop token is not in the text
         if not request.stops and self._reader is None:
-            return [(len(tokens), [Text(self._detokenizer.push(visible))])]
-        runs: list[Run] = []
+            return [Run(len(tokens), [Text(self._detokenizer.push(visible))])]
+        runs = [Run()]
         first, splits = request.generated - len(tokens), self._reader is not None and chunk.HasField("logprobs")
         for count, token in enumerate(visible, 1):
             text = self._detokenizer.push([token])
             # Text before min_tokens cannot be part of a stop string.
             parts = self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
-            if runs and not (splits and _is_text(runs[-1][1]) != _is_text(parts)):
-                runs[-1] = (runs[-1][0] + 1, runs[-1][1] + parts)
-            else:
-                runs.append((1, parts))
+            if splits and not runs[-1].takes(parts):
+                runs.append(Run())
+            runs[-1].add(parts)
             if self._stops.hit is not None:
                 _keep(chunk, count)
                 request.stop_after(first + count)
                 return runs
-        if len(visible) < len(tokens):
-            count, parts = runs.pop() if runs else (0, [])
-            runs.append((count + 1, parts))
+        runs[-1].tokens += len(tokens) - len(visible)
         return runs
 
     def finish(self) -> list[Part]:
