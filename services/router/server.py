@@ -183,7 +183,7 @@ class Router:
         most_bytes = self.settings.max_file_mib * 1024 * 1024
         self.batch_store = open_store(self.settings)
         lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, parsers)
-        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models.waiting)
+        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models)
         files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
         batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(parsers))
         return files, batches
