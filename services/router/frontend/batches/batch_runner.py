@@ -30,7 +30,7 @@ LEASE_S = 6.0
 MAX_RUNNING = 16  # batches that one router runs, each with its input in memory
 WINDOW = 8  # lines of one batch in progress, to one model
 SATURATED_CHECK_S = 0.25  # between two looks whether requests still wait
-RESULTS_PER_SCRIPT = 256
+RESULTS_PER_SCRIPT = 64
 WHY_NOT_RUN = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was completed."),
     BatchStatus.EXPIRED: (
@@ -132,10 +132,9 @@ class BatchRunner:
 
     async def _work(self, one: _Running) -> None:
         record = one.record
-        content = await self._store.input(record)
+        pieces = await self._store.input(record)
         endpoint = record.fields["endpoint"]
-        found = await self._offload.run(record.tenant, len(content), batch_lines.read, content, endpoint)
-        del content
+        found = await self._offload.run(record.tenant, sum(map(len, pieces)), _read, pieces, endpoint)
         if found.errors:
             await self._end(record, BatchStatus.FAILED, found.errors)
             return
@@ -209,6 +208,12 @@ class BatchRunner:
     async def _end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[dict[str, object]] = ()) -> None:
         _own(await self._store.end(record, status, errors))
         log.info("batch.ended", batch=record.batch_id, status=status.value)
+
+
+def _read(pieces: list[bytes], endpoint: str) -> batch_lines.Input:
+    content = b"".join(pieces)
+    pieces.clear()
+    return batch_lines.read(content, endpoint)
 
 
 def _begun(left: Sequence[Line]) -> list[Line]:
