@@ -113,6 +113,7 @@ HEADS = {
     "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="height">\n<｜DSML｜parameter name="',
     "minimax_m2": '<minimax:tool_call>\n<invoke name="height">\n<parameter name="',
     "gemma4": "<|tool_call>call:height{",
+    "functiongemma": "<start_function_call>call:height{",
     "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "height", "parameters": ',
     "hunyuan_a13b": '<tool_calls>[{"name": "height", "arguments": ',
     "hy_v3": "<tool_calls>\n<tool_call>height<tool_sep>\n<arg_key>",
@@ -132,6 +133,7 @@ TAGS = {
     "deepseek_v4": 'peak" string="true">',
     "minimax_m2": 'peak">',
     "gemma4": 'peak:<|"|>',
+    "functiongemma": "peak:<escape>",
     "hy_v3": "peak</arg_key>\n<arg_value>",
     "lfm2": "'",
 }

@@ -108,6 +108,7 @@ def _hunyuan(name: str, *pairs: tuple[str, str], suffix: str = "") -> str:
     return re.sub(r"<(/?(?:tool|arg)_\w+)>", rf"<\1{suffix}>", text)
 
 
+GEMMA_QUOTE = '<|"|>'
 GEMMA_EIGER = 'call:height{near:[<|"|>a, "b"<|"|>,{k:<|"|>{<|"|>,n:None}],peak:<|"|>a "b"\n\\ <c>\n<|"|>,year:2024}'
 GEMMA_READ = '{"near": ["a, \\"b\\"", {"k": "{", "n": null}], "peak": "a \\"b\\"\\n\\\\ <c>\\n", "year": 2024}'
 MINIMAX = f"<minimax:tool_call>\n{_minimax('height', *PAIRS)}\n{_minimax('now')}\n</minimax:tool_call>"
@@ -204,6 +205,13 @@ GOOD: list[tuple[str, str, Seen]] = [
         [*call("height", '{"peak": "12", "year": 1e3, "note": null}'), *text(" so")],
     ),
     ("gemma4", f"{LLAMA}; {LLAMA}", [*E, *E]),
+    (
+        "functiongemma",
+        f"I look.<start_function_call>{GEMMA_EIGER.replace(GEMMA_QUOTE, '<escape>')}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call><start_function_response>",
+        [*text("I look."), *call("height", GEMMA_READ), *N],
+    ),
+    ("functiongemma", f"{LLAMA}; {LLAMA}", [*E, *E]),
     (
         "cohere",
         f"I look.<|START_ACTION|>[\n    {COHERE},\n    {COHERE_NOW}\n]<|END_ACTION|>",
@@ -302,6 +310,7 @@ NO_CALLS: list[tuple[str, str]] = [
     ("gemma4", "<|tool_call>height{}<tool_call|>"),
     ("gemma4", "<|tool_call>call:height()<tool_call|>"),
     ("gemma4", '{"name": "Heidi", "age": 7}'),
+    ("functiongemma", "<start_function_call>height{}<end_function_call>"),
     ("cohere", "<|START_ACTION|>[]<|END_ACTION|>"),
     ("cohere", f"<|START_ACTION|>[{_json('f', '{}')}]<|END_ACTION|>"),
     ("hunyuan_a13b", "<tool_calls>none</tool_calls>"),
@@ -404,6 +413,7 @@ BROKEN: list[tuple[str, str, Seen]] = [
     ("gemma4", "<|tool_call>call:f{a:1 b:2}", call("f", '{"a": "1 b:2"}')),
     ("gemma4", "<|tool_call>call:f{so}<|tool_call>call:now{}", [*call("f", "{so}"), *N]),
     ("gemma4", "<|tool_call>call:f{a:20", call("f", '{"a": 20')),
+    ("functiongemma", "<start_function_call>call:f{a:<escape>x <", call("f", '{"a": "x <')),
     (
         "cohere",
         '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": [1}<|END_ACTION|> so',

@@ -141,6 +141,15 @@ TEMPLATES: list[tuple[str, str]] = [
             "{{ '}<tool_call|>' }}"
         ),
     ),
+    # FunctionGemma
+    (
+        "functiongemma",
+        _template(
+            "{{ '<start_function_call>call:' + NAME + '{' }}"
+            "{% for k, v in ARGS.items() %}{{ k }}:<escape>{{ v }}<escape>{% endfor %}"
+            "{{ '}<end_function_call>' }}"
+        ),
+    ),
     # Command R7B, Command A
     (
         "cohere",

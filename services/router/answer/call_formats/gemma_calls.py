@@ -1,14 +1,17 @@
-"""Gemma 4's calls: objects whose keys have no quotes, and whose strings stand between two special tokens.
+"""Gemma's calls: objects whose keys have no quotes, and whose strings stand between two special tokens.
 
-    <|tool_call>call:NAME{peak:<|"|>Eiger<|"|>,year:2024,near:[<|"|>Mönch<|"|>]}<tool_call|>
+    gemma4           <|tool_call>call:NAME{peak:<|"|>Eiger<|"|>,year:2024,near:[<|"|>Mönch<|"|>]}<tool_call|>
+    functiongemma    <start_function_call>call:NAME{peak:<escape>Eiger<escape>}<end_function_call>
 
-The arguments are passed on as a JSON object. Source: the chat template of Gemma 4.
+The arguments are passed on as a JSON object. Sources: the chat template of Gemma 4; Google's description of
+FunctionGemma's format (https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from services.router.answer.call_formats.call_reader import is_name
 from services.router.answer.call_formats.json_calls import NAME, ObjectCalls
@@ -16,7 +19,6 @@ from services.router.answer.call_formats.python_literal import MAX_DEPTH, MAX_WO
 from services.router.answer.call_formats.scanner import MAX_NAME, NOTHING, Ends, Steps
 from services.router.answer.call_formats.typed_value import escaped, parameter_kind
 
-QUOTE = '<|"|>'
 _KEY, _WORD = re.compile(r'[^:,{}\[\]<"]+'), re.compile(r'[^,{}\[\]<"]+')
 _QUOTED_KEY = re.compile(r"[^<]+")
 _CLOSERS = {"{": "}", "[": "]"}
@@ -26,12 +28,13 @@ class GemmaCalls(ObjectCalls):
     """Llama 3's JSON is read as well: a forced call is one. After its calls the model writes <|tool_response>, where it
     stops."""
 
+    quote: ClassVar[str] = '<|"|>'
     whole = ("{",)
     openers = Ends("<|tool_call>")
-    between = ("<tool_call|>", "<|tool_response>", ";", "}")
-    others = (QUOTE,)
+    between: ClassVar[tuple[str, ...]] = ("<tool_call|>", "<|tool_response>", ";", "}")
+    others: ClassVar[tuple[str, ...]] = (quote,)
     ends = Ends("<|tool_call>", "<tool_call|>")
-    string_end = Ends(QUOTE)
+    string_end: ClassVar[Ends] = Ends(quote)
 
     def _call(self, opener: str) -> Steps[bool]:
         if opener == "{":
@@ -83,9 +86,9 @@ class GemmaCalls(ObjectCalls):
     def _named_key(self) -> Steps[str]:
         """Reads a key, which may stand in quotes, and passes it on; empty if none is there."""
         self._in.hold()
-        quoted = (yield from self._in.literal((QUOTE,))) if (yield from self._in.peek()) == "<" else ""
+        quoted = (yield from self._in.literal((self.quote,))) if (yield from self._in.peek()) == "<" else ""
         key = (yield from self._in.run(_QUOTED_KEY if quoted else _KEY, MAX_NAME)).strip()
-        closed = not quoted or (yield from self._in.literal((QUOTE,)))
+        closed = not quoted or (yield from self._in.literal((self.quote,)))
         yield from self._in.space()
         if not closed or not 0 < len(key) <= MAX_NAME or not (yield from self._in.literal((":",))):
             self._in.back()
@@ -100,7 +103,7 @@ class GemmaCalls(ObjectCalls):
         character = yield from self._in.peek()
         if character == "<":
             self._in.hold()
-            if not (yield from self._in.literal((QUOTE,))):
+            if not (yield from self._in.literal((self.quote,))):
                 self._in.back()
                 return False
             self._in.drop()
@@ -117,3 +120,12 @@ class GemmaCalls(ObjectCalls):
         text = bool(key) and parameter_kind(self._tools, name, key).types == {"string"}
         self._pass(json.dumps(word, ensure_ascii=False) if text else json_of_word(word))
         return 0 < len(word) <= MAX_WORD
+
+
+class FunctionGemmaCalls(GemmaCalls):
+    quote = "<escape>"
+    openers = Ends("<start_function_call>")
+    between = ("<end_function_call>", "<start_function_response>", ";", "}")
+    others = (quote,)
+    ends = Ends("<start_function_call>", "<end_function_call>")
+    string_end = Ends(quote)

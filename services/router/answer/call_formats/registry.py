@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from services.router.answer.call_formats.call_reader import CallReader
-from services.router.answer.call_formats.gemma_calls import GemmaCalls
+from services.router.answer.call_formats.gemma_calls import FunctionGemmaCalls, GemmaCalls
 from services.router.answer.call_formats.invoke_calls import DsmlCalls, MiniMaxCalls
 from services.router.answer.call_formats.json_calls import HermesCalls, Llama3Calls, MistralCalls
 from services.router.answer.call_formats.list_calls import (
@@ -40,6 +40,7 @@ _READERS: dict[str, type[CallReader]] = {
     "kimi_k2": KimiCalls,
     "minimax_m2": MiniMaxCalls,
     "gemma4": GemmaCalls,
+    "functiongemma": FunctionGemmaCalls,
     "cohere": CohereCalls,
     "hunyuan_a13b": TagListCalls,
     "hy_v3": HunyuanCalls,
@@ -76,6 +77,7 @@ _MARKS: dict[str, tuple[re.Pattern[str], ...]] = {
     "deepseek_v4": _marks("<｜DSML｜tool_calls>"),
     "deepseek_v32": _marks("｜DSML｜"),
     "gemma4": _marks(r"<\|tool_call>call:"),
+    "functiongemma": _marks("<start_function_call>call:"),
     "mistral": _marks(r"\[TOOL_CALLS\]"),
     "minimax_m2": _marks("<minimax:tool_call>", '<parameter name="'),
     "cohere": _marks(r"<\|START_ACTION\|>", '"tool_name"'),

@@ -75,6 +75,7 @@ _FORMS = {
         style="minimax_xml",
     ),
     "gemma4": _LLAMA3,
+    "functiongemma": _LLAMA3,
     "lfm2": _LLAMA3,
     "cohere": _Form(_object("<|START_ACTION|>[", "parameters", "tool_name"), "}]<|END_ACTION|>", name=None),
     "hunyuan_a13b": _Form(_object("<tool_calls>[", "arguments"), "}]</tool_calls>", name=None),
