@@ -94,10 +94,11 @@ class Models:
 
     def key_of(self, name: str) -> str:
         """The key of the model whose workers a request with this name needs; empty where it will be refused."""
-        try:
-            return self.resolve(name)[0].key
-        except TandemError:
-            return ""
+        for model in self._models if name else ():
+            if name in model.served.adapters:
+                return model.key
+        found = self._by_name.get(name)
+        return found.key if found else ""
 
     def is_taken(self, name: str) -> bool:
         """Whether a model or an adapter has this name."""

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 LEASE_S = 6.0
 MAX_RUNNING = 16  # batches that one router runs, each with its input in memory
+LINES_PER_SLICE = 512  # whose models are looked up before the event loop serves streams again
 WINDOW = 8  # lines of one batch in progress, to one model
 SATURATED_CHECK_S = 0.25  # between two looks whether requests still wait
 RESULTS_PER_SCRIPT = 64
@@ -148,7 +149,7 @@ class BatchRunner:
     async def _run_lines(self, one: _Running, lines: Sequence[Line]) -> BatchStatus:
         """Runs the lines that have no result. Returns the status that the batch is to have."""
         answered = await self._store.answered(one.record)
-        left = self._by_model([line for line in lines if line.number not in answered])
+        left = await self._by_model([line for line in lines if line.number not in answered])
         if one.cancelled:
             return BatchStatus.CANCELLED
         try:
@@ -164,11 +165,13 @@ class BatchRunner:
             one.limit = None
         return BatchStatus.COMPLETED
 
-    def _by_model(self, lines: Sequence[Line]) -> dict[str, list[Line]]:
+    async def _by_model(self, lines: Sequence[Line]) -> dict[str, list[Line]]:
         """By the key of the model, so that lines that wait for the workers of one do not delay those of another."""
         keys: dict[str, str] = {}
         found: defaultdict[str, list[Line]] = defaultdict(list)
-        for line in lines:
+        for at, line in enumerate(lines):
+            if at % LINES_PER_SLICE == LINES_PER_SLICE - 1:
+                await asyncio.sleep(0)  # each may name another model
             if line.model not in keys:
                 keys[line.model] = self._models.key_of(line.model)
             found[keys[line.model]].append(line)
