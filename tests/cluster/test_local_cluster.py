@@ -275,26 +275,17 @@ def test_a_spare_becomes_the_worker_that_is_missing(
     assert not set(psutil.Process().children(recursive=True)) - before - strangers
 
 
-def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tandem up` says what the worker said, does not wait for its timeout, and leaves nothing."""
-    monkeypatch.setenv("FAKE_REFUSE", "decode")
-    before = set(psutil.Process().children(recursive=True))
-    cluster = LocalCluster(settings(), launcher=LAUNCHER, start_timeout_s=START_S)
-    with pytest.raises(CheckpointRefused, match="the model fake cannot be served by decode-0") as caught:
-        cluster.start()
-    assert caught.value.field == "model"
-    assert set(psutil.Process().children(recursive=True)) <= before
-    assert cluster.directory
-    assert not cluster.directory.exists()
-
-
-def test_a_failed_start_keeps_its_logs_and_says_where(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Whoever must find out why has something to read; nothing else of the run stays."""
+def test_a_refusal_ends_the_start_at_once_with_that_error(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """`tandem up` says what the worker said and does not wait for its timeout. The logs of a failed start stay, and a
+    line says where; nothing else of the run does."""
     monkeypatch.setenv("FAKE_REFUSE", "decode")
     monkeypatch.setattr(run_directory, "_parent", lambda: directory)
+    before = set(psutil.Process().children(recursive=True))
     lines: list[str] = []
-    with pytest.raises(CheckpointRefused):
+    with pytest.raises(CheckpointRefused, match="the model fake cannot be served by decode-0") as caught:
         LocalCluster(settings(), lines.append, launcher=LAUNCHER, start_timeout_s=START_S).start()
+    assert caught.value.field == "model"
+    assert set(psutil.Process().children(recursive=True)) <= before
     [kept] = [Path(line.partition("the logs are in ")[2]) for line in lines if "the logs are in" in line]
     assert list(kept.glob("worker-*.err"))
     assert [path.name for path in directory.iterdir()] == [kept.parent.name]
@@ -311,19 +302,6 @@ def test_the_logs_of_old_failures_make_room(monkeypatch: pytest.MonkeyPatch, dir
     kept = list(directory.glob("tandem-logs-*/*"))
     assert len(kept) <= run_directory.MAX_FAILED_RUNS
     assert f"logs-{2 * run_directory.MAX_FAILED_RUNS - 1}-1" in {path.name for path in kept}
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
-def test_asked_to_it_keeps_the_logs_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
-    """However it ended: the guard does it for a killed one."""
-    monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
-    up, _ = start_up()
-    processes = psutil.Process(up.pid).children(recursive=True)
-    up.send_signal(end)
-    _, err = up.communicate(timeout=SOON_S)
-    psutil.wait_procs(processes, timeout=SOON_S)
-    assert list(tmp_path.glob("kept/logs-*/worker-*.err")), err
-    assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
 
 
 def test_a_place_for_logs_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -392,8 +370,10 @@ def start_up() -> tuple[subprocess.Popen[str], str]:
     return up, line.split()[1]
 
 
-def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
-    """SIGINT reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly."""
+def test_ctrl_c_in_a_terminal_drains_and_returns_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT reaches the whole group, as from a terminal; the orderly stop happens all the same, and quietly. Where the
+    logs of every run are asked for, they are kept."""
+    monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
     up, target = start_up()
     processes = psutil.Process(up.pid).children(recursive=True)
     os.killpg(up.pid, signal.SIGINT)
@@ -406,6 +386,8 @@ def test_ctrl_c_in_a_terminal_drains_and_returns_zero() -> None:
     assert "Traceback" not in err
     assert [process for process in processes if process.is_running()] == []
     assert not answers(target)
+    assert list(tmp_path.glob("kept/logs-*/worker-*.err")), err
+    assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
 
 
 def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,8 +406,10 @@ def test_a_second_signal_ends_the_grace(monkeypatch: pytest.MonkeyPatch) -> None
     assert [process for process in processes if process.is_running()] == []
 
 
-def test_sigkill_of_up_leaves_nothing() -> None:
-    """However `tandem up` ends: no process, no port, no shared memory, no folder within seconds."""
+def test_sigkill_of_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However `tandem up` ends: no process, no port, no shared memory, no folder within seconds. The guard keeps the
+    logs, where that is asked for."""
+    monkeypatch.setenv("TANDEM_LOGS", str(tmp_path / "kept"))
     up, target = start_up()
     processes = psutil.Process(up.pid).children(recursive=True)
     assert len(processes) >= 8
@@ -436,3 +420,4 @@ def test_sigkill_of_up_leaves_nothing() -> None:
     assert not answers(target)
     assert shared_memory() == set()
     assert not list(run_directory._parent().glob(f"tandem-{up.pid}-*"))
+    assert list(tmp_path.glob("kept/logs-*/worker-*.err"))

@@ -29,6 +29,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", list(TARGETS))
+@pytest.mark.long
 def test_nothing_but_refusals(name: str) -> None:
     """Each target says itself what must hold."""
     target, good = TARGETS[name]

@@ -57,6 +57,7 @@ async def longest(work: Any) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.long
 async def test_many_log_probabilities_keep_no_stream_waiting(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """48,000 of them, made some at a time. The control: all at once, which others wait for."""
     which, fields = ASKED[kind]

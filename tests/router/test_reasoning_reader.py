@@ -153,6 +153,7 @@ def test_a_call_that_is_known_at_the_end_alone_is_a_call_too() -> None:
         assert read(["a [", "f"], PAIRED, True, CallsWithin(("[",), Late, frozenset(names))) == parts
 
 
+@pytest.mark.long
 def test_a_call_that_stays_unknown_does_not_hold_the_reasoning_forever() -> None:
     """After MAX_CALL characters the marker was only mentioned; the same for every cut."""
 
@@ -226,11 +227,12 @@ def test_inside_lasts_until_the_reasoning_ends() -> None:
         assert "".join(str(int(one)) for one in seen) == expected
 
 
+@pytest.mark.long
 def test_long_reasoning_is_read_in_linear_time() -> None:
-    """A megabyte of white space, of beginnings of markers, and of calls that are none, character by character."""
+    """25,000 each of white space, of beginnings of markers, and of calls that are none, character by character."""
     for unit in (" ", "<", "</", "["):
         reader = ReasoningReader(PAIRED, begins_inside=True, calls=CALLS)
-        for _ in range(100_000):
+        for _ in range(25_000):
             reader.push(unit)
             assert len(reader._held) <= MAX_SPACE + 8
 
@@ -270,6 +272,7 @@ SPAM = {
 
 
 @pytest.mark.parametrize("name", SPAM)
+@pytest.mark.long
 def test_unclosed_calls_within_reasoning_are_read_a_bounded_number_of_times(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

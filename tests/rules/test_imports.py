@@ -318,6 +318,7 @@ def test_each_outside_system_has_one_file(library: str) -> None:
     "modules",
     ["services.router.server", "tandem, cli.main, tandem.client", "cluster.state.registry, cluster.local_cluster"],
 )
+@pytest.mark.long
 def test_router_and_client_never_load_torch(modules: str) -> None:
     """A router starts in a fraction of a second and a small image, because nothing in it needs torch."""
     code = f"import sys, {modules}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
