@@ -116,12 +116,12 @@ MIXED = [Line(number, str(number), b"", "ab"[number % 2]) for number in range(6 
 OF_B = [line.number for line in MIXED if line.model == "b"]
 
 
-async def until_b_is_done(store: Store, lines: Lines, **about: Any) -> None:
+async def until_b_is_done(store: Store, lines: Lines, within_s: float = 10.0, **about: Any) -> None:
     """Runs MIXED. Raises TimeoutError if what is to the model b does not get its results."""
     store.wanted = {*OF_B}
     running = asyncio.create_task(runner(store, lines, **about)._run_lines(_Running(RECORD, False), MIXED))
     try:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(within_s):
             await store.has_wanted.wait()
     finally:
         running.cancel()
@@ -135,7 +135,7 @@ async def test_lines_that_wait_for_one_model_delay_none_to_another() -> None:
     await until_b_is_done(store, lines)
     assert len([line for line in lines.begun if line.model == "a"]) == WINDOW
     with pytest.raises(TimeoutError):
-        await until_b_is_done(Store(set()), Lines(stuck="a"), key_of=lambda name: "")
+        await until_b_is_done(Store(set()), Lines(stuck="a"), within_s=0.1, key_of=lambda name: "")
 
 
 async def test_a_full_queue_holds_back_the_lines_of_its_own_model_only() -> None:
