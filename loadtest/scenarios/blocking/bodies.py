@@ -142,7 +142,7 @@ DOORS: dict[str, tuple[str, Bodies]] = {
     "detokenize": ("/detokenize", ids),
     "adapters": ("/v1/load_lora_adapter", adapters),
 }
-CALLS = ("files", "jobs", "models")  # doors of more than one call; run.py knows them
+CALLS = ("grpc", "files", "jobs", "models")  # doors of more than one call; run.py knows them
 
 
 def batch_input() -> bytes:

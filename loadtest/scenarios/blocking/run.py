@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Annotated
@@ -35,7 +35,16 @@ from loadtest.harness.options import Seconds, names
 from loadtest.harness.stats import percentile
 from loadtest.scenarios.abuse import BEGUN, Target, beside
 from loadtest.scenarios.blocking import timed_loop
-from loadtest.scenarios.blocking.bodies import CALLS, DOORS, TEMPLATE, batch_input, job_prompts
+from loadtest.scenarios.blocking.bodies import (
+    CALLS,
+    DOORS,
+    TEMPLATE,
+    batch_input,
+    chat,
+    job_prompts,
+    long_message,
+    prompts,
+)
 from loadtest.scenarios.flood import GREEDY, POLITE
 from tandem import settings
 from tandem.async_client import AsyncClient
@@ -75,6 +84,16 @@ class Greedy:
         while True:
             for path in ("/v1/models", f"/v1/models/{'x' * 4000}", "/metrics", "/health"):
                 await self.send("GET", path)
+
+    async def _grpc(self) -> None:
+        async with AsyncClient(self._target.grpc, api_key=GREEDY) as client:
+            for body in cycle([*chat(), *long_message(), *islice(prompts(), 2)]):
+                given = {name: body[name] for name in ("messages", "tools", "max_tokens") if name in body}
+                try:
+                    await client.generate(body.get("prompt"), **given)
+                    self._outcomes["OK"] += 1
+                except TandemError as error:
+                    self._outcomes[error.reason] += 1
 
     async def _jobs(self) -> None:
         """As many as one call may have, and watchers of some."""
