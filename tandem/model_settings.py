@@ -49,15 +49,9 @@ def settings_of_models(settings: Settings) -> dict[str, Settings]:
     models = {name: _own(settings, name, own) for name, own in settings.models.items()}
     workers = settings.host_workers or sum(own.prefill + own.decode for own in models.values())
     models = {name: own.model_copy(update={"host_workers": workers}) for name, own in models.items()}
+    _check_pools(models)
     owners: dict[str, str] = {}
-    pools: dict[str, str] = {}
     for name, own in models.items():
-        if pools.setdefault(own.cluster, name) != name:
-            raise SettingsError(
-                f"models.{pools[own.cluster]} and models.{name} would share their workers",
-                field=f"models.{name}.cluster",
-                bound="a name that no other model's pools have",
-            )
         for served in {name, *own.model_names, *own.adapters}:
             if owners.setdefault(served, name) != name:
                 raise SettingsError(
@@ -99,6 +93,18 @@ def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
             )
         models[name] = {"model": folder, "served_model_name": served}
     return models
+
+
+def _check_pools(models: dict[str, Settings]) -> None:
+    """Raises SettingsError for two models whose workers could not be told apart."""
+    owners: dict[str, str] = {}
+    for name, own in models.items():
+        if owners.setdefault(own.cluster, name) != name:
+            raise SettingsError(
+                f"models.{owners[own.cluster]} and models.{name} would share their workers",
+                field=f"models.{name}.cluster",
+                bound="a name that no other model's pools have",
+            )
 
 
 def _own(settings: Settings, name: str, own: dict[str, Any]) -> Settings:
