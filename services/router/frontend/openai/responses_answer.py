@@ -172,8 +172,8 @@ class ResponsesAnswer:
         return kind(self._new_id(kind), call, tool)
 
     async def _score(self, delta: generation_pb2.Delta, parts: Sequence[Part]) -> None:
-        """Keeps the log probabilities for the text that they are of. Those of a delta that has reasoning or calls are
-        dropped: it is unknown which of its tokens are text."""
+        """Keeps the log probabilities for the text that they are of. Those of reasoning and calls are dropped, also of
+        a token that has a piece of text too."""
         if any(not isinstance(part, Text) for part in parts):
             self._scores = ""
             return
