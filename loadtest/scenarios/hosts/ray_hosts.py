@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, Queue
@@ -124,7 +124,9 @@ class RayHosts:
     """`settings` are of `tandem up` and Ray, in the environment of all hosts; `wires` as in Network; `up_on` is the
     host of Valkey, `tandem up` and the clients."""
 
-    def __init__(self, model: str, wires: dict[str, str] | None = None, up_on: str = "head", **settings: str) -> None:
+    def __init__(
+        self, model: str, settings: Mapping[str, str], wires: dict[str, str] | None = None, up_on: str = "head"
+    ) -> None:
         self.network = Network(names := ["head", "a", "b"], wires)
         self._up_on = up_on
         password = secrets.token_hex(8)

@@ -36,6 +36,7 @@ SETTINGS = {
     "TANDEM_THREADS": "1",
     "TANDEM_STREAM_INTERVAL_S": "0",
 }
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 END_S = 120.0
 LONG_CUT_S = 25.0
 HEADLESS_S = 90.0  # longer than a raylet waits for the head by default
@@ -99,7 +100,7 @@ def _report(streams: list[Stream]) -> str:
 
 def wired(options: str, length: int = 200, new: int = 300) -> Callable[[], str]:
     def run() -> str:
-        with RayHosts(MODEL, {"b": "delay 0"}, **SETTINGS) as cluster:
+        with RayHosts(MODEL, SETTINGS, {"b": "delay 0"}) as cluster:
             b, asked = cluster.hosts["b"], prompts(8, length)
             expected = finished(cluster, begin(cluster, asked, new))
             b.wire(options)
@@ -116,7 +117,7 @@ def wired(options: str, length: int = 200, new: int = 300) -> Callable[[], str]:
 
 
 def slow() -> str:
-    with RayHosts(MODEL, **SETTINGS) as cluster:
+    with RayHosts(MODEL, SETTINGS) as cluster:
         expected = finished(cluster, begin(cluster, asked := prompts(4, 3000), 40))
         cluster.hosts["b"].limit("1gbit")
         found: list[Stream] = []
@@ -131,7 +132,7 @@ def slow() -> str:
 
 
 def long_cut() -> str:
-    with RayHosts(MODEL, **SETTINGS) as cluster:
+    with RayHosts(MODEL, SETTINGS) as cluster:
 
         def cut() -> None:
             for name in ("a", "b"):
@@ -147,7 +148,7 @@ def long_cut() -> str:
 
 
 def returns() -> str:
-    with RayHosts(MODEL, **SETTINGS) as cluster:
+    with RayHosts(MODEL, SETTINGS) as cluster:
         streams = under(cluster, prompts(6, 30), 1000, cluster.hosts["b"].kill)
         began = monotonic()
         cluster.hosts["b"].boot()
@@ -159,7 +160,7 @@ def returns() -> str:
 
 
 def head() -> str:
-    with RayHosts(MODEL, up_on="a", **SETTINGS, RAY_gcs_rpc_server_reconnect_timeout_s="600") as cluster:
+    with RayHosts(MODEL, SETTINGS | PATIENT, up_on="a") as cluster:
         streams = under(cluster, prompts(6, 30), 2000, cluster.hosts["head"].kill)
         lost, answered = monotonic(), 0
         while monotonic() < lost + HEADLESS_S:
@@ -170,7 +171,7 @@ def head() -> str:
 
 
 def home() -> str:
-    with RayHosts(MODEL, up_on="a", **SETTINGS, TANDEM_DRAIN_GRACE_S="5") as cluster:
+    with RayHosts(MODEL, SETTINGS | {"TANDEM_DRAIN_GRACE_S": "5"}, up_on="a") as cluster:
         began = monotonic()
         cluster.hosts["a"].kill()
         while "WorkerActor" in cluster.hosts["b"].do("ps", "-eo", "args"):
