@@ -372,8 +372,9 @@ class RayWorkerProcess:
             raise _as_tandem_error(error, self._worker_id) from error
 
 
-def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+def on_node(node_id: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
+    """`soft`: elsewhere, if that node is gone."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=soft)
 
 
 def _nodes() -> list[Node]:

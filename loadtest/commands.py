@@ -81,6 +81,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
         "watchers": Measurement("scenarios.watchers:main", "latency of a polite client during the jobs of another"),
         "fuzz": Measurement("scenarios.fuzz:main", "generated requests: documented answers only, no worker dies"),
+        "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),
         "chaos": Measurement("scenarios.chaos.run:main", "random faults under load: no answer may differ by a token"),
     },
     "Other software (comparison)": {

@@ -108,7 +108,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loadtest.scenarios.ray_nodes": {"loadtest.scenarios.slow_device", "cluster.state.embedded_valkey", "tandem"},
     "loadtest.scenarios.hosts": {
-        *("loadtest.scenarios.hosts", "tandem", "cluster.exit_with_parent", "cluster.state.embedded_valkey"),
+        *(
+            "loadtest.scenarios.hosts",
+            "loadtest.harness",
+            "tandem",
+            "cluster.exit_with_parent",
+            "cluster.state.embedded_valkey",
+        ),
     },
     # These two run within the workers.
     "loadtest.scenarios.slow_device": {"tandem", "engine", "services.launch", "services.worker"},
