@@ -103,6 +103,8 @@ class CompletionRunner:
             except (Unavailable, DataLoss, IncompatibleLayout) as error:
                 self._blame(error, placement)
                 if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
+                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
+                    timeline.refused()
                     return
                 if alone and error.reason == DECODE_UNREACHABLE:  # it still waited to begin alone: not an attempt
                     timeline.refused()

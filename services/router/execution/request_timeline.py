@@ -93,14 +93,14 @@ class RequestTimeline:
         self._dispatched = monotonic()
 
     def refused(self) -> None:
-        """The decode worker had no room after all. That does not count as an attempt, only as time."""
+        """The decode worker had no room after all, or has not seen the request. That does not count as an attempt, only
+        as time."""
         self.attempts -= 1
         self.failed()
 
     def unsent(self) -> float:
-        """No connection to the worker could be made, so it has not seen the request. That does not count as an attempt,
-        only as time. Returns the seconds since this began, without a first token between."""
-        self.refused()
+        """No connection to the worker could be made. Returns the seconds since this began, without a first token
+        between."""
         self._unsent_since = self._unsent_since or self._dispatched
         return monotonic() - self._unsent_since
 
