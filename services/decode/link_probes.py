@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.transport import measure_link
 from kvtransfer.types import Peer
 from services.decode.prefill_peers import CONNECT_TIMEOUT_S
@@ -30,7 +31,15 @@ class Probes:
         most = PROBE_BYTES // self._worker.layout.block_bytes
         async with self._locked():
             async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
-                return await measure_link(self._worker.transport, peer, blocks, PROBE_TIMEOUT_S)
+                transport = self._worker.transport
+                if isinstance(transport, AutoTransport):
+                    return await transport.compare(peer, blocks, PROBE_TIMEOUT_S)
+                return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
+
+    async def compare(self, peer: Peer) -> None:
+        """Measures the transports of a new peer where there is a choice. Raises as `speed`."""
+        if isinstance(self._worker.transport, AutoTransport):
+            await self.speed(peer)
 
     async def verify(self, peer: Peer) -> None:
         """Reads one block. Raises TransferFailed, WorkerLost, Busy."""
