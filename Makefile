@@ -1,8 +1,10 @@
-# Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv; nothing else is touched.
+# Two commands for a newcomer: `make demo` and `make test`. Everything lives in .venv, but for Python's __pycache__.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.complete
 KERNELS := .venv/.kernels
+# The tests start hundreds of processes, and each would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint fast mutate bench peers images-test proto lock clean
 

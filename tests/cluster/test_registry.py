@@ -12,9 +12,10 @@ from structlog.testing import capture_logs
 
 from cluster.state.embedded_valkey import EmbeddedValkey
 from cluster.state.heartbeat import Heartbeat
-from cluster.state.registry import RecordReader, Registry, State, WorkerRecord
+from cluster.state.registry import SCALING_TTL_S, RecordReader, Registry, State, WorkerRecord
 from services.worker_liveness import WorkerLiveness
 from tandem.errors import PreconditionFailed, Unavailable
+from tandem.tasks import end
 
 RECORD = WorkerRecord("decode-0", "decode", State.READY, pid=1, incarnation="a1", address="127.0.0.1:5")
 RECORD_JSON = json.dumps(asdict(RECORD))
@@ -40,6 +41,15 @@ async def test_a_record_comes_back_as_it_was_written(registry: Registry) -> None
     [found] = await registry.workers()
     assert replace(found, beat=0.0) == RECORD
     assert found.age() < SOON_S
+
+
+def test_what_a_record_does_not_say_is_not_known() -> None:
+    """As of a worker of an older version: no speed, no size of a token, no load."""
+    needed = ("worker_id", "role", "state", "pid", "incarnation", "address")
+    text = json.dumps({name: value for name, value in asdict(RECORD).items() if name in needed})
+    found = WorkerRecord.parse(text)
+    assert replace(found, beat=RECORD.beat) == RECORD
+    assert (found.step_s, found.kv_token_bytes, found.running, found.waiting) == (0.0, 0.0, 0, 0)
 
 
 UNREADABLE = {
@@ -104,6 +114,45 @@ async def test_wanted_sizes_come_back(registry: Registry) -> None:
     await registry.set_wanted({"decode": 2, "prefill": 1})
     await registry.set_wanted({"decode": 3})
     assert await registry.wanted() == {"decode": 3, "prefill": 1}
+
+
+async def test_the_autoscalers_verdicts_come_back_and_expire(registry: Registry, valkey: EmbeddedValkey) -> None:
+    """Of an autoscaler that has gone nothing is said: the server forgets its verdicts by itself."""
+    assert await registry.scaling() is None
+    await registry.publish_scaling("prefill 2: 3 wait")
+    assert await registry.scaling() == "prefill 2: 3 wait"
+    async with redis.Redis.from_url(valkey.url) as client:
+        [key] = [key async for key in client.scan_iter("*autoscale*")]
+        assert 0 < await client.pttl(key) <= SCALING_TTL_S * 1000
+
+
+async def test_many_records_are_read_some_at_a_time(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader relays tokens on the same event loop. The control: with a larger slice nothing runs in between."""
+    for number in range(9):
+        await registry.beat(replace(RECORD, worker_id=f"decode-{number}"))
+    turns, seen = 0, set[int]()
+    read = RecordReader.read
+
+    def counted(self: RecordReader, name: bytes, value: bytes, beat: float) -> WorkerRecord | None:
+        seen.add(turns)
+        return read(self, name, value, beat)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(RecordReader, "read", counted)
+    task = asyncio.create_task(others())
+    try:
+        for size, parts in ((3, 3), (100, 1)):
+            monkeypatch.setattr("cluster.state.registry.RECORDS_PER_SLICE", size)
+            seen.clear()
+            assert len(await registry.workers()) == 9
+            assert len(seen) == parts
+    finally:
+        await end(task)
 
 
 async def test_a_change_wakes_those_who_wait(registry: Registry) -> None:

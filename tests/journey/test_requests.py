@@ -109,10 +109,30 @@ async def test_without_a_prefill_worker_the_decode_worker_prefills_and_the_recei
         assert done.receipt.prefill_worker == ""
         assert done.receipt.transfer is None
         assert "there is no prefill worker" in done.receipt.notes[0]
+        phases = done.receipt.phases
+        assert math.isclose(sum(phases.values()), done.receipt.ttft, abs_tol=1e-6)
+        assert all(0 <= seconds <= done.receipt.ttft for seconds in phases.values()), phases
         again = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
         assert again.token_ids == done.token_ids
         counted = cluster.workers["decode-0"].metrics._local._value.get()
         assert counted == again.receipt.cached_tokens >= 144, "what was cached here is counted as such"
+
+
+async def test_only_a_request_that_must_begin_alone_waits_until_that_is_sent(
+    inside: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of a minute here. The control: a request that begins alone does wait."""
+    monkeypatch.setattr("services.decode.servicer.SENT_S", 60.0)
+    prompt = oracle.prompts(tiny, [20])[0]
+    async with inside(prefill=0) as cluster:
+        await asyncio.wait_for(cluster.client.generate(prompt, max_tokens=2, ignore_eos=True), 30)
+
+        async def suspected(*_: Any) -> bool:
+            return True
+
+        monkeypatch.setattr("services.router.execution.poison_check.PoisonCheck.settle", suspected)
+        with pytest.raises(DeadlineExceeded):
+            await cluster.client.generate(prompt, max_tokens=2, ignore_eos=True, timeout=1)
 
 
 async def test_a_queue_at_the_prefill_worker_spills_to_the_decode_worker(inside: Any, tiny: Path) -> None:

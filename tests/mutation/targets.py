@@ -32,6 +32,7 @@ DECODED = _some(
     "test_room_is_reserved_before_prefill_starts",
     "test_a_stop_token_ends_the_stream",
     "test_a_deadline_ends_the_request_everywhere",
+    "test_only_a_request_that_must_begin_alone_waits_until_that_is_sent",
 )
 SCORED_HERE, SCORED = (
     _some("tests/journey/test_prompt_logprobs.py", f"test_each_prompt_token_has_its_own[{prefill}]")
@@ -150,6 +151,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 # (module, the line as it is, the line as it was changed): why no test can tell them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "cluster/state/registry.py",
+        'async def changes_since(self, mark: tuple[str, int] = ("", 0)) -> RegistryChanges:',
+        'async def changes_since(self, mark: tuple[str, int] = ("", -1)) -> RegistryChanges:',
+    ): "no epoch is empty, so the number is not looked at",
+    (
+        "services/worker_liveness.py",
+        "self._read_at = -math.inf  # when the latest successful read began",
+        "self._read_at = not math.inf  # when the latest successful read began",
+    ): "monotonic() is not negative",
     ("tandem/sampling.py", "top_p: float = 1.0", "top_p: float = 2.0"): "1 or more keeps every token",
     (
         "engine/core/scheduler.py",

@@ -44,10 +44,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class World:
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, refresh_s: float = 1.0) -> None:
         self.clock, self.registry = clock, Registry()
         anything: Any = self.registry
-        self.view = WorkerLiveness(anything, refresh_s=1.0)
+        self.view = WorkerLiveness(anything, refresh_s)
 
     async def read(self, *records: WorkerRecord, after_s: float = 1.0) -> None:
         self.clock.now += after_s
@@ -158,6 +158,45 @@ async def test_another_life_or_an_absence_shows_that_a_worker_ended(world: World
     await world.read(replace(ONE, incarnation="b"))
     assert world.view.ended(*LIFE, lost) is True
     assert world.view.ended("prefill-0", "b", world.clock.now) is None
+
+
+@pytest.mark.parametrize("refresh_s", [0.5, 2.0])
+async def test_the_absence_that_shows_an_end_is_two_refreshes(clock: Clock, refresh_s: float) -> None:
+    """Which a live worker needs at most to come back, however long they are."""
+    world = World(clock, refresh_s)
+    await world.read(ONE)
+    lost = world.clock.now + 0.1
+    await world.read(after_s=0.2)
+    await world.read(after_s=1.9 * refresh_s)
+    assert world.view.ended(*LIFE, lost) is None
+    await world.read(after_s=0.2 * refresh_s)
+    assert world.view.ended(*LIFE, lost) is True
+
+
+async def test_a_view_says_whether_its_registry_answers(world: World) -> None:
+    """Operators are told so, and its workers stay what they were."""
+    assert not world.view.registry_ok
+    await world.read(ONE)
+    assert world.view.registry_ok
+    world.registry.records = None
+    await world.view.refresh()
+    assert not world.view.registry_ok
+    assert set(world.view.workers) == {"prefill-0"}
+    await world.read(ONE)
+    assert world.view.registry_ok
+
+
+async def test_who_waits_for_a_newer_view_waits(world: World) -> None:
+    """Until something has changed, or a reason to look again is given. The control: an older version is no wait."""
+    await world.read(ONE)
+    version = world.view.version
+    waiting = asyncio.create_task(world.view.newer_than(version))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await world.view.newer_than(version - 1) == version
+    await world.view.nudge()
+    assert await waiting == version + 1
 
 
 async def test_a_beat_after_the_loss_shows_that_it_lives(world: World) -> None:
