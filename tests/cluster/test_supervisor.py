@@ -324,8 +324,8 @@ async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> N
 
 
 async def test_a_restarted_supervisor_that_is_stopped_at_once_ends_its_workers(registry: Registry) -> None:
-    """`tandem up` was lost with its host, and the registry too, so it had not found them yet. The control: one that does
-    not wait for that leaves them."""
+    """`tandem up` was lost with its host and the registry, so it has not found them yet. The control: one that does not
+    wait for that leaves them."""
     for waits in (True, False):
         host = SlowHost(survivors=("decode-0",))
         supervisor = Supervisor(host, registry, grace_s=5.0)
