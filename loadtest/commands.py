@@ -79,6 +79,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "scale-registry": Measurement("scenarios.scale_registry:main", "registry with many workers, routers and jobs"),
         "flood": Measurement("scenarios.flood:main", "a client that floods the router with streams and connections"),
         "abuse": Measurement("scenarios.abuse:main", "latency of a polite client during each abuse by another"),
+        "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
         "watchers": Measurement("scenarios.watchers:main", "latency of a polite client during the jobs of another"),
         "fuzz": Measurement("scenarios.fuzz:main", "generated requests: documented answers only, no worker dies"),
         "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),

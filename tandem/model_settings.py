@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from tandem.errors import SettingsError
 from tandem.settings import MODEL_KEY, Settings, check_model
 
+OWN_CLUSTER = "cluster"
 MODEL_SETTINGS = frozenset(
     {
         *("model", "served_model_name", "prefill", "decode", "reasoning_format", "tool_call_format"),
@@ -37,7 +38,8 @@ MODEL_SETTINGS = frozenset(
         *("adapters", "adapter_slots", "adapter_root", "adapter_max_rank"),
     }
 )
-"""Those that one model may have for itself; all others hold for the cluster."""
+"""Those that one model may have for itself; all others hold for the cluster. `cluster` as well: the end of the name of
+its pools in the registry, where that is not to be the model's (an upgrade to another checkpoint needs other pools)."""
 
 
 def settings_of_models(settings: Settings) -> dict[str, Settings]:
@@ -47,6 +49,7 @@ def settings_of_models(settings: Settings) -> dict[str, Settings]:
     models = {name: _own(settings, name, own) for name, own in settings.models.items()}
     workers = settings.host_workers or sum(own.prefill + own.decode for own in models.values())
     models = {name: own.model_copy(update={"host_workers": workers}) for name, own in models.items()}
+    _check_pools(models)
     owners: dict[str, str] = {}
     for name, own in models.items():
         for served in {name, *own.model_names, *own.adapters}:
@@ -92,8 +95,20 @@ def name_models(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
     return models
 
 
+def _check_pools(models: dict[str, Settings]) -> None:
+    """Raises SettingsError for two models whose workers could not be told apart."""
+    owners: dict[str, str] = {}
+    for name, own in models.items():
+        if owners.setdefault(own.cluster, name) != name:
+            raise SettingsError(
+                f"models.{owners[own.cluster]} and models.{name} would share their workers",
+                field=f"models.{name}.cluster",
+                bound="a name that no other model's pools have",
+            )
+
+
 def _own(settings: Settings, name: str, own: dict[str, Any]) -> Settings:
-    if unknown := sorted(own.keys() - MODEL_SETTINGS):
+    if unknown := sorted(own.keys() - MODEL_SETTINGS - {OWN_CLUSTER}):
         raise SettingsError(
             f"models.{name}.{unknown[0]}: a model has no such setting of its own",
             field=f"models.{name}.{unknown[0]}",
@@ -103,6 +118,11 @@ def _own(settings: Settings, name: str, own: dict[str, Any]) -> Settings:
         raise SettingsError(
             f"models.{name} names no model", field=f"models.{name}.model", bound="a checkpoint folder or a hub id"
         )
+    pools = own.get(OWN_CLUSTER, name)
+    if not isinstance(pools, str) or not re.fullmatch(MODEL_KEY, pools):
+        raise SettingsError(
+            f"models.{name}.cluster: {pools!r:.60}", field=f"models.{name}.cluster", bound="like the name of a model"
+        )
     try:
         checked = Settings(**own)
     except ValidationError as error:
@@ -110,7 +130,7 @@ def _own(settings: Settings, name: str, own: dict[str, Any]) -> Settings:
         field = ".".join(("models", name, *(str(part) for part in first["loc"])))
         raise SettingsError(f"{field}: {first['msg']} (got {first.get('input')!r:.100})", field=field) from None
     values = {key: getattr(checked, key) for key in own}
-    named = {"served_model_name": own.get("served_model_name", name), "cluster": f"{settings.cluster}.{name}"}
+    named = {"served_model_name": own.get("served_model_name", name), OWN_CLUSTER: f"{settings.cluster}.{pools}"}
     result = settings.model_copy(update={**values, **named, "models": {}})
     try:
         check_model(result)

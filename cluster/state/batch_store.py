@@ -29,7 +29,7 @@ from cluster.state.redis_store import RedisStore
 from tandem.errors import Busy, NotFound, PreconditionFailed
 
 MAX_CONNECTIONS = 8
-PIECE_BYTES = 1024 * 1024  # of one piece of an uploaded file, and about of one page that is read
+PIECE_BYTES = 256 * 1024  # of one piece of an uploaded file, and about of one page that is read
 MAX_PAGE_PIECES = 256  # pieces of one page
 UPLOAD_MS = 600_000  # after which the pieces of an upload that was given up are gone
 INDEX_MS = 62 * 86_400_000  # of the lists of a tenant: longer than anything in them is kept
@@ -248,10 +248,10 @@ class BatchStore:
         names = [part for one in owned for part in (f"{one.tenant}/{one.batch_id}", one.generation)]
         return [Kept(outcome.decode()) for outcome in await self._store.run(RENEW, keys, [lease_ms, *names])]
 
-    async def input(self, record: BatchRecord) -> bytes:
-        """The batch's input file."""
+    async def input(self, record: BatchRecord) -> list[bytes]:
+        """The batch's input file, in pieces: to join long ones belongs on a thread."""
         pages = self._pages(self._key("input", record.tenant, record.batch_id), record.number("input_bytes"))
-        return b"".join([page async for page in pages])
+        return [page async for page in pages]
 
     async def answered(self, record: BatchRecord) -> set[int]:
         """The lines that have a result."""

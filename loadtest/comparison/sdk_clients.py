@@ -38,7 +38,8 @@ PYTHON = Environment(
 )
 OPENAI_3 = Environment(
     "openai3",
-    "python3 -m venv openai3 && openai3/bin/pip install 'openai>=3' instructor 'pydantic-ai-slim[openai,anthropic]'",
+    "python3 -m venv openai3 && openai3/bin/pip install 'openai>=3' instructor "
+    "'pydantic-ai-slim[openai,anthropic]' 'anthropic<2'",  # pydantic-ai 2.38 makes no messages of 2.x
 )
 LM_EVAL = Environment("lm-eval", "python3 -m venv lm-eval && lm-eval/bin/pip install 'lm_eval[api]' transformers")
 NODE = Environment("node", "mkdir -p node && npm install --prefix node @openai/codex @anthropic-ai/claude-code")

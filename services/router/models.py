@@ -92,6 +92,14 @@ class Models:
             raise _unknown(name or "", names) from error
         return model, model.names[0], ""
 
+    def key_of(self, name: str) -> str:
+        """The key of the model whose workers a request with this name needs; empty where it will be refused."""
+        for model in self._models if name else ():
+            if name in model.served.adapters:
+                return model.key
+        found = self._by_name.get(name)
+        return found.key if found else ""
+
     def is_taken(self, name: str) -> bool:
         """Whether a model or an adapter has this name."""
         return name in self._by_name or any(name in model.served.adapters for model in self._models)
@@ -100,9 +108,10 @@ class Models:
         """Requests in progress."""
         return sum(model.generation.running for model in self._models)
 
-    def waiting(self) -> int:
-        """Requests that wait for a placement."""
-        return sum(model.pools.scheduler.waiting() for model in self._models)
+    def waiting(self, key: str | None = None) -> int:
+        """Requests that wait for a placement: all of them, or those to the model of this key."""
+        chosen = [model for model in self._models if key is None or model.key == key]
+        return sum(model.pools.scheduler.waiting() for model in chosen)
 
     def ready(self) -> bool:
         """Whether a request could be served now."""

@@ -33,11 +33,12 @@ from services.router.frontend.grpc_service import GenerationServicer
 from services.router.frontend.history import History
 from services.router.frontend.http_api import Api
 from services.router.frontend.http_body import BodyReader
-from services.router.frontend.http_endpoint import GeneratingEndpoint
+from services.router.frontend.http_endpoint import GeneratingEndpoint, Parse
 from services.router.frontend.http_server import Server
 from services.router.frontend.job_runner import JobRunner, open_journal
 from services.router.frontend.jobs_service import JobService
 from services.router.frontend.openai.adapters_api import AdaptersApi
+from services.router.frontend.openai.responses_api import PATH as RESPONSES_PATH
 from services.router.frontend.openai.responses_api import ResponsePreparation, ResponsesApi
 from services.router.frontend.openai.stored_responses import StoredResponses
 from services.router.generation import Generation
@@ -161,7 +162,8 @@ class Router:
         messages = MessagesApi(endpoint, models, self.bodies)
         responses = self._build_responses(endpoint)
         adapters = AdaptersApi(control, self.bodies, keys)
-        doors = (self.dashboard, messages, responses, adapters, *self._build_batches(api))
+        batches = self._build_batches({**api.parsers, RESPONSES_PATH: responses.in_batch})
+        doors = (self.dashboard, messages, responses, adapters, *batches)
         routes = [route for door in doors for route in door.routes()]
         self.http = Server(api.app(*routes, keys=keys), settings)
 
@@ -177,13 +179,13 @@ class Router:
         preparation = ResponsePreparation(stored, self.models)
         return ResponsesApi(endpoint, preparation, stored, self.bodies, self.offload)
 
-    def _build_batches(self, api: Api) -> tuple[FilesApi, BatchesApi]:
+    def _build_batches(self, parsers: Mapping[str, Parse]) -> tuple[FilesApi, BatchesApi]:
         most_bytes = self.settings.max_file_mib * 1024 * 1024
         self.batch_store = open_store(self.settings)
-        lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, api.parsers)
-        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models.waiting)
+        lines = LineRunner(self.jobs, self.journal, self.rate_limits, self.offload, parsers)
+        self.batch_runner = BatchRunner(self.batch_store, lines, self.offload, self.models)
         files = FilesApi(self.batch_store, self.bodies, self.rate_limits, most_bytes)
-        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(api.parsers))
+        batches = BatchesApi(self.batch_store, self.batch_runner, self.bodies, self.rate_limits, list(parsers))
         return files, batches
 
     async def start(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import helm_python
 import yaml
 
+from tandem.model_settings import MODEL_SETTINGS
 from tandem.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,7 @@ def definitions() -> dict[str, dict[str, Any]]:
     found = settings_schema()
     return {
         "settings": {name: schema for name, schema in found.items() if name not in OF_A_ROLE},
+        "model_settings": {name: schema for name, schema in found.items() if name in MODEL_SETTINGS},
         "pool_settings": {name: found[name] for name in OF_A_POOL},
         "router_settings": {name: found[name] for name in OF_THE_ROUTER},
     }

@@ -299,7 +299,8 @@ def fits_together(documents: list[Document]) -> None:
         elif kind in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
             selector = spec.get("podSelector", spec["selector"] if kind == "Service" else spec.get("selector"))
             selected = found(selector.get("matchLabels", selector))
-            assert len(selected) == 1, document["metadata"]["name"]
+            # Of several models all pools of a role have one policy.
+            assert len(selected) == 1 or (kind == "NetworkPolicy" and selected), document["metadata"]["name"]
             ports = {port["name"] for one in containers(selected[0]["spec"]) for port in one.get("ports", [])}
             wanted = spec.get("ports", []) if kind == "Service" else []
             for rule in spec.get("ingress", []):

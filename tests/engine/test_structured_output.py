@@ -317,7 +317,9 @@ def test_what_is_written_where_calls_are_forced_is_calls(format: str) -> None:
     where allowed, of any function or of the named one. Each format reads what it forces."""
     found: dict[Any, list[list[str]]] = {}
     for choice, seed in itertools.product([{}, {"several": True}, {"name": "no"}], range(8)):
-        text, ended = write(calls_of(format, **choice), seed, 800, likes=b"\n;")
+        text, ended = write(
+            calls_of(format, **choice), seed, 800, likes=b">" if format == "functionary_v32" else b"\n;"
+        )
         shown, calls = read(format, text)
         if ended:
             for name, arguments in calls:
@@ -332,7 +334,7 @@ def test_what_is_written_where_calls_are_forced_is_calls(format: str) -> None:
     assert {names[0] for names in named} == {"no"}
 
 
-@pytest.mark.parametrize("format", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize("format", ["qwen3_coder", "glm", "minimax_m2", "deepseek_v32", "hy_v3"])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(schema=st.recursive(LEAVES, branches, max_leaves=4), seed=st.integers(0, 2**32))
 def test_arguments_without_quotes_are_read_as_their_schema_wants(format: str, schema: Any, seed: int) -> None:
@@ -348,16 +350,25 @@ def test_arguments_without_quotes_are_read_as_their_schema_wants(format: str, sc
         jsonschema.Draft202012Validator(properties).validate(json.loads(arguments))
 
 
-@pytest.mark.parametrize("style", ["qwen_xml", "glm_xml"])
+@pytest.mark.parametrize("style", ["qwen_xml", "glm_xml", "minimax_xml", "deepseek_xml"])
 def test_beside_a_value_without_quotes_is_at_most_one_space(style: str) -> None:
-    """Of more, a reader could not tell how many are part of the value."""
+    """Of more, a reader could not tell how many are part of the value. Beside DeepSeek's is none, and it is read as it
+    stands."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x$"}}, "required": ["a"]}
     spec = GrammarSpec("calls", json.dumps([None, [["", json.dumps(schema), "end"]], style]))
     before, after = {
         "qwen_xml": ("<parameter=a>", "</parameter>end"),
         "glm_xml": ("<arg_key>a</arg_key><arg_value>", "</arg_value>end"),
+        "minimax_xml": ('<parameter name="a">', "</parameter>end"),
+        "deepseek_xml": ('<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter>end"),
     }[style]
-    for value, allowed in [("x", True), ("\nx\n", True), ("\n\nx", False), ("x  ", False), ("y", False)]:
+    for value, allowed in [
+        ("x", True),
+        ("\nx\n", style != "deepseek_xml"),
+        ("\n\nx", False),
+        ("x  ", False),
+        ("y", False),
+    ]:
         assert fits(spec, f"{before}{value}{after}") is allowed
 
 

@@ -22,7 +22,7 @@ from tandem.tasks import end
 from tests.support.faults import slow_down
 
 DEMO = Path(__file__).parents[2] / "demo/model"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 ANN, BOB = "ann-key-0123456789", "bob-key-0123456789"
 FINAL = ("failed", "completed", "expired", "cancelled")
@@ -144,6 +144,39 @@ async def test_a_batch_answers_as_the_endpoint_does(inside: Any, url: str, bodie
             prefix = f"tandem:{{{cluster.settings.cluster}}}"
             left = [*await registry.keys(f"{prefix}:job:*"), *await registry.keys(f"{prefix}:events:*")]
         assert not left, "jobs whose answers are stored take no room"
+        await cluster.freed()
+
+
+async def test_a_batch_of_responses_answers_as_the_endpoint_does_and_stores_none(inside: Any) -> None:
+    """What would need stored responses is refused by its name."""
+    short = {"input": "What does heapq do?", "temperature": 0, "max_output_tokens": 8}
+    bodies: dict[str, Any] = {
+        "text": short,
+        "bad": {**short, "top_p": 7.0},
+        "store": {**short, "store": True},
+        "previous_response_id": {**short, "previous_response_id": f"resp_{'0' * 48}"},
+        "input": {"input": [{"type": "item_reference", "id": f"msg_{'0' * 52}"}]},
+    }
+
+    def lasting(body: dict[str, Any]) -> dict[str, Any]:
+        said = [{**one, "id": ""} for one in body["output"]]
+        changes = dict.fromkeys(("id", "created_at", "completed_at", "usage"))
+        return {**body, **changes, "output": said}
+
+    async with demo(inside) as cluster, client_of(cluster.router) as client:
+        batch = await ended(client, await begun(client, asked(bodies, RESPONSES), RESPONSES))
+        good, bad = await results(client, batch)
+        assert good.keys() == {"text"}
+        answer = good["text"]["response"]["body"]
+        _, expected = await http_answer(cluster.router, RESPONSES, {**short, "store": False})
+        assert lasting(answer) == lasting(expected)
+        assert batch.usage.output_tokens == answer["usage"]["output_tokens"] == 8
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer["id"])
+        for name in ("store", "previous_response_id", "input"):
+            assert bad[name]["response"]["status_code"] == 400
+            assert bad[name]["response"]["body"]["error"]["param"] == name
+        assert bad["bad"]["response"]["body"] == (await http_answer(cluster.router, RESPONSES, bodies["bad"]))[1]
         await cluster.freed()
 
 

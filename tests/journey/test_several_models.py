@@ -41,6 +41,26 @@ async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
         await asyncio.sleep(0.01)
 
 
+async def batch_of(http: httpx2.AsyncClient, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    about = {"method": "POST", "url": "/v1/completions"}
+    lines = [{"custom_id": str(at), **about, "body": body} for at, body in enumerate(bodies)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})
+    given = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: dict[str, Any] = (await http.post("/v1/batches", json=given)).json()
+    return batch
+
+
+async def batch_when(
+    http: httpx2.AsyncClient, batch: dict[str, Any], holds: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while not holds(batch):
+            await asyncio.sleep(0.05)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+    return batch
+
+
 async def test_each_model_answers_with_its_own_tokens_from_its_own_workers(
     inside: Any, models: dict[str, Path]
 ) -> None:
@@ -88,6 +108,7 @@ async def test_control_in_one_cluster_the_models_would_answer_for_each_other(
         return own(settings, name, given).model_copy(update={"cluster": settings.cluster})
 
     monkeypatch.setattr(model_settings, "_own", shared)
+    monkeypatch.setattr(model_settings, "_check_pools", lambda models: None)  # which refuses it
     monkeypatch.setattr("tests.journey.conftest.Inside.seen", lambda *_: asyncio.sleep(0.5))
     async with inside(models=of(models)) as cluster:
         prompts = oracle.prompts(models["one"], [20] * 8)
@@ -150,7 +171,8 @@ async def test_a_full_model_does_not_delay_another(inside: Any, models: dict[str
 async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
     inside: Any, models: dict[str, Path]
 ) -> None:
-    """As after its pools were scaled to zero; when they are back it serves again."""
+    """As after its pools were scaled to zero; when they are back it serves again. A batch with lines to both answers
+    those to the other meanwhile, and the rest then."""
     async with inside(models=of(models), queue_timeout_s=0.5, http_port=0) as cluster:
         prompt = oracle.prompts(models["one"], [20])[0]
         tokens = {name: oracle.greedy(models[name], prompt, NEW) for name in models}
@@ -167,10 +189,17 @@ async def test_a_model_without_workers_is_unavailable_and_the_other_serves(
         assert await ask("two") == tokens["two"]
         async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
             assert (await http.get("/health")).status_code == 200
-        for name in ("one/prefill-0", "one/decode-0"):
-            await cluster.start_worker(name)
-        await cluster.seen(2)
-        assert await ask("one") == tokens["one"]
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            asked = [{**body, "model": name} for name in ("one",) * 10 + ("two",) * 10]  # more than are run at once
+            batch = await batch_of(http, asked)
+            batch = await batch_when(http, batch, lambda now: now["request_counts"]["completed"] >= 10)
+            assert batch["request_counts"]["completed"] == 10
+            for name in ("one/prefill-0", "one/decode-0"):
+                await cluster.start_worker(name)
+            await cluster.seen(2)
+            assert await ask("one") == tokens["one"]
+            batch = await batch_when(http, batch, lambda now: now["status"] == "completed")
+            assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
 async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, models: dict[str, Path]) -> None:
@@ -184,25 +213,15 @@ async def test_jobs_and_batches_are_of_the_model_that_they_name(inside: Any, mod
         with pytest.raises(InvalidRequest, match="names no model"):
             await cluster.client.submit(prompt, max_tokens=NEW)
         body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        lines = [
-            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
-            for name in models
-        ]
         async with httpx2.AsyncClient(base_url=f"http://{cluster.router.http.address}", timeout=30) as http:
-            content = "\n".join(map(json.dumps, lines)).encode()
-            file = await http.post("/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})
-            given = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-            batch = (await http.post("/v1/batches", json=given)).json()
-            for _ in range(600):
-                batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
-                if batch["status"] in ("completed", "failed"):
-                    break
-                await asyncio.sleep(0.05)
+            batch = await batch_of(http, [{**body, "model": name} for name in models])
+            batch = await batch_when(http, batch, lambda now: now["status"] in ("completed", "failed"))
             output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
-        for line in map(json.loads, output.splitlines()):
-            answer = line["response"]["body"]
-            assert answer["model"] == line["custom_id"]
-            assert answer["choices"][0]["token_ids"] == oracle.greedy(models[line["custom_id"]], prompt, NEW)
+        answers = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, output.splitlines())}
+        for at, name in enumerate(models):
+            answer = answers[str(at)]
+            assert answer["model"] == name
+            assert answer["choices"][0]["token_ids"] == oracle.greedy(models[name], prompt, NEW)
 
 
 async def test_an_adapter_is_loaded_for_one_model_under_load(

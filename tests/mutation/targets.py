@@ -34,6 +34,7 @@ DECODED = _some(
     "test_a_deadline_ends_the_request_everywhere",
     "test_only_a_request_that_must_begin_alone_waits_until_that_is_sent",
 )
+STOPPED = _some("tests/journey/test_structured.py", "test_stop_strings_cut_the_text_and_end_the_work")
 SCORED_HERE, SCORED = (
     _some("tests/journey/test_prompt_logprobs.py", f"test_each_prompt_token_has_its_own[{prefill}]")
     for prefill in (0, 1)
@@ -133,7 +134,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "cluster/state/lease.py": ("tests/cluster/test_lease.py",),
     "cluster/state/registry.py": ("tests/cluster/test_registry.py", "tests/cluster/test_lease.py"),
     "services/worker_liveness.py": ("tests/router/test_worker_liveness.py", "tests/cluster/test_registry.py"),
-    "services/decode/servicer.py": (*DECODED, *HANDOFF[:1], *SCORED_HERE, *FORGED[1:], *COUNTED, *TRACED, *ADAPTED),
+    "services/decode/servicer.py": (
+        *DECODED,
+        *HANDOFF[:1],
+        *SCORED_HERE,
+        *FORGED[1:],
+        *COUNTED,
+        *TRACED,
+        *ADAPTED,
+        *STOPPED,
+    ),
     "services/decode/decode_call.py": (*HANDOFF[:1], *DECODED[:2], *TRACED),
     "services/decode/request_cleanup.py": (*TRANSFERS, *HANDOFF[7:8]),
     "services/decode/remote_prefill.py": (

@@ -1,9 +1,10 @@
-"""How many lines of a batch run at once, on a store that only notes its results."""
+"""Which lines of a batch run at once, on a store that only notes its results."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +20,20 @@ LINES = [Line(number, str(number), b"") for number in range(3 * WINDOW)]
 
 
 class Lines:
-    """Each line takes a few turns of the event loop."""
+    """Each line takes a few turns of the event loop; those to a model in `stuck` have no end."""
 
-    def __init__(self) -> None:
+    def __init__(self, stuck: str = "") -> None:
+        self.stuck = stuck
         self.running = self.most = 0
+        self.begun: list[Line] = []
 
     async def forget(self, record: BatchRecord, line: Line) -> None:
         pass
 
     async def run(self, record: BatchRecord, line: Line) -> LineResult:
+        self.begun.append(line)
+        if self.stuck and line.model == self.stuck:
+            await asyncio.Event().wait()
         self.running += 1
         self.most = max(self.most, self.running)
         for _ in range(5):
@@ -40,6 +46,8 @@ class Store:
     def __init__(self, answered: set[int], full: int | None = None) -> None:
         self.of_before, self.full = answered, full
         self.added: list[LineResult] = []
+        self.wanted: set[int] = set()
+        self.has_wanted = asyncio.Event()  # results of all those lines
 
     async def answered(self, record: BatchRecord) -> set[int]:
         return self.of_before
@@ -48,23 +56,30 @@ class Store:
         if results[0].line == self.full and results[0].completed:
             return Stored.FULL
         self.added += results
+        if self.wanted and self.wanted <= {result.line for result in self.added}:
+            self.has_wanted.set()
         return Stored.KEPT
 
 
-def runner(store: Store, lines: Lines, waiting: int) -> BatchRunner:
+def runner(
+    store: Store,
+    lines: Lines,
+    waiting: Callable[[str], int] = lambda model: 0,
+    key_of: Callable[[str], str] = lambda name: name,
+) -> BatchRunner:
     given: Any = SimpleNamespace
     return BatchRunner(
         given(answered=store.answered, add=store.add),
         given(run=lines.run, forget=lines.forget),
         given(),
-        lambda: waiting,
+        given(waiting=waiting, key_of=key_of),
     )
 
 
 async def test_a_batch_has_a_window_of_lines_in_progress() -> None:
     """And no more; lines that have a result do not run again."""
     store, lines = Store({0, 5}), Lines()
-    assert await runner(store, lines, 0)._run_lines(_Running(RECORD, False), LINES) is BatchStatus.COMPLETED
+    assert await runner(store, lines)._run_lines(_Running(RECORD, False), LINES) is BatchStatus.COMPLETED
     assert lines.most == WINDOW
     assert sorted(result.line for result in store.added) == [line.number for line in LINES if line.number not in (0, 5)]
 
@@ -75,14 +90,13 @@ async def test_while_requests_wait_a_batch_has_one_line_in_progress(monkeypatch:
     store, lines = Store(set()), Lines()
     most_while_waiting: list[int] = []
 
-    def waiting() -> int:
+    def waiting(model: str) -> int:
         if len(store.added) < WINDOW:
             return 1
         most_while_waiting[:] = most_while_waiting or [lines.most]
         return 0
 
-    running = runner(store, lines, 0)
-    running._waiting = waiting
+    running = runner(store, lines, waiting)
     assert await running._run_lines(_Running(RECORD, False), LINES) is BatchStatus.COMPLETED
     assert (most_while_waiting, lines.most) == ([1], WINDOW)
     assert len(store.added) == len(LINES)
@@ -91,8 +105,50 @@ async def test_while_requests_wait_a_batch_has_one_line_in_progress(monkeypatch:
 async def test_an_answer_without_room_becomes_an_error_of_its_line() -> None:
     """The batch goes on, and the line has one result."""
     store = Store(set(), full=3)
-    assert await runner(store, Lines(), 0)._run_lines(_Running(RECORD, False), LINES) is BatchStatus.COMPLETED
+    assert await runner(store, Lines())._run_lines(_Running(RECORD, False), LINES) is BatchStatus.COMPLETED
     found = {result.line: result for result in store.added}
     assert len(store.added) == len(found) == len(LINES)
     assert [number for number, result in found.items() if not result.completed] == [3]
     assert b"batch_output_too_large" in found[3].text
+
+
+MIXED = [Line(number, str(number), b"", "ab"[number % 2]) for number in range(6 * WINDOW)]
+OF_B = [line.number for line in MIXED if line.model == "b"]
+
+
+async def until_b_is_done(store: Store, lines: Lines, within_s: float = 10.0, **about: Any) -> None:
+    """Runs MIXED. Raises TimeoutError if what is to the model b does not get its results."""
+    store.wanted = {*OF_B}
+    running = asyncio.create_task(runner(store, lines, **about)._run_lines(_Running(RECORD, False), MIXED))
+    try:
+        async with asyncio.timeout(within_s):
+            await store.has_wanted.wait()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_lines_that_wait_for_one_model_delay_none_to_another() -> None:
+    """A whole window of lines to the model a has no end; all that are to b get their results meanwhile. The control:
+    taken for one model, they do not."""
+    store, lines = Store(set()), Lines(stuck="a")
+    await until_b_is_done(store, lines)
+    assert len([line for line in lines.begun if line.model == "a"]) == WINDOW
+    with pytest.raises(TimeoutError):
+        await until_b_is_done(Store(set()), Lines(stuck="a"), within_s=0.1, key_of=lambda name: "")
+
+
+async def test_a_full_queue_holds_back_the_lines_of_its_own_model_only() -> None:
+    """While requests to a wait, its lines are begun one at a time, and a window of those to b."""
+    lines = Lines(stuck="a")
+    await until_b_is_done(Store(set()), lines, waiting={"a": 1, "b": 0}.__getitem__)
+    assert len([line for line in lines.begun if line.model == "a"]) == 1
+    assert lines.most == WINDOW
+
+
+def test_all_lines_that_may_have_been_begun_are_cancelled() -> None:
+    """Those of the window of each model, whatever their places in the file are."""
+    left = [*(line for line in MIXED if line.model == "a"), *(line for line in MIXED if line.model == "b")]
+    begun = batch_runner._begun(left)
+    assert [line.model for line in begun] == ["a"] * WINDOW + ["b"] * WINDOW
+    assert begun[-1].number == OF_B[WINDOW - 1]

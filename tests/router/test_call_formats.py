@@ -53,6 +53,7 @@ PIECES = [
         " ",
         "]",
     ),
+    *("call:f{", "a:", ">>>", "all\n", "f\n", '">', '" string="true">', '{"f": {'),
     *("height", "functions.f:0", "```json\n", "f(", "a=", "'x'", "[", ",", ")", "<tool", ">", "[TOOL_", "word", "é"),
 ]
 
@@ -77,7 +78,8 @@ def test_control_without_holding_back_a_cut_marker_is_lost(monkeypatch: pytest.M
 def test_text_around_calls_is_kept(case: tuple[str, str, Seen], words: list[str]) -> None:
     """Text before a call that has a marker, and after any call, in its order, but for white space between calls."""
     format, said, parts = case
-    alone = format in ("llama3", "pythonic") or said.startswith("[{")  # such a call begins the answer
+    # Such a call begins the answer.
+    alone = format in ("llama3", "pythonic", "functionary_v32") or said.startswith(("[{", "{"))
     before = "" if alone else "".join(words) + "."
     shown = "".join(said for kind, said in read(format, f"{before}{said}. {''.join(words)}") if kind == "text")
     expected = "".join(said for kind, said in parts if kind == "text")
@@ -107,6 +109,33 @@ HEADS = {
     "qwen3_coder": "<tool_call>\n<function=height>\n<parameter=",
     "glm": "<tool_call>height\n<arg_key>",
     "pythonic": "[height(peak=",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="height">\n<｜DSML｜parameter name="',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="height">\n<｜DSML｜parameter name="',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="height">\n<parameter name="',
+    "gemma4": "<|tool_call>call:height{",
+    "functiongemma": "<start_function_call>call:height{",
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "height", "parameters": ',
+    "hunyuan_a13b": '<tool_calls>[{"name": "height", "arguments": ',
+    "hy_v3": "<tool_calls>\n<tool_call>height<tool_sep>\n<arg_key>",
+    "lfm2": "<|tool_call_start|>[height(peak=",
+    "apertus": '<|tools_prefix|>[{"height": ',
+    "functionary_v31": "<function=height>",
+    "functionary_v32": "height\n",
+    "nemotron": '<TOOLCALL>[{"name": "height", "arguments": ',
+    "granite": '<|tool_call|>[{"name": "height", "arguments": ',
+}
+# What follows in the formats whose arguments are no JSON, to the first character of a string.
+TAGS = {
+    "qwen3_coder": "peak>\n",
+    "glm": "peak</arg_key>\n<arg_value>",
+    "pythonic": "'",
+    "deepseek_v32": 'peak" string="true">',
+    "deepseek_v4": 'peak" string="true">',
+    "minimax_m2": 'peak">',
+    "gemma4": 'peak:<|"|>',
+    "functiongemma": "peak:<escape>",
+    "hy_v3": "peak</arg_key>\n<arg_value>",
+    "lfm2": "'",
 }
 
 
@@ -114,13 +143,12 @@ HEADS = {
 def test_a_call_begins_with_its_name_and_its_arguments_follow_as_they_come(format: str) -> None:
     """The name before any argument is there; then each character of a string by itself."""
     reader = reader_of(format, TOOLS)
-    tags = {"qwen3_coder": "peak>\n", "glm": "peak</arg_key>\n<arg_value>", "pythonic": "'"}
-    head = HEADS[format] + ("{" if format not in tags else "")
+    head = HEADS[format] + ("{" if format not in TAGS else "")
     *early, begin = joined([part for character in head for part in reader.push(character)])[:1]
     assert not early
     assert isinstance(begin, CallBegin)
     assert begin.name == "height"
-    assert not seen(reader.push(tags.get(format, '"peak": "')))[1:]
+    assert not seen(reader.push(TAGS.get(format, '"peak": "')))[1:]
     said, passed = "The Eiger, 3967 m: ünd < ", ""
     for place, character in enumerate(said, 1):
         passed += "".join(part.text for part in reader.push(character) if isinstance(part, CallArguments))
@@ -154,6 +182,9 @@ def test_ids_are_the_models_where_its_template_needs_them() -> None:
         ("hermes", "<tool_call> "),
         ("llama3", '{"x": ["'),
         ("mistral", "[TOOL_CALLS] "),
+        ("cohere", '<|START_ACTION|>[{"x": "'),
+        ("gemma4", "<|tool_call> "),
+        ("deepseek_v32", "<｜DSML｜tool_calls> "),
     ],
 )
 def test_what_is_held_is_bounded(format: str, head: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.state.job_journal import Entry, Kept
 from cluster.state.job_journal import JobState as State
-from services.router.frontend.job_runner import JobRunner, _Running
+from services.router.frontend.job_runner import MAX_RUNNING, JobRunner, _Running
 from services.router.tenancy.rate_limits import RateLimits
 from tandem.v1 import generation_pb2, jobs_pb2, sampling_pb2
 
@@ -79,3 +79,15 @@ async def test_a_job_ends_with_its_last_completion_however_often_one_was_kept(
 
 def members(journal: Journal) -> dict[str, Any]:
     return {name: getattr(journal, name) for name in ("all", "append", "end")}
+
+
+async def test_a_backlog_of_one_model_does_not_keep_the_jobs_of_another_from_being_claimed() -> None:
+    """All slots of a are taken, and none of b, whose jobs may not have been seen here yet. With those of b taken as
+    well, none is claimed."""
+    models: Any = [GIVEN(key="a"), GIVEN(key="b")]
+    runner = JobRunner(models, RateLimits(None), GIVEN())
+    runner._running = dict.fromkeys(map(str, range(MAX_RUNNING)))  # type: ignore[arg-type]
+    for model, takes in (("a", True), ("b", False)):
+        for number in range(MAX_RUNNING):
+            await runner._slots[model].take(str(number))
+        assert runner._takes_more() is takes

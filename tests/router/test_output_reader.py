@@ -47,7 +47,7 @@ def go_on(reader: OutputReader, request: Request, tokens: Sequence[int], step: i
             break
         chunk = decode_pb2.Tokens(token_ids=tokens[at : at + step])
         request.tokens.extend(chunk.token_ids)
-        parts += reader.read(chunk)
+        parts += [part for run in reader.read(chunk) for part in run.parts]
     return parts
 
 
@@ -132,3 +132,24 @@ def test_a_stop_string_counts_in_every_part_and_in_its_markers(
         reader = reader_of(request)
         found = [*go_on(reader, request, TEXT.encode(ANSWER, special=False), step), *reader.finish()]
         assert (named(found), reader.stop, request.stopped) == (parts, hit, True)
+
+
+def test_tokens_of_text_are_told_from_others_where_they_have_log_probabilities() -> None:
+    """In one chunk that is the whole answer. The control: without log probabilities all are together."""
+    tokens = TEXT.encode(ANSWER, special=False)
+
+    def runs(chunk: decode_pb2.Tokens) -> list[list[Part]]:
+        request = asked(THINKS)
+        request.tokens.extend(tokens)
+        found = reader_of(request).read(chunk)
+        assert sum(run.tokens for run in found) == len(tokens)
+        return [run.parts for run in found]
+
+    together, apart = decode_pb2.Tokens(token_ids=tokens), decode_pb2.Tokens(token_ids=tokens)
+    apart.logprobs.chosen.extend([-1.0] * len(tokens))
+    [parts], several = runs(together), runs(apart)
+    assert named([part for some in several for part in some]) == named(parts)
+    assert {type(part) for part in parts} == {Reasoning, Text, CallBegin, CallArguments}
+    for some in several:
+        kinds = {type(part) for part in some if isinstance(part, CallBegin) or part.text}
+        assert Text not in kinds or kinds == {Text}

@@ -40,6 +40,21 @@ def test_merged_messages_have_the_parts_of_all_in_their_order(messages: list[lis
     assert not events
 
 
+def test_log_probabilities_of_text_are_not_merged_with_others() -> None:
+    """It would be unknown which tokens are text. Without log probabilities they are one message."""
+    pieces: list[list[Part]] = [[Text("a")], [], [CALL], [CallArguments("{")], [Text("b")]]
+    for scored, expected in ((True, [[0, 1], [2, 3], [4]]), (False, [[0, 1, 2, 3, 4]])):
+        events = deque(delta(parts, index) for index, parts in enumerate(pieces))
+        for event in events:
+            event.delta.logprobs.chosen.extend([-1.0] * scored)
+            if not scored:
+                event.delta.ClearField("logprobs")
+        merged = []
+        while events:
+            merged.append(list(next_merged(events).delta.token_ids))
+        assert merged == expected
+
+
 @pytest.mark.parametrize("message", [generation_pb2.Delta(), generation_pb2.Finished()])
 def test_a_message_with_nothing_but_text_has_no_parts(message: generation_pb2.Delta | generation_pb2.Finished) -> None:
     """Most tokens are text; a client that knows no parts reads them as before."""

@@ -108,7 +108,7 @@ def read(
     reader, shown, ids, known = OutputReader(Detokenizer(TEXT), job), "", [], []
     for one in stretches(tokens, cuts, job, logprobs):
         job.tokens += one.token_ids
-        shown += text_of(reader.read(one))
+        shown += text_of([part for run in reader.read(one) for part in run.parts])
         ids += one.token_ids
         known += one.logprobs.chosen
         assert len(one.logprobs.top_ids) == 2 * len(one.logprobs.chosen)
@@ -150,7 +150,8 @@ def test_a_stop_token_is_not_text() -> None:
     tokens = [*TEXT.encode("the valu"), 0]
     job = Request("r", "r", [5, *tokens], 1, 1000, sampling_pb2.Sampling(), [0], b"", stops=("value", "<|end|>"))
     reader = OutputReader(Detokenizer(TEXT), job)
-    parts = [*reader.read(decode_pb2.Tokens(token_ids=tokens)), *reader.finish()]
+    [run] = reader.read(decode_pb2.Tokens(token_ids=tokens))
+    parts = [*run.parts, *reader.finish()]
     assert text_of(parts) == "the valu"
     assert not job.stopped
 

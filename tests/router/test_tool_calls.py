@@ -15,7 +15,7 @@ from services.router.preprocess.chat.forced_calls import FORMATS, forced
 from services.router.preprocess.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
-from tests.support.call_corpus import Seen, call, read, seen, text
+from tests.support.call_corpus import Seen, call, seen, text
 from tests.support.templates import HERMES
 
 TOOLS = [{"type": "function", "function": {"name": "höhe", "parameters": {"type": "object"}}}]
@@ -53,18 +53,28 @@ def parts(grammar: common_pb2.Grammar) -> list[tuple[str, Any, str]]:
     return [(one.before.decode(), json.loads(one.arguments), one.after.decode()) for one in grammar.calls.any]
 
 
-@pytest.mark.parametrize(
-    "format", ["hermes", "llama3", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"]
-)
+STYLES = {
+    "qwen3_coder": "qwen_xml",
+    "glm": "glm_xml",
+    "hy_v3": "glm_xml",
+    "minimax_m2": "minimax_xml",
+    "deepseek_v32": "deepseek_xml",
+    "deepseek_v4": "deepseek_xml",
+}
+BARE = {*STYLES, "deepseek_v3", "deepseek_v31", "kimi_k2", "functionary_v31", "functionary_v32"}  # names without quotes
+
+
+@pytest.mark.parametrize("format", sorted({*NAMES} - {*STYLES}))
 def test_what_is_forced_is_what_is_read(format: str) -> None:
     """Arguments between what stands around them are calls of that name, one after another. A name that is written as
     JSON may be anything."""
-    quoted = format in ("hermes", "llama3", "pythonic", "mistral")
+    quoted = format not in BARE
     offered = OFFERED if quoted else [OFFERED[0], tool("now")]
     several = forced(offered, generation_pb2.ToolChoice(several=True), format)
     (height, _, end), (now, _, _) = parts(several)
     calls = [f'{height}{{"of": 1}}{end}', f"{now}{{}}{end}"]
-    found = read(format, several.calls.separator.decode().join(calls * 2))
+    reader = reader_of(format, offered)
+    found = seen(reader.push(several.calls.separator.decode().join(calls * 2)) + reader.finish())
     assert found == [*call("höhe", '{"of": 1}'), *call('"now"\\' if quoted else "now", "{}")] * 2
     one = forced(offered, generation_pb2.ToolChoice(), format)
     assert parts(one) == parts(several)
@@ -76,11 +86,11 @@ def test_every_format_that_is_read_can_be_forced() -> None:
     """Those with tags by a style of the grammar."""
     assert set(FORMATS) == set(NAMES)
     assert {name: forced([tool("f")], generation_pb2.ToolChoice(), name).calls.style for name in FORMATS} == {
-        **dict.fromkeys(FORMATS, ""), "qwen3_coder": "qwen_xml", "glm": "glm_xml"
+        **dict.fromkeys(FORMATS, ""), **STYLES
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["qwen3_coder", "glm", "deepseek_v3", "kimi_k2"])
+@pytest.mark.parametrize("format", sorted(BARE))
 def test_a_name_that_the_format_cannot_hold_is_refused(format: str) -> None:
     """A call of it could not be read: of the function, and where parameters are tags of a parameter."""
     good = tool("f", parameters={"type": "object", "properties": {"a b": {}}})
@@ -93,7 +103,7 @@ def test_a_name_that_the_format_cannot_hold_is_refused(format: str) -> None:
         assert forced([good, tool(name)], generation_pb2.ToolChoice(name="f"), format)
     for name in ("", "a>", "<a", " a", "a\nb", "a" * 300):
         strange = tool("f", parameters={"type": "object", "properties": {name: {}}})
-        if format in ("deepseek_v3", "kimi_k2"):
+        if format not in STYLES:
             assert forced([strange], generation_pb2.ToolChoice(), format)
             continue
         with pytest.raises(InvalidRequest) as caught:

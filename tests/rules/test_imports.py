@@ -117,8 +117,9 @@ MAY_IMPORT: dict[str, set[str]] = {
             "cluster.state.embedded_valkey",
         ),
     },
-    # These two run within the workers.
+    # These run within workers and routers.
     "loadtest.scenarios.slow_device": {"tandem", "engine", "services.launch", "services.worker"},
+    "loadtest.scenarios.blocking.timed_loop": {"tandem", "services.launch"},
     "loadtest.scenarios.chaos.injector": {"tandem", "engine", "kvtransfer.backends", "services.launch"},
     "loadtest.comparison": {
         *("loadtest.comparison", "loadtest.microbench", "loadtest.loadgen", "loadtest.harness", *MEASURED),

@@ -6,6 +6,7 @@ Parts are ("text", ...), ("call", name) and ("arguments", JSON text). Written fr
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from services.router.answer.call_formats.registry import reader_of
@@ -89,6 +90,33 @@ KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 PAIRS = [("peak", 'a "b"\n\\ <c>\n'), ("year", "2024"), ("exact", "True"), ("near", "['x', \"y\"]"), ("note", "null")]
 READ = '{"peak": "a \\"b\\"\\n\\\\ <c>\\n", "year": 2024, "exact": true, "near": ["x", "y"], "note": null}'
 
+
+def _minimax(name: str, *pairs: tuple[str, str]) -> str:
+    tags = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
+    return f'<invoke name="{name}">\n{tags}</invoke>'
+
+
+def _dsml(name: str, *pairs: tuple[str, str, str]) -> str:
+    tag = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
+    tags = "".join(tag.format(key, kind, value) for key, kind, value in pairs)
+    return f'<｜DSML｜invoke name="{name}">\n{tags}</｜DSML｜invoke>'
+
+
+def _hunyuan(name: str, *pairs: tuple[str, str], suffix: str = "") -> str:
+    tags = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs]
+    text = f"<tool_call>{name}<tool_sep>\n{''.join(tags)}</tool_call>"
+    return re.sub(r"<(/?(?:tool|arg)_\w+)>", rf"<\1{suffix}>", text)
+
+
+GEMMA_QUOTE = '<|"|>'
+GEMMA_EIGER = 'call:height{near:[<|"|>a, "b"<|"|>,{k:<|"|>{<|"|>,n:None}],peak:<|"|>a "b"\n\\ <c>\n<|"|>,year:2024}'
+GEMMA_READ = '{"near": ["a, \\"b\\"", {"k": "{", "n": null}], "peak": "a \\"b\\"\\n\\\\ <c>\\n", "year": 2024}'
+MINIMAX = f"<minimax:tool_call>\n{_minimax('height', *PAIRS)}\n{_minimax('now')}\n</minimax:tool_call>"
+DSML_PAIRS = [("peak", "true", PAIRS[0][1]), ("year", "false", "2024"), ("exact", "false", "true")]
+DSML_READ = '{"peak": "a \\"b\\"\\n\\\\ <c>\\n", "year": 2024, "exact": true}'
+COHERE = f'{{"tool_call_id": "0", "tool_name": "height", "parameters": {EIGER}}}'
+COHERE_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
+
 # As the models are trained to: no marker is ever part of what is shown.
 GOOD: list[tuple[str, str, Seen]] = [
     ("hermes", "no call at all", text("no call at all")),
@@ -145,6 +173,98 @@ GOOD: list[tuple[str, str, Seen]] = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>\n```a", [*N, *text("\n```a")]),
     ("kimi_k2", f"I look.{KIMI_SECTION.format(KIMI + KIMI_NOW)}", [*text("I look."), *E, *N]),
     ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|><|tool_call_end|>", N),
+    (
+        "deepseek_v32",
+        f"So.\n\n<｜DSML｜function_calls>\n{_dsml('height', *DSML_PAIRS)}\n{_dsml('now')}\n</｜DSML｜function_calls>",
+        [*text("So.\n\n"), *call("height", DSML_READ), *N],
+    ),
+    (
+        "deepseek_v32",
+        _dsml("height", ("note", "true", "null"), ("peak", "false", "7")) + " so",
+        [*call("height", '{"note": "null", "peak": 7}'), *text(" so")],
+    ),
+    (
+        "deepseek_v4",
+        f"<｜DSML｜tool_calls>\n{_dsml('height', *DSML_PAIRS)}\n</｜DSML｜tool_calls>",
+        call("height", DSML_READ),
+    ),
+    ("minimax_m2", f"I look.\n{MINIMAX}", [*text("I look.\n"), *call("height", READ), *N]),
+    (
+        "minimax_m2",
+        f"{_minimax('height', ('code', ' EIGER '))}\n{_minimax('now')} so",
+        [*call("height", '{"code": "EIGER"}'), *N, *text(" so")],
+    ),
+    (
+        "gemma4",
+        f"I look.<|tool_call>{GEMMA_EIGER}<tool_call|><|tool_call>call:now{{}}<tool_call|><|tool_response>",
+        [*text("I look."), *call("height", GEMMA_READ), *N],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:height{<|"|>peak<|"|>: 12, year: 1e3, note : null ,}<tool_call|> so',
+        [*call("height", '{"peak": "12", "year": 1e3, "note": null}'), *text(" so")],
+    ),
+    ("gemma4", f"{LLAMA}; {LLAMA}", [*E, *E]),
+    (
+        "functiongemma",
+        f"I look.<start_function_call>{GEMMA_EIGER.replace(GEMMA_QUOTE, '<escape>')}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call><start_function_response>",
+        [*text("I look."), *call("height", GEMMA_READ), *N],
+    ),
+    ("functiongemma", f"{LLAMA}; {LLAMA}", [*E, *E]),
+    (
+        "cohere",
+        f"I look.<|START_ACTION|>[\n    {COHERE},\n    {COHERE_NOW}\n]<|END_ACTION|>",
+        [*text("I look."), *E, *N],
+    ),
+    (
+        "hunyuan_a13b",
+        f"I look.\n<tool_calls>[{_json('height', EIGER)}, {_json('now', '{}')}]</tool_calls>",
+        [*text("I look.\n"), *E, *N],
+    ),
+    (
+        "hunyuan_a13b",
+        f"<tool_calls>\n{_json('height', EIGER)}\n{_json('now', '{}')}\n</tool_calls> so",
+        [*E, *N, *text(" so")],
+    ),
+    (
+        "hy_v3",
+        f"So.<tool_calls>\n{_hunyuan('height', *PAIRS)}\n{_hunyuan('now')}\n</tool_calls>",
+        [*text("So."), *call("height", READ), *N],
+    ),
+    (
+        "hy_v3",
+        f"<tool_calls:opensource>\n{_hunyuan('height', *PAIRS, suffix=':opensource')}\n</tool_calls:opensource>",
+        call("height", READ),
+    ),
+    (
+        "lfm2",
+        'I look.<|tool_call_start|>[height(peak="Eiger", year=2024), now()]<|tool_call_end|> so',
+        [*text("I look."), *call("height", '{"peak": "Eiger", "year": 2024}'), *N, *text(" so")],
+    ),
+    ("lfm2", f"{LLAMA}; {LLAMA}", [*E, *E]),
+    (
+        "apertus",
+        f'I look.<|tools_prefix|>[{{"height": {EIGER}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        [*text("I look."), *E, *N],
+    ),
+    (
+        "functionary_v31",
+        f"I look.<function=height>{EIGER}</function><function=now>{{}}</function> so",
+        [*text("I look."), *E, *N, *text(" so")],
+    ),
+    (
+        "functionary_v32",
+        f"all\nI look there.\n>>>height\n{EIGER}>>>now\n{{}}",
+        [*text("I look there.\n"), *E, *N],
+    ),
+    ("functionary_v32", f"height\n{EIGER}>>>all\nso", [*E, *text("so")]),
+    (
+        "nemotron",
+        f"I look.\n<TOOLCALL>[{_json('height', EIGER)}, {_json('now', '{}')}]</TOOLCALL>",
+        [*text("I look.\n"), *E, *N],
+    ),
+    ("granite", f"<|tool_call|>[{_json('height', EIGER)}, {_json('now', '{}')}]", [*E, *N]),
 ]
 
 # What never gets as far as a name and the beginning of arguments is text, as it stands.
@@ -182,6 +302,32 @@ NO_CALLS: list[tuple[str, str]] = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>none"),
     ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>none"),
     ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\nsome words</｜DSML｜invoke>'),
+    ("deepseek_v4", "<｜DSML｜tool_calls>\nnone\n</｜DSML｜tool_calls>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\nsome words</invoke>'),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="a b">'),
+    ("minimax_m2", '<invoke name="f'),
+    ("gemma4", "<|tool_call>height{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:height()<tool_call|>"),
+    ("gemma4", '{"name": "Heidi", "age": 7}'),
+    ("functiongemma", "<start_function_call>height{}<end_function_call>"),
+    ("cohere", "<|START_ACTION|>[]<|END_ACTION|>"),
+    ("cohere", f"<|START_ACTION|>[{_json('f', '{}')}]<|END_ACTION|>"),
+    ("hunyuan_a13b", "<tool_calls>none</tool_calls>"),
+    ("hunyuan_a13b", _hunyuan("height", *PAIRS)),
+    ("hy_v3", "<tool_calls>[]</tool_calls>"),
+    ("hy_v3", _glm("height", *PAIRS)),
+    ("lfm2", "<|tool_list_start|>[]"),
+    ("lfm2", "<|tool_call_start"),
+    ("apertus", '<|tools_prefix|>[{"f": 5}]<|tools_suffix|>'),
+    ("apertus", "<|tools_prefix|>[{}]<|tools_suffix|>"),
+    ("functionary_v31", "<function=f>some words</function>"),
+    ("functionary_v31", _qwen("height", *PAIRS)),
+    ("functionary_v32", "I look >>>there\n{}"),
+    ("functionary_v32", "height\n\n{}"),
+    ("functionary_v32", "height"),
+    ("nemotron", "<TOOLCALL>[]</TOOLCALL>"),
+    ("granite", "<|tool_call|>[none]"),
 ]
 
 # Once the arguments have begun they are passed on, whatever they are; what follows the call is text.
@@ -250,6 +396,42 @@ BROKEN: list[tuple[str, str, Seen]] = [
         '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a"<|tool_calls_section_end|> so',
         [*call("f", '{"a"'), *text(" so")],
     ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="height">\n<｜DSML｜parameter name="peak" string="true">12 < 1',
+        call("height", '{"peak": "12 < 1'),
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="?">1</｜DSML｜parameter></｜DSML｜invoke> so',
+        [*call("f", '<｜DSML｜parameter name="a" string="?">1</｜DSML｜parameter>'), *text(" so")],
+    ),
+    ("minimax_m2", '<invoke name="height">\n<parameter name="year">12', call("height", '{"year": 12')),
+    ("minimax_m2", '<invoke name="f"><parameter name="a">1\n</invoke> so', [*call("f", '{"a": 1}'), *text(" so")]),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>x', call("f", '{"a": "x')),
+    ("gemma4", "<|tool_call>call:f{a:[1,2<tool_call|> so", [*call("f", '{"a": [1, 2'), *text(" so")]),
+    ("gemma4", "<|tool_call>call:f{a:1 b:2}", call("f", '{"a": "1 b:2"}')),
+    ("gemma4", "<|tool_call>call:f{so}<|tool_call>call:now{}", [*call("f", "{so}"), *N]),
+    ("gemma4", "<|tool_call>call:f{a:20", call("f", '{"a": 20')),
+    ("functiongemma", "<start_function_call>call:f{a:<escape>x <", call("f", '{"a": "x <')),
+    (
+        "cohere",
+        '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": [1}<|END_ACTION|> so',
+        [*call("f", '{"a": [1}'), *text(" so")],
+    ),
+    ("hunyuan_a13b", f"<tool_calls>{_json('now', '{}')} {{hello", [*N, *text(" {hello")]),
+    (
+        "hy_v3",
+        "<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1</tool_call> so",
+        [*call("f", '{"a": 1}'), *text(" so")],
+    ),
+    ("lfm2", "<|tool_call_start|>[f(a=1 2)]<|tool_call_end|> so", [*call("f", '{"a": 1 2)]'), *text(" so")]),
+    ("apertus", '<|tools_prefix|>[{"f": {"a": <|tools_suffix|> so', [*call("f", '{"a": '), *text(" so")]),
+    ("functionary_v31", '<function=f>{"a": [1</function> so', [*call("f", '{"a": [1'), *text(" so")]),
+    ("functionary_v32", "all\n>>> f\n>>>f\n{}>>>now", text(">>> f\n>>>f\n{}>>>now")),
+    ("functionary_v32", 'now\n{"a": >>>height\n{}', [*call("now", '{"a": '), *call("height", "{}")]),
+    ("nemotron", f"<TOOLCALL>[{_json('now', '{}')}, hello]", [*N, *text(", hello]")]),
+    ("granite", f"<|tool_call|>[{_json('now', '{}')}}}] so", [*N, *text(" so")]),
 ]
 
 ALL: list[tuple[str, str, Seen]] = [*GOOD, *((format, words, text(words)) for format, words in NO_CALLS), *BROKEN]

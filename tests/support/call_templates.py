@@ -103,17 +103,143 @@ TEMPLATES: list[tuple[str, str]] = [
             "{{ ARGS | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
         ),
     ),
+    # DeepSeek-V3.2, which puts its markers together
+    (
+        "deepseek_v32",
+        _template(
+            "{%- set mark = '｜DSML｜' %}"
+            "{{ '<' + mark + 'function_calls>\\n<' + mark + 'invoke name=\"' + NAME + '\">\\n' }}"
+            "{% for k, v in ARGS.items() %}{{ '<' + mark + 'parameter name=\"' + k + '\" string=\"true\">' }}{{ v }}"
+            "{{ '</' + mark + 'parameter>' }}{% endfor %}{{ '</' + mark + 'invoke></' + mark + 'function_calls>' }}"
+        ),
+    ),
+    # DeepSeek-V4
+    (
+        "deepseek_v4",
+        _template(
+            "{%- set mark = '｜DSML｜' %}"
+            "{{ '<' + mark + 'tool_calls>\\n<' + mark + 'invoke name=\"' + NAME + '\">\\n' }}"
+            "{{ ARGS | tojson }}{{ '</' + mark + 'invoke></' + mark + 'tool_calls>' }}"
+        ),
+    ),
+    # MiniMax-M2
+    (
+        "minimax_m2",
+        _template(
+            "{%- set begin = '<minimax:tool_call>' %}{{ begin }}\n<invoke name=\"{{ NAME }}\">"
+            "{% for k, v in ARGS.items() %}{{ '<parameter name=\"' + k + '\">' }}{{ v }}</parameter>"
+            "{% endfor %}</invoke>\n</minimax:tool_call>",
+            '<invoke name="tool-name-1">\n<parameter name="key-1">value-1</parameter>\n</invoke>',
+        ),
+    ),
+    # Gemma 4
+    (
+        "gemma4",
+        _template(
+            "{{ '<|tool_call>call:' + NAME + '{' }}"
+            '{% for k, v in ARGS.items() %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}'
+            "{{ '}<tool_call|>' }}"
+        ),
+    ),
+    # FunctionGemma
+    (
+        "functiongemma",
+        _template(
+            "{{ '<start_function_call>call:' + NAME + '{' }}"
+            "{% for k, v in ARGS.items() %}{{ k }}:<escape>{{ v }}<escape>{% endfor %}"
+            "{{ '}<end_function_call>' }}"
+        ),
+    ),
+    # Command R7B, Command A
+    (
+        "cohere",
+        _template(
+            "<|START_ACTION|>[\n    "
+            '{"tool_call_id": "0", "tool_name": "{{ NAME }}", "parameters": {{ ARGS | tojson }}}\n]'
+            "<|END_ACTION|>"
+        ),
+    ),
+    # Hunyuan A13B, Apriel 1.5 and MiniMax-M1, of which the second one tells of <tool_call> too
+    ("hunyuan_a13b", _template('<tool_calls>[{"name": "{{ NAME }}", "arguments": {{ ARGS | tojson }}}]</tool_calls>')),
+    (
+        "hunyuan_a13b",
+        _template(
+            "<tool_calls>[{{ {'name': NAME, 'arguments': ARGS} | tojson }}]</tool_calls>",
+            'Write <tool_calls>[{"name": <name>, "arguments": <args>}]</tool_calls>, for each <tool_call> with tojson',
+        ),
+    ),
+    ("hunyuan_a13b", _template("<tool_calls>\n{{ {'name': NAME, 'arguments': ARGS} | tojson }}\n</tool_calls>")),
+    # Hunyuan 3, which puts its markers together, and its preview
+    (
+        "hy_v3",
+        _template(
+            "{%- set s = ':opensource' %}"
+            "{{ '<tool_calls{}>\\n<tool_call{}>'.format(s, s) + NAME + '<tool_sep{}>'.format(s) }}"
+            "{% for k, v in ARGS.items() %}{{ '<arg_key{}>'.format(s) + k }}{{ v }}{% endfor %}"
+        ),
+    ),
+    (
+        "hy_v3",
+        _template(
+            "<tool_calls>\n<tool_call>{{ NAME }}<tool_sep>\n{% for k, v in ARGS.items() %}<arg_key>{{ k }}</arg_key>"
+            "<arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+        ),
+    ),
+    # LFM2, which shows no calls, and LFM2.5
+    ("lfm2", "{{ '<|tool_list_start|>[' }}{{ tools | tojson }}]{% for one in messages %}{{ one.content }}{% endfor %}"),
+    (
+        "lfm2",
+        _template(
+            "<|tool_call_start|>[{{ NAME }}({% for k, v in ARGS.items() %}{{ k + '=' }}{{ v | tojson }}{% endfor %})]"
+            "<|tool_call_end|>"
+        ),
+    ),
+    # Apertus
+    (
+        "apertus",
+        _template(
+            "{%- set begin = '<|tools_prefix|>' %}{{ begin + '[' }}{{ '{\"' + NAME + '\": ' + ARGS | tojson + '}' }}]"
+            "<|tools_suffix|>"
+        ),
+    ),
+    # functionary v3.1, and Llama 3.1's second format
+    (
+        "functionary_v31",
+        _template("{{ '<function=' + NAME + '>' + ARGS | tojson + '</function>' }}", _IPYTHON + '"parameters"'),
+    ),
+    (
+        "functionary_v31",
+        _template(
+            "{{ '<function=' + NAME + '>' }}{{ ARGS | tojson }}</function>",
+            _IPYTHON + 'Reply with <function=example_name>{"example": "value"}</function>',
+        ),
+    ),
+    # functionary v3.2
+    (
+        "functionary_v32",
+        _template(
+            "{{ '>>>all\\n' }}{{ '>>>' + NAME + '\\n' + ARGS }}", "Respond in this format:\n>>>${recipient}\n${content}"
+        ),
+    ),
+    # Nemotron Nano v2
+    ("nemotron", _template('<TOOLCALL>[{"name": "{{ NAME }}", "arguments": {{ ARGS | tojson }}}]</TOOLCALL>')),
+    # Granite 3.3, which shows no calls
+    (
+        "granite",
+        "{%- if tools %}Respond with <|tool_call|> followed by a JSON list of tools used."
+        "{{ tools | tojson }}{% endif %}"
+        "{% for one in messages %}{{ one.content }}{% endfor %}",
+    ),
 ]
 
 # Templates with other formats of calls, or none: it is better to know none than to take one for another.
 UNKNOWN = [
     "{{ messages }}",
     '{#- Not <tool_call>{"name": 1}</tool_call> but words. #}{{ messages }}',
-    _template("<tool_calls>\n<tool_call>{{ NAME }}<tool_sep>{{ ARGS | tojson }}</tool_call>"),  # Hunyuan
-    _template('<minimax:tool_call>\n<invoke name="{{ NAME }}">\n<parameter name="a">b</parameter>'),
-    _template("<|tool_call>call:{{ NAME }}{a:1}<tool_call|>"),  # Gemma 4
+    _template(']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="{{ NAME }}">'),  # MiniMax M3
+    _template("<|tool_calls|><|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ NAME }}<|tool_call:args|>"),  # Solar
     _template("<|start|>assistant to=functions.{{ NAME }}<|channel|>commentary json<|message|>{}<|call|>"),
-    _template("<function={{ NAME }}>{{ ARGS | tojson }}</function>", _IPYTHON),  # Llama 3.1's other one
+    _template('<function name="{{ NAME }}"><param name="a">b</param></function>'),  # MiniCPM5
     _template("<function_calls>\n{{ NAME + '(' }})</function_calls>"),  # Olmo 3
     _template("Action: ```json{{ ARGS | tojson }}```", "{{ '```python\ndef ' + tool.name + '(' }}"),  # Command R+
 ]

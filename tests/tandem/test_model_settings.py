@@ -53,6 +53,9 @@ def test_settings_of_a_model_stay_what_they_were_in_another_process(monkeypatch:
         ({"a": {"model": "a", "served_model_name": "x"}, "b": {"model": "b", "served_model_name": "x"}}, "models.b"),
         ({"a": {"model": "a"}, "b": {"model": "b", "served_model_name": "a"}}, "models.b"),
         ({"a": {"model": "a", "adapters": {"b": "f"}}, "b": {"model": "b"}}, "models.b"),
+        ({"a": {"model": "a"}, "b": {"model": "b", "cluster": "a"}}, "models.b.cluster"),
+        ({"a": {"model": "a", "cluster": "A"}}, "models.a.cluster"),
+        ({"a": {"model": "a", "cluster": 5}}, "models.a.cluster"),
     ],
 )
 def test_what_a_model_cannot_have_is_refused_by_its_name(models: dict[str, dict[str, object]], field: str) -> None:

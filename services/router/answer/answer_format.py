@@ -20,10 +20,13 @@ FORMATS: dict[str, Markers] = {
     "gemma4": Markers(("<|channel>thought",), ("<channel|>",), tokens=("<|channel>",)),
     "seed_oss": Markers(("<seed:think>",), ("</seed:think>",)),
     "minimax_m3": Markers(("<mm:think>",), ("</mm:think>",)),
+    "hy_v3": Markers(("<think:opensource>",), ("</think:opensource>",)),
     # Command R7B, Command A Reasoning.
     "cohere": Markers(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
+    # Later ones.
+    "cohere_text": Markers(("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_TEXT|>", "<|END_TEXT|>")),
     "apertus": Markers(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     "kimi_vl": Markers(("◁think▷",), ("◁/think▷",)),
     "exaone_deep": Markers(("<thought>",), ("</thought>",)),
@@ -61,14 +64,21 @@ class AnswerFormat:
 
     @classmethod
     def of_template(
-        cls, source: str, *, knows_tools: bool, reasoning: str | None = None, calls: str | None = None
+        cls,
+        source: str,
+        *,
+        knows_tools: bool,
+        written: str = "",
+        reasoning: str | None = None,
+        calls: str | None = None,
     ) -> AnswerFormat:
         """The format of a model with this chat template. `knows_tools`: the template shows the model its tools.
+        `written`: an answer with a call as the template writes it; some put their markers together from pieces.
         `reasoning` and `calls`: the settings, each the name of a format, or "none"; None: as the template shows. The
         reasoning of a model that is not known here can be given by its two markers with a space between them. Raises
         SettingsError for an unknown name, and where only one of the two is harmony."""
         template = re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL)
-        found = HARMONY if _is_harmony(template) else _reasoning_of(template)
+        found = HARMONY if _is_harmony(template) else _reasoning_of(template + written)
         chosen = found if reasoning is None else reasoning
         if chosen == HARMONY or (reasoning is None and calls == HARMONY):
             if calls not in (None, NONE, HARMONY):
@@ -85,7 +95,7 @@ class AnswerFormat:
                 bound=f"{HARMONY} or absent",
             )
         if calls is None:
-            return cls(_markers(chosen), registry.format_of(source) if knows_tools else None)
+            return cls(_markers(chosen), registry.format_of(source, written) if knows_tools else None)
         if calls != NONE and calls not in registry.NAMES:
             raise _unknown("tool_call_format", calls, (*registry.NAMES, HARMONY, NONE))
         return cls(_markers(chosen), None if calls == NONE else calls)
@@ -110,7 +120,8 @@ class AnswerFormat:
         if self.harmony:
             return frozenset(harmony_reader.MARKERS)
         reasoning = self.reasoning.texts if self.reasoning else ()
-        return frozenset((*reasoning, *(registry.MARKERS[self.calls] if self.calls else ())))
+        calls = (*registry.MARKERS[self.calls], *registry.TOKENS[self.calls]) if self.calls else ()
+        return frozenset((*reasoning, *calls))
 
     def begins_inside(self, prompt_end: str, *, continued: bool = False) -> bool:
         """The answer begins within reasoning, by the end of the rendered prompt: it ends with the opening marker and

@@ -16,7 +16,7 @@ from services.router.execution.request_timeline import RequestTimeline
 from services.router.execution.usage_meter import UsageMeter
 from services.router.preprocess.request import Request
 from tandem.errors import InternalError
-from tandem.v1 import decode_pb2, generation_pb2
+from tandem.v1 import common_pb2, decode_pb2, generation_pb2
 
 
 class Completion:
@@ -64,20 +64,24 @@ class Completion:
             self.begun.set()  # this token was computed from the prompt's KV, so the KV is complete
         timeline.report(tokens)
         self._usage.generated(request.tenant, count)
-        parts = self._reader.read(tokens)
-        response = generation_pb2.GenerateResponse()  # filled in place: copying a separate delta takes twice as long
-        delta = response.delta
-        put_parts(delta, parts)
-        delta.index, delta.choice, delta.last = first, request.choice, request.finish() is not None
-        delta.token_ids.extend(tokens.token_ids)
-        if tokens.HasField("logprobs"):
-            delta.logprobs.CopyFrom(tokens.logprobs)
-        if prompt_logprobs:
-            delta.prompt_logprobs.CopyFrom(prompt_logprobs)
-        if first == 0:
-            delta.adapter_fingerprint = self._adapter
-        self._usage.sent(len(delta.token_ids), timeline.sent(len(delta.token_ids)))
-        self._output.put(response)
+        at = 0
+        for run in self._reader.read(tokens):
+            # filled in place: copying a separate delta takes twice as long
+            response = generation_pb2.GenerateResponse()
+            delta = response.delta
+            put_parts(delta, run.parts)
+            delta.index, delta.choice = first + at, request.choice
+            delta.token_ids.extend(tokens.token_ids[at : at + run.tokens])
+            if tokens.HasField("logprobs"):
+                _add_logprobs(delta.logprobs, tokens, at, run.tokens)
+            if prompt_logprobs and at == 0:
+                delta.prompt_logprobs.CopyFrom(prompt_logprobs)
+            if first + at == 0:
+                delta.adapter_fingerprint = self._adapter
+            at += run.tokens
+            delta.last = at == len(tokens.token_ids) and request.finish() is not None
+            self._usage.sent(run.tokens, timeline.sent(run.tokens))
+            self._output.put(response)
         return request.stopped
 
     def finish(self, model: str) -> None:
@@ -94,6 +98,18 @@ class Completion:
         put_parts(finished, parts)
         timeline.span.answered(finished)
         self._output.put(generation_pb2.GenerateResponse(finished=finished))
+
+
+def _add_logprobs(to: common_pb2.Logprobs, tokens: decode_pb2.Tokens, at: int, count: int) -> None:
+    """Those of `count` of the tokens, from `at` on."""
+    if count == len(tokens.token_ids):
+        to.CopyFrom(tokens.logprobs)
+        return
+    each = len(tokens.logprobs.top_ids) // len(tokens.token_ids)
+    likely = slice(at * each, (at + count) * each)
+    to.chosen.extend(tokens.logprobs.chosen[at : at + count])
+    to.top_ids.extend(tokens.logprobs.top_ids[likely])
+    to.top.extend(tokens.logprobs.top[likely])
 
 
 def _check_adapter(request: Request, admitted: decode_pb2.Admitted, worker_id: str) -> None:

@@ -45,7 +45,7 @@ def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb
     event = events.popleft()
     if event.HasField("delta"):
         later, tokens = [], len(event.delta.token_ids)
-        while events and _follows(events[0], event.delta.choice, tokens):
+        while events and _follows(events[0], event.delta, tokens):
             later.append(events.popleft().delta)
             tokens += len(later[-1].token_ids)
         if later:
@@ -53,9 +53,12 @@ def next_merged(events: deque[generation_pb2.GenerateResponse]) -> generation_pb
     return event
 
 
-def _follows(event: generation_pb2.GenerateResponse, choice: int, tokens: int) -> bool:
-    same = event.HasField("delta") and event.delta.choice == choice
-    return same and tokens + len(event.delta.token_ids) <= MAX_MERGED_TOKENS
+def _follows(event: generation_pb2.GenerateResponse, before: generation_pb2.Delta, tokens: int) -> bool:
+    """Log probabilities of text stay apart from those of reasoning and calls: both are of one kind, or have none."""
+    delta = event.delta
+    same = event.HasField("delta") and delta.choice == before.choice
+    kinds = not delta.HasField("logprobs") or bool(delta.parts) == bool(before.parts)
+    return same and kinds and tokens + len(delta.token_ids) <= MAX_MERGED_TOKENS
 
 
 def _merge(delta: generation_pb2.Delta, later: list[generation_pb2.Delta]) -> None:

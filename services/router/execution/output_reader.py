@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from services.router.answer.answer_reader import AnswerReader
 from services.router.answer.parts import Part, Text
 from services.router.execution.detokenizer import Detokenizer
 from services.router.execution.stop_strings import StopStrings
 from services.router.preprocess.request import Request
 from tandem.v1 import decode_pb2
+
+
+@dataclass(slots=True)
+class Run:
+    """Successive tokens, and the parts that they have together."""
+
+    tokens: int = 0
+    parts: list[Part] = field(default_factory=list)
+    is_text: bool | None = None  # None: none of the tokens has shown anything yet
+
+    def takes(self, parts: list[Part]) -> bool:
+        """Whether they are of its kind: text alone, or not."""
+        return not parts or self.is_text in (None, _is_text(parts))
+
+    def add(self, parts: list[Part]) -> None:
+        """Those of one more token."""
+        self.tokens += 1
+        self.parts += parts
+        if parts:
+            self.is_text = _is_text(parts)
 
 
 class OutputReader:
@@ -26,24 +48,29 @@ class OutputReader:
         """The stop string that ended the text; empty while none has."""
         return self._stops.hit or ""
 
-    def read(self, chunk: decode_pb2.Tokens) -> list[Part]:
-        """The parts that can be shown now. Tokens after the one that completes a stop string are removed from the
-        chunk and from the journal."""
+    def read(self, chunk: decode_pb2.Tokens) -> list[Run]:
+        """The parts that can be shown now, of all tokens together; with log probabilities those of tokens with
+        reasoning or calls apart, so that it stays known which tokens are text. Tokens after the one that completes a
+        stop string are removed from the chunk and from the journal."""
         request, tokens = self._request, list(chunk.token_ids)
         visible = tokens[:-1] if tokens[-1] in request.stop_ids else tokens  # a stop token is not in the text
         if not request.stops and self._reader is None:
-            return [Text(self._detokenizer.push(visible))]
-        parts: list[Part] = []
-        first = request.generated - len(tokens)
+            return [Run(len(tokens), [Text(self._detokenizer.push(visible))])]
+        runs = [Run()]
+        first, splits = request.generated - len(tokens), self._reader is not None and chunk.HasField("logprobs")
         for count, token in enumerate(visible, 1):
             text = self._detokenizer.push([token])
             # Text before min_tokens cannot be part of a stop string.
-            parts += self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
+            parts = self._parts(text if first + count < request.sampling.min_tokens else self._stops.push(text))
+            if splits and not runs[-1].takes(parts):
+                runs.append(Run())
+            runs[-1].add(parts)
             if self._stops.hit is not None:
                 _keep(chunk, count)
                 request.stop_after(first + count)
-                break
-        return parts
+                return runs
+        runs[-1].tokens += len(tokens) - len(visible)
+        return runs
 
     def finish(self) -> list[Part]:
         """What was held back. An incomplete code point shows as U+FFFD, which may complete a stop string."""
@@ -65,6 +92,10 @@ class OutputReader:
         parts = self._reader.push(text)
         self.reasoning_tokens += before or self._reader.inside
         return parts
+
+
+def _is_text(parts: list[Part]) -> bool:
+    return all(isinstance(part, Text) for part in parts)
 
 
 def _keep(chunk: decode_pb2.Tokens, count: int) -> None:

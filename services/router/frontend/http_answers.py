@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from time import monotonic
 from typing import Any, Protocol
 
 import structlog
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import TandemError, Unavailable
 from tandem.grpc_errors import known_errors
-from tandem.tasks import end, merged
+from tandem.tasks import end, forever, merged
 from tandem.v1 import generation_pb2
 
 log = structlog.get_logger(__name__)
@@ -26,8 +27,16 @@ log = structlog.get_logger(__name__)
 Events = AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]  # each with the index of its prompt
 
 
+# Of silence in a stream, after which it says that it goes on: proxies, and clients such as Claude Code, take a longer
+# one for a lost connection.
+KEEP_ALIVE_S = 30.0
+
+
 class AnswerEncoder(Protocol):
     """Encodes the events of one HTTP request in the format of one endpoint."""
+
+    keep_alive: bytes
+    """What a stream may have between any two messages, and clients ignore."""
 
     def named(self, error: TandemError) -> TandemError:
         """The error with the field names of the request."""
@@ -91,20 +100,39 @@ class Collected(Generating):
 
 
 class Streaming(Generating):
-    """One write for each message of the decode worker."""
+    """One write for each message of the decode worker, and `keep_alive` in between where that takes long. An error
+    before the first write has a status."""
 
-    _started = False
+    def __init__(self, answer: AnswerEncoder, events: Events, request_id: str) -> None:
+        super().__init__(answer, events, request_id)
+        self._started = False
+        self._sent_at = monotonic()
+        self._writing = asyncio.Lock()
 
     async def _send(self, events: Events, send: Send) -> None:
-        async for index, event in events:
-            if not (message := await self._answer.stream(index, event)):
-                continue
+        keeping = forever(lambda: self._keep_alive(send), name="keep-alive")
+        try:
+            async for index, event in events:
+                if message := await self._answer.stream(index, event):
+                    await self._write(send, message)
+        finally:
+            await end(keeping)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_at + KEEP_ALIVE_S - monotonic()))
+            if monotonic() - self._sent_at >= KEEP_ALIVE_S:
+                await self._write(send, self._answer.keep_alive)
+
+    async def _write(self, send: Send, message: bytes) -> None:
+        async with self._writing:
+            self._sent_at = monotonic()
             if not self._started:
                 self._started = True
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                 await send(_head(200, {**headers, **id_headers(self._request_id)}))
             await send({"type": "http.response.body", "body": message, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _fail(self, error: TandemError, send: Send) -> None:
         if not self._started:

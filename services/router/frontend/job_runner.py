@@ -109,10 +109,11 @@ class JobRunner:
             await asyncio.sleep(LEASE_S / 3)
 
     def _takes_more(self) -> bool:
-        """Whether to claim more jobs; also during a backlog of one tenant, which cannot occupy every slot."""
+        """Whether to claim more jobs; also during a backlog of one tenant or of one model, which cannot occupy the
+        slots of others."""
         if len(self._running) < MAX_RUNNING:
             return True
-        full = all(slots.free == 0 for slots in self._slots.values())
+        full = all(self._slots[model.key].free == 0 for model in self._models)
         return len(self._running) < MAX_LEASED and not full
 
     async def _renew(self) -> None:
@@ -150,7 +151,7 @@ class JobRunner:
         try:
             while True:
                 try:
-                    async with self._slots[job.kept.request.model].slot(job.kept.tenant):
+                    async with self._slots[self._models.key_of(job.kept.request.model)].slot(job.kept.tenant):
                         with known_errors("job"):
                             await self._attempt(job)
                     return

@@ -64,5 +64,8 @@ def to_json(value: object) -> bytes:
     return encode(value).encode()
 
 
+SSE_COMMENT = b": keep-alive\n\n"  # a comment, which is no event (WHATWG HTML, 9.2.6)
+
+
 def to_sse(value: object) -> bytes:
     return f"data: {encode(value)}\n\n".encode()

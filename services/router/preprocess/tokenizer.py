@@ -10,6 +10,7 @@ import tokenizers
 
 from services.router.answer.answer_format import PLAIN, AnswerFormat
 from services.router.preprocess import infilling
+from services.router.preprocess.chat.calls_in_content import calls_in_content
 from services.router.preprocess.chat.chat_template import AS_USUAL, ChatTemplate, Rendering, load_template
 from tandem.errors import CheckpointRefused, InvalidRequest
 
@@ -81,7 +82,11 @@ class Tokenizer:
         if template is None:
             return cls(tokenizer, None)
         answer_format = AnswerFormat.of_template(
-            template.tool_source, knows_tools=template.knows_tools, reasoning=reasoning, calls=calls
+            template.tool_source,
+            knows_tools=template.knows_tools,
+            written=template.call,
+            reasoning=reasoning,
+            calls=calls,
         )
         return cls(tokenizer, template, answer_format)
 
@@ -154,6 +159,8 @@ class Tokenizer:
                 field="chat.tools",
                 bound="absent with this model",
             )
+        if not self.template.shows_calls and (calls := self.answer_format.calls):
+            messages = calls_in_content(messages, calls)
         return self.template.render(messages, tools, how)
 
     def _need(self) -> tokenizers.Tokenizer:

@@ -17,6 +17,60 @@
 app.kubernetes.io/name: tandem
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .root.Model }}
+tandem.model: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* (root, component): the name of its Deployment */}}
+{{- define "tandem.component" -}}
+{{ include "tandem.name" .root }}-{{ with .root.Model }}{{ . }}-{{ end }}{{ .component }}
+{{- end }}
+
+{{- /* (list, maps): the first one, with what the second one has in place of its own. As JSON. Sprig's merge takes 0, false
+and "" for absent. */}}
+{{- define "tandem.over" -}}
+{{- $result := deepCopy (index . 0) }}
+{{- range $key, $value := index . 1 }}
+{{- $old := get $result $key }}
+{{- $both := and (kindIs "map" $value) (kindIs "map" $old) }}
+{{- if $both }}{{ $value = include "tandem.over" (list $old $value) | fromJson }}{{ end }}
+{{- $_ := set $result $key $value }}
+{{- end }}
+{{- toJson $result }}
+{{- end }}
+
+{{- /* (root, model: one of `models`): the values of a release that has only this model. As JSON. */}}
+{{- define "tandem.model.values" -}}
+{{- $own := dict "settings" .model.settings "pools" (.model.pools | default dict) "models" list }}
+{{- include "tandem.over" (list .root.Values $own) }}
+{{- end }}
+
+{{- /* (root, model): the end of the name of its pools in the registry. As with tandem.cluster, another checkpoint has
+another one. */}}
+{{- define "tandem.model.cluster" -}}
+{{- $settings := (include "tandem.model.values" . | fromJson).settings }}
+{{- $same := list .model.name }}
+{{- range list "model" "dtype" "weights" "kv_dtype" }}{{ $same = append $same (get $settings .) }}{{ end }}
+{{- .model.name }}-{{ toJson $same | sha256sum | trunc 8 }}
+{{- end }}
+
+{{- /* For routers, the setting `models`: what each model has of its own. As JSON. */}}
+{{- define "tandem.models" -}}
+{{- $found := dict }}
+{{- range .Values.models }}
+{{- if hasKey $found .name }}{{ fail (printf "models: two are named %s" .name) }}{{ end }}
+{{- $about := dict "root" $ "model" . }}
+{{- $own := include "tandem.over" (list .settings (dict "cluster" (include "tandem.model.cluster" $about))) | fromJson }}
+{{- if include "tandem.no_prefill" (include "tandem.model.values" $about | fromJson) }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- $_ := set $found .name $own }}
+{{- end }}
+{{- toJson $found }}
+{{- end }}
+
+{{- /* (values): whether there is no pool of prefill workers; empty: there is one */}}
+{{- define "tandem.no_prefill" -}}
+{{- if and (eq .pools.prefill.autoscaling.kind "none") (eq (int .pools.prefill.replicas) 0) }}yes{{ end }}
 {{- end }}
 
 {{- define "tandem.labels" -}}
@@ -45,9 +99,11 @@ capabilities: {drop: [ALL]}
 {{- /* The name under which processes find each other. It has what an answer depends on in it, so that in the middle of an
 upgrade to another model no router sends to a worker of the other one, and no stream goes on there. */}}
 {{- define "tandem.cluster" -}}
+{{- if .Model }}{{ .Cluster }}{{ else }}
 {{- $same := list .Release.Namespace .Release.Name }}
 {{- range list "model" "dtype" "weights" "kv_dtype" }}{{ $same = append $same (get $.Values.settings .) }}{{ end }}
 {{- include "tandem.name" . | trunc 30 | trimSuffix "-" }}-{{ toJson $same | sha256sum | trunc 8 }}
+{{- end }}
 {{- end }}
 
 {{- /* (root, settings): the settings of a process. Numbers through toJson: YAML would write 1e+06. Sizes of pools are not
@@ -58,7 +114,9 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- if $values.cluster_tls.secret }}
 {{- $own = merge $own (dict "cluster_cert" "/etc/tandem/cluster/tls.crt" "cluster_key" "/etc/tandem/cluster/tls.key" "cluster_ca" "/etc/tandem/cluster/ca.crt") }}
 {{- end }}
-{{- if and (eq $values.pools.prefill.autoscaling.kind "none") (eq (int $values.pools.prefill.replicas) 0) }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- if $values.models }}{{ $_ := set $own "models" (include "tandem.models" .root | fromJson) }}
+{{- else if include "tandem.no_prefill" $values }}{{ $_ := set $own "prefill" 0 }}{{ end }}
+{{- with .root.Model }}{{ $_ := set $own "served_model_name" . }}{{ end }}
 {{- if eq $values.orchestrator "ray" }}
 {{- $_ := set $own "ray_address" (printf "%s-head-svc:6379" (include "tandem.name" .root)) }}
 {{- if has "tandem" (list $values.pools.prefill.autoscaling.kind $values.pools.decode.autoscaling.kind) }}
@@ -71,7 +129,8 @@ among them: a change of one pool's size must not restart the pods of the others.
 {{- end }}
 {{- end }}
 {{- $own = merge $own (dict "log_format" "json") }}
-{{- $settings := merge (dict) .settings $values.settings $own }}
+{{- $given := include "tandem.over" (list $values.settings .settings) | fromJson }}
+{{- $settings := include "tandem.over" (list $own $given) | fromJson }}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: TANDEM_ADVERTISE_HOST, value: $(POD_IP)}
@@ -85,7 +144,7 @@ among them: a change of one pool's size must not restart the pods of the others.
 - name: TANDEM_REDIS
   valueFrom: {secretKeyRef: {name: {{ required "redis.secret: without valkey, a Secret with the URL of a registry" $values.redis.secret }}, key: {{ $values.redis.key }}}}
 {{- end }}
-{{- range $name, $value := merge (dict) .settings $values.settings $own }}
+{{- range $name, $value := $settings }}
 - name: TANDEM_{{ upper $name }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
 {{- end }}
@@ -146,10 +205,14 @@ folder of the cache. */}}
 {{- /* Hub ids that are fetched, without those that are folders */}}
 {{- define "tandem.hub_ids" -}}
 {{- $found := list }}
-{{- range compact (list .Values.settings.model (default "" .Values.settings.draft_model)) }}
+{{- $all := list .Values.settings }}
+{{- range .Values.models }}{{ $all = append $all .settings }}{{ end }}
+{{- range $all }}
+{{- range compact (list (default "" .model) (default "" .draft_model)) }}
 {{- if not (or (hasPrefix "/" .) (hasPrefix "." .)) }}{{ $found = append $found . }}{{ end }}
 {{- end }}
-{{- toJson $found }}
+{{- end }}
+{{- toJson (uniq $found) }}
 {{- end }}
 
 {{- /* (root, weights): `org/name@revision` is fetched at that revision. */}}
@@ -249,7 +312,7 @@ topologySpreadConstraints:
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
-  name: {{ include "tandem.name" .root }}-{{ .component }}
+  name: {{ include "tandem.component" . }}
   labels: {{- include "tandem.labels" . | nindent 4 }}
 spec:
   {{- if not (kindIs "invalid" .of.pdb.minAvailable) }}

@@ -70,7 +70,7 @@ capabilities: {drop: [ALL]{{ if .of.rdma.count }}, add: [IPC_LOCK]{{ end }}}
 {{- /* A pool: a Deployment whose pods are one worker each. (root, component, of: its values) */}}
 {{- define "tandem.pool" -}}
 {{- $values := .root.Values }}
-{{- $name := printf "%s-%s" (include "tandem.name" .root) .component }}
+{{- $name := include "tandem.component" . }}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -127,6 +127,14 @@ spec:
 {{- end }}
 {{- end }}
 
+{{- /* Both pools of a model */}}
+{{- define "tandem.pools" -}}
+{{- range $component, $pool := .Values.pools }}
+---
+{{ include "tandem.pool" (dict "root" $ "component" $component "of" $pool) }}
+{{- end }}
+{{- end }}
+
 {{- /* What sizes a pool: an HPA or KEDA. Of several signals the one that wants most wins. */}}
 {{- define "tandem.pool.scaler" -}}
 {{- $signals := get (dict "prefill" (list "tandem_prefill_backlog_seconds") "decode" (list "tandem_kv_cache_usage_ratio" "tandem_places_usage_ratio")) .component }}
@@ -169,7 +177,7 @@ spec:
       metricType: AverageValue
       metadata:
         serverAddress: {{ required "prometheus.url: where KEDA asks" $.root.Values.prometheus.url }}
-        query: sum({{ . }}{namespace={{ $.root.Release.Namespace | quote }},tandem={{ include "tandem.name" $.root | quote }},pool={{ $.component | quote }}})
+        query: sum({{ . }}{namespace={{ $.root.Release.Namespace | quote }},tandem={{ include "tandem.name" $.root | quote }},pool={{ $.component | quote }}{{ with $.root.Model }},model={{ $.root.Values.settings.served_model_name | default . | splitList "," | first | quote }}{{ end }}})
         threshold: {{ toJson $.of.target | quote }}
         ignoreNullValues: "false"
     {{- end }}

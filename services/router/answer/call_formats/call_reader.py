@@ -23,6 +23,7 @@ class CallReader(ABC):
     openers: ClassVar[Ends] = NOTHING  # markers before a call, anywhere
     between: ClassVar[tuple[str, ...]] = ()  # what may stand between calls and after them; it is not shown
     others: ClassVar[tuple[str, ...]] = ()  # markers within a call
+    tokens: ClassVar[tuple[str, ...]] = ()  # special tokens that are a part of markers, where a marker is not one token
 
     def __init__(self, tools: list[Any] | None = None) -> None:
         """`tools` are those that were offered, as in OpenAI's API; formats whose arguments have no types need them."""

@@ -25,6 +25,7 @@ class ObjectCalls(CallReader):
     """Reads objects with a name and arguments, in any order."""
 
     ends = NOTHING  # what ends a call although its object is not complete
+    name_key = "name"
 
     def _object(self, *, marked: bool = True) -> Steps[bool]:
         """One object, whose `{` was read. It is held; see _call. Without a marker before it, one without arguments is
@@ -34,7 +35,7 @@ class ObjectCalls(CallReader):
             key = yield from self._key()
             if key == "}":
                 break
-            if key == "name":
+            if key == self.name_key:
                 name = _decoded((yield from self._in.string()))
                 if not is_name(name):
                     return False
@@ -97,6 +98,26 @@ class ObjectCalls(CallReader):
             if not key or not (yield from self._in.value(_ignore)):
                 self._show(self._in.release())
                 return
+
+    def _list(self, *, marked: bool = True) -> Steps[bool]:
+        """Objects with commas between them, of which the first one's `{` was read."""
+        if not (yield from self._object(marked=marked)):
+            return False
+        while True:
+            self._in.hold()
+            yield from self._in.space()
+            separator = yield from self._in.literal((",", "]", "}"))
+            if separator == "":
+                self._in.back()
+                return True
+            if separator == "]" or (separator == "," and not (yield from self._more())):
+                self._in.drop()
+                return True
+            if separator == "}":  # one too many
+                continue
+            if not (yield from self._in.literal(("{",))) or not (yield from self._object(marked=marked)):
+                self._show(self._in.release())
+                return True
 
     def _more(self) -> Steps[bool]:
         """Whether anything but white space, which is read, follows a comma between two calls."""
@@ -161,26 +182,6 @@ class MistralCalls(ObjectCalls):
             self._in.take()
             return (yield from self._object())
         return (yield from self._named())
-
-    def _list(self, *, marked: bool = True) -> Steps[bool]:
-        """Objects with commas between them, of which the first one's `{` was read."""
-        if not (yield from self._object(marked=marked)):
-            return False
-        while True:
-            self._in.hold()
-            yield from self._in.space()
-            separator = yield from self._in.literal((",", "]", "}"))
-            if separator == "":
-                self._in.back()
-                return True
-            if separator == "]" or (separator == "," and not (yield from self._more())):
-                self._in.drop()
-                return True
-            if separator == "}":  # one too many
-                continue
-            if not (yield from self._in.literal(("{",))) or not (yield from self._object(marked=marked)):
-                self._show(self._in.release())
-                return True
 
     def _named(self) -> Steps[bool]:
         """NAME[ARGS]{...}, NAME[CALL_ID]ID[ARGS]{...} or NAME{...}."""

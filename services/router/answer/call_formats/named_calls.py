@@ -1,4 +1,4 @@
-"""Calls whose name stands before their arguments, a JSON object: DeepSeek and Kimi.
+"""Calls whose name stands before their arguments, a JSON object: DeepSeek, Kimi and functionary.
 
     deepseek_v3    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
                    ```json
@@ -8,8 +8,11 @@
                    <｜tool▁calls▁end｜>
     kimi_k2        <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}
                    <|tool_call_end|><|tool_calls_section_end|>
+    functionary_v31    <function=NAME>{...}</function>
+    functionary_v32    NAME, a line end and {...}, after >>>, with which the prompt ends; text is addressed to `all`
 
-Sources: the chat templates of DeepSeek-R1, V3 and V3.1, and of Kimi-K2; Kimi-K2's tool_call_guidance.md.
+Sources: the chat templates of DeepSeek-R1, V3 and V3.1, of Kimi-K2 and of functionary v3.1 and v3.2; Kimi-K2's
+tool_call_guidance.md; Llama 3.1's prompt format, which functionary v3.1 follows.
 """
 
 from __future__ import annotations
@@ -104,3 +107,50 @@ class KimiCalls(NamedCalls):
             id, number = f"{stem}:{number}", number + 1
         self._ids.add(id)
         return stem.removeprefix("functions.") or stem, id
+
+
+class FunctionTagCalls(CallReader):
+    openers = Ends("<function=")
+    between = ("</function>",)
+    ends = Ends("<function=", "</function>")
+
+    def _call(self, opener: str) -> Steps[bool]:
+        name = yield from self._in.run(NAME, MAX_NAME)
+        if not is_name(name) or not (yield from self._in.literal((">",))):
+            return False
+        yield from self._in.space()
+        if (yield from self._in.peek()) != "{":
+            return False
+        self._begin(name)
+        yield from self._in.nested(self._pass, self.ends)
+        return True
+
+
+class RecipientCalls(CallReader):
+    """Only an offered function is called: the marker stands in other text too. What is addressed to all is shown
+    without its address."""
+
+    openers = Ends(">>>")
+
+    def __init__(self, tools: list[Any] | None = None) -> None:
+        super().__init__(tools)
+        self._recipients = tuple({"all\n": "", **{f"{tool['function']['name']}\n": "" for tool in self._tools}})
+
+    def _beginning(self) -> Steps[str]:
+        """The prompt ends with the marker."""
+        self._in.hold()
+        if not (yield from self._call("")):
+            self._show(self._in.release())
+            return ""
+        return (yield from self._gap())
+
+    def _call(self, opener: str) -> Steps[bool]:
+        recipient = yield from self._in.literal(self._recipients)
+        if recipient == "all\n":
+            self._in.drop()
+            return True
+        if not recipient or (yield from self._in.peek()) != "{":
+            return False
+        self._begin(recipient[:-1])
+        yield from self._in.nested(self._pass, self.openers)
+        return True

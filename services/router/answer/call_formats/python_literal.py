@@ -85,11 +85,11 @@ def _scalar(scanner: Scanner, emit: Emit) -> Steps[bool]:
     if character in ("'", '"'):
         return (yield from _string(scanner, emit))
     word = yield from scanner.run(WORD, MAX_WORD)
-    emit(_word(word))
+    emit(json_of_word(word))
     return 0 < len(word) <= MAX_WORD
 
 
-def _word(word: str) -> str:
+def json_of_word(word: str) -> str:
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     if re.match(r"[+-]?(\d|\.\d)", word) and not re.match(r"[+-]?0\d", word):

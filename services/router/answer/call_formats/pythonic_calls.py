@@ -1,8 +1,10 @@
-"""Calls that are a list of Python calls: Llama 4's pythonic format, and Llama 3.2's.
+"""Calls that are a list of Python calls: Llama 4's pythonic format, Llama 3.2's, and LFM2's.
 
-    [f(a=1), g(b="x")]   as the whole answer, or within <|python_start|> and <|python_end|>
+    pythonic   [f(a=1), g(b="x")]   as the whole answer, or within <|python_start|> and <|python_end|>
+    lfm2       the same within <|tool_call_start|> and <|tool_call_end|>
 
-The arguments are passed on as a JSON object. Sources: Meta's documentation of Llama 3.2 and 4; vLLM's templates for it.
+The arguments are passed on as a JSON object. Sources: Meta's documentation of Llama 3.2 and 4; vLLM's templates for it;
+the chat template of LFM2.5 and LiquidAI's documentation of LFM2.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ class PythonicCalls(ObjectCalls):
             opener = yield from self._in.literal(self.whole)
         if opener == "{":
             return (yield from self._object(marked=marked))
-        return opener == "[" and (yield from self._list())
+        return opener == "[" and (yield from self._functions())
 
-    def _list(self) -> Steps[bool]:
+    def _functions(self) -> Steps[bool]:
         """Calls with commas between them; `[` was read."""
         begun = False
         while (yield from self._function()):
@@ -103,3 +105,9 @@ class PythonicCalls(ObjectCalls):
         key = yield from self._in.run(_KEY, MAX_NAME)
         yield from self._in.space()
         return key if 0 < len(key) <= MAX_NAME and (yield from self._in.literal(("=",))) else ""
+
+
+class Lfm2Calls(PythonicCalls):
+    openers = Ends("<|tool_call_start|>")
+    between = ("<|tool_call_end|>", ";", "}")
+    ends = Ends("<|tool_call_end|>", "<|tool_call_start|>")

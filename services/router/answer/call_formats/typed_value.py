@@ -40,7 +40,7 @@ class Kind:
         return text
 
 
-ANY = Kind()
+ANY, TEXT = Kind(), Kind(frozenset({"string"}))
 
 
 def parameter_kind(tools: list[Any], function: str, parameter: str) -> Kind:

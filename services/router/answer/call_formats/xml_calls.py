@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags, one for each parameter, with values that are not quoted: Qwen3-Coder and GLM.
+"""Calls whose arguments are tags, one for each parameter, with values that are not quoted: Qwen3-Coder, GLM, Hunyuan.
 
     qwen3_coder   <tool_call>           glm   <tool_call>NAME
                   <function=NAME>             <arg_key>KEY</arg_key>
@@ -8,8 +8,10 @@
                   </function>
                   </tool_call>
 
+    hy_v3   <tool_calls><tool_call>NAME<tool_sep>, then as GLM; newer ones write each name as tool_calls:opensource, ...
+
 The arguments are passed on as a JSON object. Sources: the chat templates of Qwen3-Coder, which Qwen3.5 and Seed-OSS
-follow, and of GLM-4.5 to 4.7.
+follow, of GLM-4.5 to 4.7, and of Hunyuan 3.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
 
 
 class XmlCalls(CallReader):
-    parameter: ClassVar[str] = ""  # the tag before a parameter's name
+    parameters: ClassVar[tuple[str, ...]] = ()  # tags before a parameter's name
     closers: ClassVar[tuple[str, ...]] = ()  # tags after the last parameter
     value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; others show that its end is missing
     value_closers: ClassVar[tuple[str, ...]] = ()  # the first ones
@@ -48,7 +50,7 @@ class XmlCalls(CallReader):
         opening = "{"
         while True:
             yield from self._in.space()
-            tag = yield from self._in.literal((self.parameter, *self.closers))
+            tag = yield from self._in.literal((*self.parameters, *self.closers))
             if not tag and opening == "{":
                 return False
             if opening == "{":
@@ -72,9 +74,7 @@ class XmlCalls(CallReader):
             self._in.hold()
 
     def _value(self, name: str, key: str) -> Steps[None]:
-        if (kind := self._kinds.get((name, key))) is None:
-            kind = self._kinds[name, key] = parameter_kind(self._tools, name, key)
-        value = TypedValue(kind, self._pass)
+        value = TypedValue(self._kind(name, key), self._pass)
         end = yield from self._in.upto(self.value_ends, value.push)
         if not end:
             value.cut()
@@ -83,6 +83,11 @@ class XmlCalls(CallReader):
         if end not in self.value_closers:
             self._in.hold(end)
             self._in.back()
+
+    def _kind(self, name: str, key: str) -> Kind:
+        if (kind := self._kinds.get((name, key))) is None:
+            kind = self._kinds[name, key] = parameter_kind(self._tools, name, key)
+        return kind
 
     def _broken(self) -> Steps[None]:
         """Passes on what is no parameter, up to the end of the call; but not a tag that the end of the answer cuts."""
@@ -97,7 +102,7 @@ class Qwen3CoderCalls(XmlCalls):
     openers = Ends("<tool_call>", "<seed:tool_call>", "<function=")
     between = ("</function>", "</tool_call>", "</seed:tool_call>")
     others = ("<parameter=", "</parameter>")
-    parameter = "<parameter="
+    parameters = ("<parameter=",)
     closers = between
     value_closers = ("\n</parameter>", "</parameter>")
     value_ends = Ends(*value_closers, "\n<parameter=", *(f"\n{tag}" for tag in between))
@@ -123,11 +128,13 @@ class Qwen3CoderCalls(XmlCalls):
 
 class GlmCalls(XmlCalls):
     openers = Ends("<tool_call>")
-    between = ("</tool_call>",)
-    others = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    parameter = "<arg_key>"
-    closers = between
-    value_closers = ("</arg_value>",)
+    between: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+    others: ClassVar[tuple[str, ...]] = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    parameters: ClassVar[tuple[str, ...]] = ("<arg_key>",)
+    closers: ClassVar[tuple[str, ...]] = between
+    key_closers: ClassVar[tuple[str, ...]] = ("</arg_key>",)
+    value_openers: ClassVar[tuple[str, ...]] = ("<arg_value>",)
+    value_closers: ClassVar[tuple[str, ...]] = ("</arg_value>",)
     value_ends = Ends("</arg_value>", "</tool_call>")
 
     def _call(self, opener: str) -> Steps[bool]:
@@ -137,7 +144,35 @@ class GlmCalls(XmlCalls):
 
     def _key(self) -> Steps[str]:
         key = yield from self._in.run(_GLM_KEY, MAX_NAME)
-        if len(key) > MAX_NAME or not (yield from self._in.literal(("</arg_key>",))):
+        if len(key) > MAX_NAME or not (yield from self._in.literal(self.key_closers)):
             return ""
         yield from self._in.space()
-        return key.strip() if (yield from self._in.literal(("<arg_value>",))) else ""
+        return key.strip() if (yield from self._in.literal(self.value_openers)) else ""
+
+
+def _both(name: str) -> tuple[str, str]:
+    """A tag of Hunyuan, as its first models write it and as the open ones do."""
+    return f"<{name}>", f"<{name}:opensource>"
+
+
+class HunyuanCalls(GlmCalls):
+    call: ClassVar[tuple[str, ...]] = _both("tool_call")
+    separators: ClassVar[tuple[str, ...]] = _both("tool_sep")
+    openers = Ends(*_both("tool_calls"), *call)
+    between = (*_both("/tool_call"), *_both("/tool_calls"))
+    parameters = _both("arg_key")
+    closers = between
+    key_closers, value_openers, value_closers = _both("/arg_key"), _both("arg_value"), _both("/arg_value")
+    others = (*separators, *parameters, *key_closers, *value_openers, *value_closers)
+    value_ends = Ends(*value_closers, *between)
+
+    def _call(self, opener: str) -> Steps[bool]:
+        if opener not in self.call:
+            yield from self._in.space()
+            if not (yield from self._in.literal(self.call)):
+                return False
+        yield from self._in.space()
+        name = yield from self._in.run(NAME, MAX_NAME)
+        if not (yield from self._in.literal(self.separators)):
+            return False
+        return (yield from self._parameters(name))

@@ -99,6 +99,8 @@ class Blocks:
 class MessagesAnswer:
     """Encodes the events of one request."""
 
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def __init__(self, request_id: str, model: str, max_tokens: int) -> None:
         """`max_tokens`: what the body says. With 0 the prompt is computed and cached, and the one token that is
         generated is not shown."""

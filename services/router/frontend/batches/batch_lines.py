@@ -26,11 +26,13 @@ _NEWLINE = re.compile(rb"\r?\n")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`number` counts from 0, without empty lines; `raw` is the whole line."""
+    """`number` counts from 0, without empty lines; `raw` is the whole line; `model` is the name in its body, empty for
+    none."""
 
     number: int
     custom_id: str
     raw: bytes
+    model: str = ""
 
     def body(self) -> bytes:
         """The request as JSON. Raises InvalidRequest for text that is not valid Unicode."""
@@ -65,7 +67,8 @@ def read(content: bytes, endpoint: str) -> Input:
                 errors.append(problem)
             else:
                 known.add(fields["custom_id"])
-                lines.append(Line(len(lines), fields["custom_id"], raw))
+                model = fields["body"].get("model")
+                lines.append(Line(len(lines), fields["custom_id"], raw, model if isinstance(model, str) else ""))
         if len(errors) == MAX_ERRORS:
             break
     if not lines and not errors:

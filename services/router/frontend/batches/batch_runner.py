@@ -1,12 +1,13 @@
 """Runs the batches whose lease this router holds, and takes over batches without an owner.
 
-create or expiry of a lease ─▶ claim ─▶ read the input ─▶ WINDOW lines at a time ─▶ results ─▶ files
+create or expiry of a lease ─▶ claim ─▶ read the input ─▶ WINDOW lines of each model at a time ─▶ results ─▶ files
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import time
 
@@ -17,6 +18,7 @@ from cluster.state.job_journal import Kept
 from services.router.frontend.batches import batch_lines
 from services.router.frontend.batches.batch_lines import Line
 from services.router.frontend.batches.line_runner import LineRunner
+from services.router.models import Models
 from services.router.preprocess.offload import Offload
 from tandem.errors import TandemError, Unavailable
 from tandem.settings import Settings
@@ -26,9 +28,10 @@ log = structlog.get_logger(__name__)
 
 LEASE_S = 6.0
 MAX_RUNNING = 16  # batches that one router runs, each with its input in memory
-WINDOW = 8  # lines of one batch in progress
+LINES_PER_SLICE = 512  # whose models are looked up before the event loop serves streams again
+WINDOW = 8  # lines of one batch in progress, to one model
 SATURATED_CHECK_S = 0.25  # between two looks whether requests still wait
-RESULTS_PER_SCRIPT = 256
+RESULTS_PER_SCRIPT = 64
 WHY_NOT_RUN = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was completed."),
     BatchStatus.EXPIRED: (
@@ -59,12 +62,11 @@ class _Running:
 
 
 class BatchRunner:
-    def __init__(self, store: BatchStore, lines: LineRunner, offload: Offload, waiting: Callable[[], int]) -> None:
-        """`waiting`: requests that wait for room at this router."""
+    def __init__(self, store: BatchStore, lines: LineRunner, offload: Offload, models: Models) -> None:
         self._store = store
         self._lines = lines
         self._offload = offload
-        self._waiting = waiting
+        self._models = models
         self._running: dict[tuple[str, str], _Running] = {}  # by tenant and id
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -131,10 +133,9 @@ class BatchRunner:
 
     async def _work(self, one: _Running) -> None:
         record = one.record
-        content = await self._store.input(record)
+        pieces = await self._store.input(record)
         endpoint = record.fields["endpoint"]
-        found = await self._offload.run(record.tenant, len(content), batch_lines.read, content, endpoint)
-        del content
+        found = await self._offload.run(record.tenant, sum(map(len, pieces)), _read, pieces, endpoint)
         if found.errors:
             await self._end(record, BatchStatus.FAILED, found.errors)
             return
@@ -148,24 +149,38 @@ class BatchRunner:
     async def _run_lines(self, one: _Running, lines: Sequence[Line]) -> BatchStatus:
         """Runs the lines that have no result. Returns the status that the batch is to have."""
         answered = await self._store.answered(one.record)
-        left = iter([line for line in lines if line.number not in answered])
+        left = await self._by_model([line for line in lines if line.number not in answered])
         if one.cancelled:
             return BatchStatus.CANCELLED
         try:
             async with asyncio.timeout(one.record.number("expires_at") - time()) as one.limit:
                 async with asyncio.TaskGroup() as group:
-                    for place in range(WINDOW):
-                        group.create_task(self._run_some(one.record, left, yields=place > 0))
+                    for model, some in left.items():
+                        line = iter(some)
+                        for place in range(min(WINDOW, len(some))):
+                            group.create_task(self._run_some(one.record, line, model, yields=place > 0))
         except TimeoutError:
             return BatchStatus.CANCELLED if one.cancelled else BatchStatus.EXPIRED
         finally:
             one.limit = None
         return BatchStatus.COMPLETED
 
-    async def _run_some(self, record: BatchRecord, left: Iterator[Line], *, yields: bool) -> None:
-        """Runs one line after another. `yields`: begins none while requests wait for room."""
+    async def _by_model(self, lines: Sequence[Line]) -> dict[str, list[Line]]:
+        """By the key of the model, so that lines that wait for the workers of one do not delay those of another."""
+        keys: dict[str, str] = {}
+        found: defaultdict[str, list[Line]] = defaultdict(list)
+        for at, line in enumerate(lines):
+            if at % LINES_PER_SLICE == LINES_PER_SLICE - 1:
+                await asyncio.sleep(0)  # each may name another model
+            if line.model not in keys:
+                keys[line.model] = self._models.key_of(line.model)
+            found[keys[line.model]].append(line)
+        return found
+
+    async def _run_some(self, record: BatchRecord, left: Iterator[Line], model: str, *, yields: bool) -> None:
+        """Runs one line after another. `yields`: begins none while requests to this model wait for room."""
         while True:
-            if yields and self._waiting():
+            if yields and self._models.waiting(model):
                 await asyncio.sleep(SATURATED_CHECK_S)
                 continue
             if (line := next(left, None)) is None:
@@ -180,7 +195,7 @@ class BatchRunner:
         """Each line without a result gets one that says why it was not run."""
         answered = await self._store.answered(record)
         left = [line for line in lines if line.number not in answered]
-        await self._lines.cancel(record, left[:WINDOW])  # lines begin in their order, so none behind these has
+        await self._lines.cancel(record, _begun(left))
         code, message = WHY_NOT_RUN[status]
         for start in range(0, len(left), RESULTS_PER_SCRIPT):
             some = left[start : start + RESULTS_PER_SCRIPT]
@@ -196,6 +211,24 @@ class BatchRunner:
     async def _end(self, record: BatchRecord, status: BatchStatus, errors: Sequence[dict[str, object]] = ()) -> None:
         _own(await self._store.end(record, status, errors))
         log.info("batch.ended", batch=record.batch_id, status=status.value)
+
+
+def _read(pieces: list[bytes], endpoint: str) -> batch_lines.Input:
+    content = b"".join(pieces)
+    pieces.clear()
+    return batch_lines.read(content, endpoint)
+
+
+def _begun(left: Sequence[Line]) -> list[Line]:
+    """Those of the lines without a result that may have been begun: lines of one model begin in their order. By the
+    name, which unlike the key of the model is the same at every router and at any time."""
+    counts: Counter[str] = Counter()
+    begun = list[Line]()
+    for line in left:
+        counts[line.model] += 1
+        if counts[line.model] <= WINDOW:
+            begun.append(line)
+    return begun
 
 
 def _own(kept: bool) -> None:

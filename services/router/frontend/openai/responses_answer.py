@@ -16,7 +16,7 @@ from typing import Any
 from services.router.answer.part_messages import parts_of
 from services.router.answer.parts import CallArguments, CallBegin, Part, Reasoning, Text
 from services.router.frontend.http_answers import Events
-from services.router.frontend.json_body import encode
+from services.router.frontend.json_body import SSE_COMMENT, encode
 from services.router.frontend.openai import openai_errors
 from services.router.frontend.openai.logprobs_json import joined_json, scored_tokens
 from services.router.frontend.openai.responses_body import SEALED_REASONING, Responses
@@ -40,6 +40,8 @@ Keep = Callable[[bytes], Awaitable[None]]  # stores the response object
 
 class ResponsesAnswer:
     """Encodes the events of one request."""
+
+    keep_alive = SSE_COMMENT
 
     def __init__(
         self, body: Responses, response_id: str, shown: bytes, tokenizer: Tokenizer, keep: Keep | None
@@ -172,8 +174,8 @@ class ResponsesAnswer:
         return kind(self._new_id(kind), call, tool)
 
     async def _score(self, delta: generation_pb2.Delta, parts: Sequence[Part]) -> None:
-        """Keeps the log probabilities for the text that they are of. Those of a delta that has reasoning or calls are
-        dropped: it is unknown which of its tokens are text."""
+        """Keeps the log probabilities for the text that they are of. Those of reasoning and calls are dropped, also of
+        a token that has a piece of text too."""
         if any(not isinstance(part, Text) for part in parts):
             self._scores = ""
             return

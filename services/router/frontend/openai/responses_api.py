@@ -112,6 +112,21 @@ class ResponsesApi:
             return len(raw), body, None
         return len(raw), body, self._preparation.prepared(body, request_id, tenant)
 
+    def in_batch(self, raw: bytes, request_id: str | None) -> Prepared:
+        """A line of a batch: a response that is neither stored nor refers to a stored one."""
+        body = openai_protocol.parse(raw, Responses)
+        kept = {
+            "store": body.store,
+            "previous_response_id": body.previous_response_id,
+            "input": referenced_ids(body.input),
+        }
+        for name, value in kept.items():
+            if value:
+                bound = "without item_reference in a batch" if name == "input" else "absent in a batch"
+                raise wrong(name, "not served in a batch, whose responses are not stored", bound)
+        body.store = False
+        return self._preparation.prepared(body, request_id, "")
+
     async def retrieve(self, request: Request) -> Response:
         for name in ("stream", "starting_after"):
             if request.query_params.get(name, "false").lower() != "false":

@@ -41,7 +41,8 @@ class ChatTemplate:
     """The checkpoint's Jinja templates, run in a sandbox as transformers does.
 
     `variables` are bos_token, eos_token, ...
-    `source` is that of the default template, `tool_source` that of the one that is used when tools are offered.
+    `source` is that of the default template, `tool_source` that of the one that is used when tools are offered, and
+    `call` an answer with a call as that one writes it, empty where it shows none (`shows_calls`).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ChatTemplate:
         with_tools = self._named.get(TOOL_USE) or self._named[DEFAULT]
         self.tool_source = with_tools.compiled.source
         self.knows_tools = with_tools.knows_tools
+        self.call, self.shows_calls = with_tools.abilities.call, with_tools.abilities.shows_calls
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, how: Rendering = AS_USUAL

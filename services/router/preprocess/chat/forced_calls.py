@@ -1,7 +1,8 @@
 """Forces the calls of tools that an answer consists of, by a grammar, in the format of the model.
 
 A grammar allows no special token: where a marker is one in the checkpoint's tokenizer, the grammar has it written
-letter by letter. Mistral's and Llama's markers always are, so a form without them is forced, which their readers know.
+letter by letter. Mistral's and Llama's markers always are, so a form without them is forced, which their readers know;
+so do Gemma's and LFM2's, whose own form no grammar of a schema has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from services.router.preprocess import grammar_schema
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2, generation_pb2
 
-KEY = re.compile(r"[^<>\s]([^<>\n]*[^<>\s])?")  # of a parameter, where it is a tag's
+KEY = re.compile(r'[^<>"\s]([^<>"\n]*[^<>"\s])?')  # of a parameter, where it is a tag's
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,16 @@ class _Form:
     name: re.Pattern[str] | None = NAME  # None: any string, since it is written as one of JSON's
 
 
-def _object(before: str, arguments: str) -> Callable[[str], str]:
-    return lambda name: f'{before}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
+def _object(before: str, arguments: str, name_key: str = "name") -> Callable[[str], str]:
+    return lambda name: f'{before}{{"{name_key}": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
+
+
+def _dsml(section: str) -> _Form:
+    return _Form(
+        lambda name: f'<｜DSML｜{section}>\n<｜DSML｜invoke name="{name}">\n',
+        f"\n</｜DSML｜invoke>\n</｜DSML｜{section}>",
+        style="deepseek_xml",
+    )
 
 
 _LLAMA3 = _Form(_object("", "parameters"), "}", "; ", name=None)
@@ -58,6 +67,28 @@ _FORMS = {
         lambda name: f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "minimax_m2": _Form(
+        lambda name: f'<minimax:tool_call>\n<invoke name="{name}">\n',
+        "\n</invoke>\n</minimax:tool_call>",
+        style="minimax_xml",
+    ),
+    "gemma4": _LLAMA3,
+    "functiongemma": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "cohere": _Form(_object("<|START_ACTION|>[", "parameters", "tool_name"), "}]<|END_ACTION|>", name=None),
+    "hunyuan_a13b": _Form(_object("<tool_calls>[", "arguments"), "}]</tool_calls>", name=None),
+    "hy_v3": _Form(
+        lambda name: f"<tool_calls><tool_call>{name}<tool_sep>\n", "\n</tool_call></tool_calls>", style="glm_xml"
+    ),
+    "apertus": _Form(
+        lambda name: f"<|tools_prefix|>[{{{json.dumps(name, ensure_ascii=False)}: ", "}]<|tools_suffix|>", name=None
+    ),
+    "functionary_v31": _Form(lambda name: f"<function={name}>", "</function>"),
+    "functionary_v32": _Form(lambda name: f"{name}\n", "", ">>>"),
+    "nemotron": _Form(_object("<TOOLCALL>[", "arguments"), "}]</TOOLCALL>", name=None),
+    "granite": _Form(_object("<|tool_call|>[", "arguments"), "}]", name=None),
 }
 
 
@@ -94,6 +125,11 @@ def forced(tools: list[Any], choice: generation_pb2.ToolChoice, format: str) -> 
     return grammar
 
 
+def written(name: str, arguments: str, format: str) -> str:
+    """One call with these arguments, JSON text, as it would be forced. For formats whose arguments are JSON."""
+    return f"{_FORMS[format].before(name)}{arguments}{_FORMS[format].after}"
+
+
 def _name(name: str, form: _Form, at: int) -> str:
     if form.name is not None and (len(name) > MAX_NAME or not form.name.fullmatch(name)):
         raise InvalidRequest(
@@ -121,5 +157,5 @@ def _check_tags(schema: dict[str, Any], field: str) -> None:
             raise InvalidRequest(
                 f"this model's format of calls cannot hold a parameter named {name!r:.140}",
                 field=f"{field}.properties",
-                bound=f"names of 1 to {MAX_NAME} characters without < and >, and without space at their ends",
+                bound=f"names of 1 to {MAX_NAME} characters without <, > and quotes, and without space at their ends",
             )

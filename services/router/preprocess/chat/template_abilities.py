@@ -41,6 +41,8 @@ class Abilities:
     calls_without_content: bool  # calls are shown only if the message's content is none, not ""
     reasoning_beside_content: bool  # in a message with calls
     efforts: tuple[str, ...]  # those that it takes; empty: it does not read reasoning_effort
+    call: str  # an answer with a call, as it writes it, and what follows; empty: it refuses calls
+    shows_calls: bool
 
 
 def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
@@ -68,6 +70,8 @@ def find(template: CompiledTemplate, variables: Mapping[str, Any]) -> Abilities:
         calls_without_content=not any(empty) and any(none),
         reasoning_beside_content=shows(*_with_call(called, "x", **reasoning)) or not shows(*_with_call(called, "x")),
         efforts=_efforts(template, variables, tools),
+        call=_call(template, variables, called),
+        shows_calls=as_object or as_text,
     )
 
 
@@ -88,6 +92,15 @@ def _with_call(arguments: object, content: str | None, **more: str) -> list[Mess
         {"role": "assistant", "content": content, "tool_calls": [call], **more},
         {"role": "tool", "content": "x", "tool_call_id": _CALL_ID, "name": "f"},
     ]
+
+
+def _call(template: CompiledTemplate, variables: Mapping[str, Any], arguments: object) -> str:
+    user = {"role": "user", "content": _WORD}
+    for content in ("", None):
+        text = _rendered(template, [user, *_with_call(arguments, content)[1:]], variables, [_TOOL])
+        if text is not None and text.count(_WORD) > 1:
+            return text.partition(_WORD)[2]
+    return ""
 
 
 def _efforts(template: CompiledTemplate, variables: Mapping[str, Any], tools: list[Any] | None) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""How long large bodies hold the event loop of a router."""

@@ -1,0 +1,82 @@
+"""Calls that are tags with the names as attributes: MiniMax M2, and DeepSeek from V3.2 on.
+
+    minimax_m2     <minimax:tool_call>            deepseek_v32   <｜DSML｜function_calls>; V4 writes tool_calls
+                   <invoke name="NAME">                          <｜DSML｜invoke name="NAME">
+                   <parameter name="KEY">                        <｜DSML｜parameter name="KEY" string="true">
+                   VALUE</parameter>                             VALUE</｜DSML｜parameter>
+                   </invoke>                                     </｜DSML｜invoke>
+                   </minimax:tool_call>                          </｜DSML｜function_calls>
+
+A value begins directly after its tag. The arguments are passed on as a JSON object. Sources: the chat templates of
+MiniMax M2 and DeepSeek V3.2 and V4.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from services.router.answer.call_formats.json_calls import NAME
+from services.router.answer.call_formats.scanner import MAX_NAME, Ends, Steps
+from services.router.answer.call_formats.typed_value import ANY, TEXT, Kind
+from services.router.answer.call_formats.xml_calls import XmlCalls
+
+_KEY = re.compile(r'[^<>"\n]+')
+_AS_TEXT, _AS_JSON = '" string="true">', '" string="false">'  # what DeepSeek's tag says of the value
+
+
+class InvokeCalls(XmlCalls):
+    invoke: ClassVar[str] = ""  # the tag before a call's name
+    key_closers: ClassVar[tuple[str, ...]] = ('">',)
+
+    def _call(self, opener: str) -> Steps[bool]:
+        if opener != self.invoke:
+            yield from self._in.space()
+            if not (yield from self._in.literal((self.invoke,))):
+                return False
+        name = yield from self._in.run(NAME, MAX_NAME)
+        if not (yield from self._in.literal(('">',))):
+            return False
+        return (yield from self._parameters(name))
+
+    def _key(self) -> Steps[str]:
+        key = yield from self._in.run(_KEY, MAX_NAME)
+        closer = yield from self._in.literal(self.key_closers)
+        return key if len(key) <= MAX_NAME and closer and self._typed(closer) else ""
+
+    def _typed(self, closer: str) -> bool:
+        """Notes what the end of the tag says of the value. Always true."""
+        return True
+
+
+class MiniMaxCalls(InvokeCalls):
+    invoke = '<invoke name="'
+    openers = Ends("<minimax:tool_call>", invoke)
+    between = ("</invoke>", "</minimax:tool_call>")
+    parameters = ('<parameter name="',)
+    others = (*parameters, "</parameter>")
+    closers = between
+    value_closers = ("</parameter>",)
+    value_ends = Ends("</parameter>", '\n<parameter name="', *(f"\n{tag}" for tag in between))
+
+
+class DsmlCalls(InvokeCalls):
+    invoke = '<｜DSML｜invoke name="'
+    openers = Ends("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", invoke)
+    between = ("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
+    parameters = ('<｜DSML｜parameter name="',)
+    others = (*parameters, "</｜DSML｜parameter>")
+    tokens = ("｜DSML｜",)
+    closers = between
+    key_closers = ('">', _AS_TEXT, _AS_JSON)
+    value_closers = ("</｜DSML｜parameter>",)
+    value_ends = Ends(*value_closers, *parameters, *between)
+    _closer = ""
+
+    def _typed(self, closer: str) -> bool:
+        self._closer = closer
+        return True
+
+    def _kind(self, name: str, key: str) -> Kind:
+        kinds = {_AS_TEXT: TEXT, _AS_JSON: ANY}
+        return kinds.get(self._closer) or super()._kind(name, key)

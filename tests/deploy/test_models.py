@@ -1,0 +1,135 @@
+"""A release of several models: one set of routers, and pools for each, which no other model's processes ever meet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from helm_python.errors import HelmError
+
+from tandem import settings as tandem_settings
+from tandem.model_settings import settings_of_models
+from tandem.settings import Settings
+from tests.deploy.chart import NAME, Document, render
+from tests.deploy.test_chart import NEWEST, OLDEST, fits_together, named, pods, valid, values_of
+from tests.deploy.test_values import merged
+
+Values = dict[str, Any]
+CHAT: Values = {"name": "chat", "settings": {"model": "org/chat"}, "pools": {"decode": {"replicas": 4}}}
+CPU = {"gpu": {"count": 0}}
+SMALL: Values = {
+    "name": "small",
+    "settings": {"model": "org/small@0123abc", "kv_dtype": "int8", "served_model_name": "little,tiny"},
+    "pools": {"prefill": {"replicas": 0, **CPU}, "decode": {**CPU, "settings": {"max_num_seqs": 4}}},
+}
+VALUES: Values = {"settings": {"max_model_len": 4096}, "secret": "s", "models": [CHAT, SMALL]}
+COMPONENTS = [f"{model}-{pool}" for model in ("chat", "small") for pool in ("prefill", "decode")]
+
+
+def loaded(documents: list[Document], component: str) -> Settings:
+    """The settings as the component's process reads them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TANDEM_")]:
+            patch.delenv(name)
+        for name, value in values_of(documents, component).items():
+            patch.setenv(name, value)
+        return tandem_settings.load()
+
+
+def cluster_of(pod: Document) -> str:
+    (found,) = [one["value"] for one in pod["spec"]["containers"][0]["env"] if one["name"] == "TANDEM_CLUSTER"]
+    return str(found)
+
+
+def test_a_release_of_several_models_is_valid_and_fits_together() -> None:
+    """With all that is optional, for the oldest Kubernetes and the newest."""
+    keda = {"kind": "keda", "min": 1, "max": 3}
+    more = {
+        "prometheus": {"url": "http://p", "podMonitor": True, "rules": True, "dashboards": True},
+        "model_cache": {"kind": "claim"},
+        "pools": {"prefill": {"rdma": {"count": 1}}},
+        "models": [merged(CHAT, {"pools": {"decode": {"autoscaling": keda}}}), SMALL],
+    }
+    for values in (VALUES, merged(VALUES, more)):
+        documents = render(values)
+        for version in (OLDEST, NEWEST):
+            valid(documents, version)
+        fits_together(documents)
+        assert {one["metadata"]["name"] for one in documents if one["kind"] == "Deployment"} == {
+            f"{NAME}-tandem-{component}" for component in ("router", *COMPONENTS)
+        }
+    (scaler,) = [one for one in documents if one["kind"] == "ScaledObject"]
+    assert 'pool="decode",model="chat"' in scaler["spec"]["triggers"][0]["metadata"]["query"]
+    fetched = [
+        one["command"][2] for name, pod in pods(documents) if "-model-" in name for one in pod["spec"]["containers"]
+    ]
+    assert fetched == ["org/chat", "org/small"]
+
+
+def test_workers_are_where_the_routers_look_for_them() -> None:
+    """Each with its model, by the settings that both read; and no pool is that of another model."""
+    documents = render(VALUES)
+    models = settings_of_models(loaded(documents, "router"))
+    assert list(models) == ["chat", "small"]
+    for name, own in models.items():
+        for pool in ("prefill", "decode"):
+            worker = loaded(documents, f"{name}-{pool}")
+            for same in ("cluster", "model", "kv_dtype", "max_model_len", "model_names"):
+                assert getattr(worker, same) == getattr(own, same), (name, same)
+            assert not worker.models
+    assert models["chat"].model_names == ("chat",)
+    assert models["small"].model_names == ("little", "tiny")
+    assert models["chat"].cluster != models["small"].cluster
+    assert (models["chat"].prefill, models["small"].prefill) == (1, 0)
+
+
+def test_what_a_model_says_stands_in_place_of_what_all_have() -> None:
+    """Also a zero: Helm's own merge would take it for absent."""
+    documents = render(merged(VALUES, {"pools": {"decode": {"replicas": 2}}, "settings": {"place_by_prefix": False}}))
+    specs = {part: named(documents, "Deployment", f"-{part}")["spec"] for part in COMPONENTS}
+    assert [specs[part]["replicas"] for part in COMPONENTS] == [1, 4, 0, 2]
+    limits = [specs[part]["template"]["spec"]["containers"][0]["resources"]["limits"] for part in COMPONENTS]
+    assert ["nvidia.com/gpu" in one for one in limits] == [True, True, False, False]
+    assert values_of(documents, "small-decode")["TANDEM_MAX_NUM_SEQS"] == "4"
+    assert "TANDEM_MAX_NUM_SEQS" not in values_of(documents, "small-prefill")
+    assert loaded(documents, "router").place_by_prefix is False
+
+
+def test_an_upgrade_of_one_model_leaves_the_pods_of_the_others_alone() -> None:
+    """Another checkpoint has other pools in the registry; a third model, or another size, changes no pod of these."""
+
+    def workers(*models: Values) -> dict[str, Document]:
+        found = dict(pods(render({**VALUES, "models": list(models)})))
+        return {part: found[f"{NAME}-tandem-{part}"] for part in COMPONENTS}
+
+    before = workers(CHAT, SMALL)
+    third = {"name": "third", "settings": {"model": "org/third"}}
+    assert workers(CHAT, SMALL, third) == before
+    assert workers(merged(CHAT, {"pools": {"decode": {"replicas": 9}}}), SMALL) == before
+    for change in ({"model": "org/chat-2"}, {"dtype": "float32"}):
+        changed = workers(merged(CHAT, {"settings": change}), SMALL)
+        assert {part for part in COMPONENTS if changed[part] != before[part]} == {"chat-prefill", "chat-decode"}
+        assert len({cluster_of(one["chat-decode"]) for one in (before, changed)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"models": [CHAT, CHAT]}, "two are named chat"),
+        ({"orchestrator": "ray"}, "orchestrator: kubernetes"),
+        ({"settings": {"model": "m"}}, "model"),
+        ({"settings": {"served_model_name": "m"}}, "served_model_name"),
+        ({"models": [{"name": "Chat", "settings": {"model": "m"}}]}, "name"),
+        ({"models": [{"name": "x" * 23, "settings": {"model": "m"}}]}, "name"),
+        ({"models": [{"name": "a", "settings": {}}]}, "model"),
+        ({"models": [{"name": "a", "settings": {"model": "m", "max_attempts": 2}}]}, "max_attempts"),
+        ({"models": [{"name": "a", "settings": {"model": "m"}, "pools": {"decode": {"replicas": 0}}}]}, "replicas"),
+        ({"models": [{"name": "a", "settings": {"model": "m"}, "pools": {"encode": {}}}]}, "encode"),
+    ],
+)
+def test_wrong_models_stop_the_install_by_name(values: Values, told: str) -> None:
+    """What they cannot have, and what they cannot be together."""
+    with pytest.raises(HelmError) as caught:
+        render(merged(VALUES, values))
+    assert told in str(caught.value)

@@ -1,0 +1,127 @@
+"""A stream over HTTP in which nothing comes: it says that it goes on, once it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from services.router.frontend.anthropic.messages_answer import MessagesAnswer
+from services.router.frontend.http_answers import Streaming
+from services.router.frontend.json_body import SSE_COMMENT
+from services.router.frontend.openai.openai_answers import Answer
+from services.router.frontend.openai.responses_answer import ResponsesAnswer
+from tandem.errors import Busy, TandemError
+from tandem.v1 import generation_pb2
+
+STARTED = generation_pb2.GenerateResponse(started=generation_pb2.Started(prompt_tokens=3))
+TOKEN = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[1], text="x"))
+PING = b"(ping)"
+
+
+class Words:
+    """An encoder whose format is the text."""
+
+    keep_alive = PING
+
+    async def stream(self, index: int, event: generation_pb2.GenerateResponse) -> bytes:
+        return event.delta.text.encode()
+
+    def named(self, error: TandemError) -> TandemError:
+        return error
+
+    def refusal(self, error: TandemError) -> tuple[int, bytes, dict[str, str]]:
+        return error.http, b"refused", {}
+
+    def error_event(self, error: TandemError) -> bytes:
+        return b"(error)"
+
+
+class Exchange:
+    """One streamed answer: what was sent, and events that come when they are given."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.news = asyncio.Condition()
+        self._events: asyncio.Queue[generation_pb2.GenerateResponse | TandemError | None] = asyncio.Queue()
+        encoder: Any = Words()
+        self.task = asyncio.create_task(self._answer(Streaming(encoder, self._read(), "7")))
+
+    def give(self, *events: generation_pb2.GenerateResponse | TandemError | None) -> None:
+        for event in events:
+            self._events.put_nowait(event)
+
+    async def bodies(self, count: int) -> list[bytes]:
+        """So many, once they have been sent."""
+        async with self.news, asyncio.timeout(30.0):
+            await self.news.wait_for(lambda: len(self._bodies()) >= count)
+        return self._bodies()[:count]
+
+    def _bodies(self) -> list[bytes]:
+        return [one["body"] for one in self.sent if "body" in one]
+
+    async def _read(self) -> AsyncGenerator[tuple[int, generation_pb2.GenerateResponse], None]:
+        while event := await self._events.get():
+            if isinstance(event, TandemError):
+                raise event
+            yield 0, event
+
+    async def _answer(self, response: Streaming) -> None:
+        await response({}, asyncio.Event().wait, self._send)  # type: ignore[arg-type]
+
+    async def _send(self, message: Any) -> None:
+        async with self.news:
+            self.sent.append(message)
+            self.news.notify_all()
+
+
+async def test_a_stream_in_which_nothing_comes_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first token, as of a long prompt, and between two: clients give up on a silent connection. The end of
+    the stream is its last message."""
+    monkeypatch.setattr("services.router.frontend.http_answers.KEEP_ALIVE_S", 0.01)
+    exchange = Exchange()
+    exchange.give(STARTED)
+    assert await exchange.bodies(2) == [PING, PING]
+    exchange.give(TOKEN)
+    async with exchange.news, asyncio.timeout(30.0):
+        await exchange.news.wait_for(lambda: exchange.sent[-1].get("body") == PING and b"x" in exchange._bodies())
+    exchange.give(None)
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert [one["type"] for one in exchange.sent[:2]] == ["http.response.start", "http.response.body"]
+    assert exchange.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert sum(one["type"] == "http.response.start" for one in exchange.sent) == 1
+
+
+async def test_control_a_stream_in_time_has_nothing_but_its_tokens() -> None:
+    """The silence that is permitted is half a minute."""
+    exchange = Exchange()
+    exchange.give(STARTED, TOKEN, TOKEN, None)
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert exchange._bodies() == [b"x", b"x", b""]
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_refusal_before_anything_was_written_has_its_status(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a full queue. The control: of a stream that has said that it goes on, the error is an event."""
+    if late:
+        monkeypatch.setattr("services.router.frontend.http_answers.KEEP_ALIVE_S", 0.01)
+    exchange = Exchange()
+    exchange.give(STARTED)
+    if late:
+        await exchange.bodies(1)
+    exchange.give(Busy("no room", retry_after=1.0))
+    await asyncio.wait_for(exchange.task, 30.0)
+    assert exchange.sent[0]["status"] == (200 if late else 429)
+    assert exchange._bodies()[-1] == (b"(error)" if late else b"refused")
+
+
+def test_what_says_so_is_ignored_by_each_kind_of_client() -> None:
+    """Anthropic's has an event for it; a comment is no event at all."""
+    assert MessagesAnswer.keep_alive == b'event: ping\ndata: {"type": "ping"}\n\n'
+    assert Answer.keep_alive == ResponsesAnswer.keep_alive == SSE_COMMENT
+    assert SSE_COMMENT.startswith(b":")
+    assert SSE_COMMENT.endswith(b"\n\n")
