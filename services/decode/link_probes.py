@@ -15,6 +15,7 @@ from services.worker import Worker
 from tandem.errors import Busy, DeadlineExceeded, TransferFailed
 
 PROBE_BYTES = 64 * 2**20
+COMPARE_BYTES = 16 * 2**20  # at the start of each pair, beside requests
 PROBE_TIMEOUT_S = 10.0  # of connecting for a probe and of each of its reads
 PROBE_WAIT_S = 10.0  # for another probe of this worker to end
 
@@ -25,10 +26,10 @@ class Probes:
         self._lock = asyncio.Lock()
         self._count = itertools.count(1)
 
-    async def speed(self, peer: Peer) -> float:
+    async def speed(self, peer: Peer, size: int = PROBE_BYTES) -> float:
         """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
         Raises Busy, and what the transport raises."""
-        most = PROBE_BYTES // self._worker.layout.block_bytes
+        most = size // self._worker.layout.block_bytes
         async with self._locked():
             async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
                 transport = self._worker.transport
@@ -39,7 +40,7 @@ class Probes:
     async def compare(self, peer: Peer) -> None:
         """Measures the transports of a new peer where there is a choice. Raises as `speed`."""
         if isinstance(self._worker.transport, AutoTransport):
-            await self.speed(peer)
+            await self.speed(peer, COMPARE_BYTES)
 
     async def verify(self, peer: Peer) -> None:
         """Reads one block. Raises TransferFailed, WorkerLost, Busy."""
