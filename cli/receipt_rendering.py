@@ -59,7 +59,7 @@ def transfer(item: Transfer) -> str:
     speed = f" at {rate(item.bytes / item.seconds)}" if item.seconds > 0 else ""
     return (
         f"{size(item.bytes)} in {count(item.blocks, 'block')} over {item.transport}, {seconds(item.seconds)}{speed}, "
-        f"{seconds(item.exposed)} not hidden by compute"
+        f"{seconds(item.exposed)} not hidden by compute" + (f" ({item.why})" if item.why else "")
     )
 
 

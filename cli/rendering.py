@@ -205,6 +205,11 @@ def diagnosis(answer: Diagnosis, findings: Findings) -> RenderableType:
     parts += [Text(f"degraded: {printable(text)}", style="yellow") for text in findings.degraded]
     parts += [Text(f"advice: {printable(text)}") for text in findings.advice]
     parts += [Text(f"problem: {printable(text)}", style="red") for text in findings.problems]
+    parts += [
+        Text(f"{pair.prefill_worker} to {pair.decode_worker} uses {printable(pair.why)}")
+        for pair in answer.pairs
+        if pair.why
+    ]
     if not findings.problems:
         parts.append(Text("no problems", style="green"))
     return Group(*parts)

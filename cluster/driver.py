@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 import signal
 import sys
 import tempfile
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,6 +29,7 @@ import ray
 from cluster.placement import Placement
 from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
 from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
+from cluster.state.pool_objects import PREFIX, Api, PoolObjects
 from cluster.state.registry import Registry
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError, TandemError, Unavailable
@@ -48,7 +51,9 @@ def main(launcher: str = LAUNCHER) -> int:
         runtime = Runtime(settings.ray_address, Path(tempfile.gettempdir()))
         runtime.start()
         try:
-            return _follow(_supervisor(settings, launcher))
+            supervisor, ended = _supervisor(settings, launcher), SimpleQueue[Future[None] | None]()
+            _equal_sizes(settings, ended)
+            return _follow(supervisor, ended)
         finally:
             runtime.stop()
     except TandemError as error:
@@ -89,9 +94,29 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
 
 
-def _follow(supervisor: SupervisorHandle) -> int:
+def _equal_sizes(settings: Settings, ended: SimpleQueue[Future[None] | None]) -> None:
+    """Keeps the pools' objects in Kubernetes and their wanted sizes equal, if there are such objects, on a thread of
+    its own. That it fails is put into `ended`."""
+    if not (prefix := os.environ.get(PREFIX, "")):
+        return
+    over: Future[None] = Future()
+    over.add_done_callback(ended.put)
+
+    async def run() -> None:
+        registry = Registry(settings.redis or "", settings.cluster, settings.heartbeat_ttl_s)
+        await PoolObjects(Api(), registry, prefix, follows=settings.autoscale == "off").run()
+
+    def thread() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:  # noqa: BLE001, the driver ends with it
+            over.set_exception(error)
+
+    threading.Thread(target=thread, name="pool objects", daemon=True).start()
+
+
+def _follow(supervisor: SupervisorHandle, ended: SimpleQueue[Future[None] | None]) -> int:
     """Waits for a signal, or for the supervisor's end, which is a failure: nobody else ends it."""
-    ended: SimpleQueue[Future[None] | None] = SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.put(None))
     supervisor.run().add_done_callback(ended.put)

@@ -180,9 +180,11 @@ class SupervisorActor:
         )
         self._scaling: asyncio.Task[None] | None = None
         self._run: asyncio.Task[None] | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            ray.get_runtime_context().current_actor.run.remote()  # its caller may be lost with its host
 
     async def run(self) -> None:
-        """Reconciles until stop(). Ray repeats this call on a restarted supervisor."""
+        """Reconciles until stop(). A restarted supervisor is called again, by Ray or by itself."""
         if self._run is None:
             self._run = asyncio.create_task(self._loop.run())
             if self._owner:
@@ -372,8 +374,9 @@ class RayWorkerProcess:
             raise _as_tandem_error(error, self._worker_id) from error
 
 
-def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+def on_node(node_id: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
+    """`soft`: elsewhere, if that node is gone."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=soft)
 
 
 def _nodes() -> list[Node]:

@@ -169,7 +169,7 @@ class Runtime:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            scheduling_strategy=on_node(self._placement.home),  # with `tandem up`, whose end is its end
+            scheduling_strategy=on_node(self._placement.home, soft=True),  # elsewhere it ends what is left
             max_restarts=-1,
             max_task_retries=-1,
         )

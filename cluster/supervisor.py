@@ -143,6 +143,8 @@ class Supervisor:
         self._workers: dict[str, _Worker] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._stopping = False
+        self._found_survivors = asyncio.Event()  # not while run() looks for them
+        self._found_survivors.set()
         self._wake = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -151,15 +153,14 @@ class Supervisor:
 
     async def run(self) -> None:
         """Reconciles until stop(). Raises PreconditionFailed when another supervisor has this cluster's lease."""
-        if self._lease is not None:
-            try:
-                await self._lease.take()
-            except Unavailable as error:  # its workers may be alive; `keep` tries again
-                log.warning("supervisor.registry_lost", error=error.message)
-            self._keeping = asyncio.create_task(self._lease.keep(), name="lease")
-            self._keeping.add_done_callback(lambda _: self._wake.set())
-        for worker_id, process in (await self._host.survivors()).items():
-            self._watch(worker_id, process)
+        self._found_survivors.clear()
+        try:
+            if self._lease is not None:
+                await self._take(self._lease)
+            for worker_id, process in (await self._host.survivors()).items():
+                self._watch(worker_id, process)
+        finally:
+            self._found_survivors.set()
         follow = forever(self._follow_wanted, name="wanted")
         try:
             while not self._stopping:
@@ -171,10 +172,20 @@ class Supervisor:
         finally:
             await end(follow)
 
+    async def _take(self, lease: Lease) -> None:
+        try:
+            await lease.take()
+        except Unavailable as error:  # its workers may be alive; `keep` tries again
+            log.warning("supervisor.registry_lost", error=error.message)
+        self._keeping = asyncio.create_task(lease.keep(), name="lease")
+        self._keeping.add_done_callback(lambda _: self._wake.set())
+
     async def stop(self, grace_s: float) -> None:
-        """Drains everything, routers first so that no new request arrives, and ends run()."""
+        """Drains everything, routers first so that no new request arrives, and ends run(). Of a supervisor that has
+        just been restarted it waits for the workers of the one before: they would be left."""
         self._stopping = True
         self._wake.set()
+        await self._found_survivors.wait()
         self._host.keep_spares(0)
         deadline = self._clock() + grace_s
         for roles in (("router",), ("decode", "prefill")):

@@ -38,6 +38,7 @@ class TransferStats:
     seconds: float
     transport: str
     retries: int
+    why: str = ""  # this transport
 
 
 class Receiver:
@@ -136,6 +137,7 @@ class Receiver:
             blocks=len(self._landed),
             seconds=self._busy,
             transport=self._transport.link(self._peer),
+            why=self._transport.why(self._peer),
             retries=self._retries,
         )
 

@@ -108,6 +108,9 @@ class Transport(Protocol):
         """The network devices of this host over which reads from this peer go, with + between them; empty within one
         host, and if it was not observed."""
 
+    def why(self, peer: Peer) -> str:
+        """Why reads from this peer go over the transport that they do; empty where the settings name it."""
+
     def forget(self, peer: Peer) -> None:
         """Drops the connection; reads in flight end with WorkerLost. Unknown peers are ignored."""
 

@@ -67,6 +67,7 @@ class Peer:
     device: int
     memory: str
     transport: str
+    also: tuple[str, ...] = ()  # further transports over the same region, which need no metadata
 
 
 def agent_name(worker_id: str, incarnation: str) -> str:

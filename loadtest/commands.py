@@ -83,6 +83,7 @@ ROOMS: dict[str, dict[str, Measurement]] = {
         "blocking": Measurement("scenarios.blocking.run:main", "how long large bodies hold a router's event loop"),
         "watchers": Measurement("scenarios.watchers:main", "latency of a polite client during the jobs of another"),
         "fuzz": Measurement("scenarios.fuzz:main", "generated requests: documented answers only, no worker dies"),
+        "hosts": Measurement("scenarios.hosts.run:main", "three hosts (namespaces): loss, delay, cuts, a lost head"),
         "chaos": Measurement("scenarios.chaos.run:main", "random faults under load: no answer may differ by a token"),
     },
     "Other software (comparison)": {

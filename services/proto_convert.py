@@ -108,7 +108,8 @@ def peer_to(peer: Peer) -> prefill_pb2.Peer:
 
 
 def peer_from(message: prefill_pb2.Peer) -> Peer:
-    return Peer(**{field.name: getattr(message, field.name) for field in fields(Peer)})
+    values = {field.name: getattr(message, field.name) for field in fields(Peer)}
+    return Peer(**values | {"also": tuple(message.also)})
 
 
 def ready_to(blocks: list[ReadyBlock], *, last: bool) -> prefill_pb2.Ready:

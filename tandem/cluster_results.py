@@ -169,6 +169,8 @@ class Pair(_Dict):
     """The network devices over which KV moves, such as eth0; empty within one host."""
     slow: str = ""
     """Why KV could move faster over another device; empty where it could not."""
+    why: str = ""
+    """Why the pair uses this transport, where the setting is auto."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class Transfer(_Dict):
     """Time in which at least one read was under way."""
     exposed: float
     """Seconds of it that prefill compute did not hide."""
+    why: str = ""
+    """Why this transport, where the setting is auto."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ def receipts(answer: admin_pb2.ListReceiptsResponse) -> list[Receipt]:
 
 
 def _transfer(report: common_pb2.TransferReport) -> Transfer:
-    return Transfer(report.transport, report.bytes, report.blocks, report.seconds, report.exposed_seconds)
+    return Transfer(report.transport, report.bytes, report.blocks, report.seconds, report.exposed_seconds, report.why)
 
 
 # ---- the cluster

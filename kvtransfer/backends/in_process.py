@@ -91,6 +91,9 @@ class InProcessTransport:
     def link(self, peer: Peer) -> str:
         return self.kind
 
+    def why(self, peer: Peer) -> str:
+        return ""
+
     def forget(self, peer: Peer) -> None:
         self._connected.pop(peer.agent_name, None)
 

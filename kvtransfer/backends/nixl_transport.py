@@ -103,6 +103,9 @@ class NixlTransport:
     def device(self, peer: Peer) -> str:
         return self._owner.reads.devices.get(peer.agent_name, "")
 
+    def why(self, peer: Peer) -> str:
+        return ""
+
     def forget(self, peer: Peer) -> None:
         if not self._owner.closing and self.broken is None:
             self._owner.submit(lambda: self._owner.reads.lose(peer.agent_name, f"{peer.agent_name} was forgotten"))

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.transport import measure_link
 from kvtransfer.types import Peer
 from services.decode.prefill_peers import CONNECT_TIMEOUT_S
@@ -14,6 +15,7 @@ from services.worker import Worker
 from tandem.errors import Busy, DeadlineExceeded, TransferFailed
 
 PROBE_BYTES = 64 * 2**20
+COMPARE_BYTES = 16 * 2**20  # at the start of each pair, beside requests
 PROBE_TIMEOUT_S = 10.0  # of connecting for a probe and of each of its reads
 PROBE_WAIT_S = 10.0  # for another probe of this worker to end
 
@@ -24,13 +26,21 @@ class Probes:
         self._lock = asyncio.Lock()
         self._count = itertools.count(1)
 
-    async def speed(self, peer: Peer) -> float:
+    async def speed(self, peer: Peer, size: int = PROBE_BYTES) -> float:
         """Bytes per second of reads from this peer. One at a time on a worker, so that two do not measure each other.
         Raises Busy, and what the transport raises."""
-        most = PROBE_BYTES // self._worker.layout.block_bytes
+        most = size // self._worker.layout.block_bytes
         async with self._locked():
             async with self._blocks(peer, min(most, self._worker.engine.pool.total // 4, peer.num_blocks)) as blocks:
-                return await measure_link(self._worker.transport, peer, blocks, PROBE_TIMEOUT_S)
+                transport = self._worker.transport
+                if isinstance(transport, AutoTransport):
+                    return await transport.compare(peer, blocks, PROBE_TIMEOUT_S)
+                return await measure_link(transport, peer, blocks, PROBE_TIMEOUT_S)
+
+    async def compare(self, peer: Peer) -> None:
+        """Measures the transports of a new peer where there is a choice. Raises as `speed`."""
+        if isinstance(self._worker.transport, AutoTransport):
+            await self.speed(peer, COMPARE_BYTES)
 
     async def verify(self, peer: Peer) -> None:
         """Reads one block. Raises TransferFailed, WorkerLost, Busy."""

@@ -70,14 +70,17 @@ class _Link:
 
 class PrefillPeers:
     """Connects to every prefill worker in the registry. `verify` reads a block from a connected peer, and raises a
-    TandemError when it does not arrive."""
+    TandemError when it does not arrive; `compare` measures the transports of a new peer, if there are several."""
 
-    def __init__(self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify) -> None:
+    def __init__(
+        self, transport: Transport, layout: KvLayout, channels: Channels, verify: Verify, compare: Verify | None = None
+    ) -> None:
         self._transport = transport
         transport.dial = self._dial
         self._layout = layout
         self._channels = channels
         self._verify = verify
+        self._compare = compare
         self._links: dict[Incarnation, _Link] = {}
 
     @asynccontextmanager
@@ -163,9 +166,15 @@ class PrefillPeers:
 
     async def _warm(self, link: _Link) -> None:
         try:
-            await self._get(link)
+            source = await self._get(link)
         except TandemError as error:
             log.warning("source.not_connected", source=link.incarnation[0], error=error.message)
+            return
+        if self._compare is not None:
+            try:
+                await self._compare(source.peer)
+            except TandemError as error:  # requests find out by themselves whether KV arrives
+                log.warning("source.not_measured", source=link.incarnation[0], error=error.message)
 
     async def _connect(self, link: _Link) -> PrefillPeer:
         (worker_id, incarnation), address = link.incarnation, link.address

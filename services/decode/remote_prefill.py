@@ -341,6 +341,7 @@ def _report(stats: TransferStats, exposed: float) -> common_pb2.TransferReport:
         blocks=stats.blocks,
         seconds=stats.seconds,
         exposed_seconds=max(0.0, exposed),
+        why=stats.why,
     )
 
 

@@ -192,6 +192,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             bytes_per_second=speed,
             device=device,
             slow=why_slow(link, device),
+            why=worker.transport.why(source.peer),
         )
 
 
@@ -268,7 +269,7 @@ class DecodeWorker(Worker):
         self._channels = Channels(self.settings.cluster_token, to_workers(self.settings))
         self._view = WorkerLiveness(self.registry, self.settings.heartbeat_s * 2)
         probes = Probes(self)
-        peers = self._peers = PrefillPeers(self.transport, self.layout, self._channels, probes.verify)
+        peers = self._peers = PrefillPeers(self.transport, self.layout, self._channels, probes.verify, probes.compare)
         servicer = DecodeServicer(self, peers, probes, digests(block_reader(self.engine.pages)))
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, self.grpc.server)
         await self._view.start()

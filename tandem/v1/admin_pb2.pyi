@@ -252,7 +252,7 @@ class DiagnoseResponse(_message.Message):
     def __init__(self, pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., registry_reachable: _Optional[bool] = ..., registry_round_trip_seconds: _Optional[float] = ..., versions: _Optional[_Mapping[str, str]] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Pair(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error", "device", "slow")
+    __slots__ = ("prefill_worker", "decode_worker", "compatible", "differences", "transport", "bytes_per_second", "error", "device", "slow", "why")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class Pair(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     compatible: bool
@@ -271,4 +272,5 @@ class Pair(_message.Message):
     error: str
     device: str
     slow: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ...) -> None: ...
+    why: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., error: _Optional[str] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...

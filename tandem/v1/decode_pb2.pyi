@@ -127,17 +127,19 @@ class ProbePairRequest(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ...) -> None: ...
 
 class ProbePairResponse(_message.Message):
-    __slots__ = ("compatible", "differences", "transport", "bytes_per_second", "device", "slow")
+    __slots__ = ("compatible", "differences", "transport", "bytes_per_second", "device", "slow", "why")
     COMPATIBLE_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     compatible: bool
     differences: _containers.RepeatedScalarFieldContainer[str]
     transport: str
     bytes_per_second: float
     device: str
     slow: str
-    def __init__(self, compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ...) -> None: ...
+    why: str
+    def __init__(self, compatible: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ..., device: _Optional[str] = ..., slow: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...

@@ -124,7 +124,7 @@ class GetPeerResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., layout_json: _Optional[str] = ..., adapters: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "agent_name", "metadata", "layout_hash", "address", "num_blocks", "block_bytes", "device", "memory", "transport")
+    __slots__ = ("worker_id", "incarnation", "agent_name", "metadata", "layout_hash", "address", "num_blocks", "block_bytes", "device", "memory", "transport", "also")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class Peer(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ALSO_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     agent_name: str
@@ -147,7 +148,8 @@ class Peer(_message.Message):
     device: int
     memory: str
     transport: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., layout_hash: _Optional[str] = ..., address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., device: _Optional[int] = ..., memory: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+    also: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., agent_name: _Optional[str] = ..., metadata: _Optional[bytes] = ..., layout_hash: _Optional[str] = ..., address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., device: _Optional[int] = ..., memory: _Optional[str] = ..., transport: _Optional[str] = ..., also: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LinkRequest(_message.Message):
     __slots__ = ("open", "entry", "send")

@@ -99,6 +99,19 @@ class FakeHost:
         return {worker_id: self.create(worker_id) for worker_id in self._survivors}
 
 
+class SlowHost(FakeHost):
+    """Finds the survivors when it may."""
+
+    def __init__(self, *, survivors: tuple[str, ...]) -> None:
+        super().__init__(survivors=survivors)
+        self.looks, self.may = asyncio.Event(), asyncio.Event()
+
+    async def survivors(self) -> dict[str, WorkerProcess]:
+        self.looks.set()
+        await self.may.wait()
+        return await super().survivors()
+
+
 class Watch:
     """Reads a supervisor's events one after another."""
 
@@ -308,6 +321,27 @@ async def test_a_restarted_supervisor_finds_its_workers(registry: Registry) -> N
         await watch.until(Kind.READY, "decode-1")
         assert len(host.processes) == 2
         assert host.processes["decode-0"].graces == []
+
+
+async def test_a_restarted_supervisor_that_is_stopped_at_once_ends_its_workers(registry: Registry) -> None:
+    """`tandem up` was lost with its host and the registry, so it has not found them yet. The control: one that does not
+    wait for that leaves them."""
+    for waits in (True, False):
+        host = SlowHost(survivors=("decode-0",))
+        supervisor = Supervisor(host, registry, grace_s=5.0)
+        running = asyncio.create_task(supervisor.run())
+        async with asyncio.timeout(SOON_S):
+            await host.looks.wait()
+            if not waits:
+                supervisor._found_survivors.set()
+            stopping = asyncio.create_task(supervisor.stop(5.0))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert stopping.done() is not waits
+            host.may.set()
+            await stopping
+            await running
+        assert len(host.processes["decode-0"].graces) == int(waits)
 
 
 async def test_a_registry_that_forgot_is_told_again(registry: Registry) -> None:

@@ -100,6 +100,8 @@ CASES = [
     case("TandemPrefillBacklog", "of one of three", of("prefill", "tandem_prefill_backlog_seconds", 20, 1, 1), False),
     case("TandemKvFull", "all", of("decode", "tandem_kv_cache_usage_ratio", 0.99, 0.97), True),
     case("TandemKvFull", "one of two", of("decode", "tandem_kv_cache_usage_ratio", 1.0, 0.5), False),
+    case("TandemPlacesFull", "all", of("decode", "tandem_places_usage_ratio", 1.0, 0.98), True),
+    case("TandemPlacesFull", "one of two", of("decode", "tandem_places_usage_ratio", 1.0, 0.5), False),
     case(
         "TandemQueue", "more than half wait",
         of("router", "tandem_queue_depth", 30) + of("router", "tandem_inflight_requests", 40), True,

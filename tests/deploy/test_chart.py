@@ -69,9 +69,11 @@ def valid(documents: list[Document], version: str = NEWEST) -> None:
 
 
 def pods(documents: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Every pod's metadata and spec, by the name of what makes it."""
+    """Every pod's metadata and spec, by the name of what makes it. A Deployment that is paused makes none."""
     for document in documents:
         name = document["metadata"]["name"]
+        if document.get("spec", {}).get("paused"):
+            continue
         if document["kind"] == "Pod":
             yield name, document
         elif document["kind"] in ("Deployment", "StatefulSet", "Job"):

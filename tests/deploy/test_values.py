@@ -10,6 +10,7 @@ import yaml
 from helm_python.errors import HelmError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from cluster.state.pool_objects import PREFIX
 from services import pod_launch
 from tandem.errors import PreconditionFailed
 from tandem.settings import Settings
@@ -59,12 +60,14 @@ OF_A_RELEASE: dict[str, Values] = {
 }
 KEDA = {"kind": "keda", "min": 2, "max": 9}
 TANDEM = {"kind": "tandem", "min": 2, "max": 9}
-ONLY_KUBERNETES: dict[str, Values] = {
+OF_A_RELEASE |= {
     "hpa": {"pools": {"prefill": {"autoscaling": {"kind": "hpa"}}, "decode": {"autoscaling": {"kind": "hpa"}}}},
     "keda": {
         "pools": {"prefill": {"autoscaling": KEDA}, "decode": {"autoscaling": KEDA}},
         "prometheus": {"url": "http://p"},
     },
+}
+ONLY_KUBERNETES: dict[str, Values] = {
     "routes": {"routes": {kind: {"enabled": True, "gateway": "g", "hostname": "h"} for kind in ("grpc", "http")}},
     "ingress": {"ingress": {"enabled": True, "className": "nginx", "host": "h", "tls_secret": "s"}},
     "no-prefill": {"pools": {"prefill": {"replicas": 0}}},
@@ -274,10 +277,37 @@ def test_a_worker_in_a_raycluster_has_the_pod_of_a_worker_in_a_deployment() -> N
         assert "command" not in here  # KubeRay's
 
 
+def test_a_pool_of_a_raycluster_has_an_object_that_kubectl_hpa_and_keda_can_scale() -> None:
+    """A Deployment of the name that it has without Ray, paused, so that Kubernetes makes no pod of it; scalers name it
+    as there. The driver knows the names, and its account may read and write these two objects and no other."""
+    for kind in ("hpa", "keda"):
+        values = merged(OF_A_RELEASE[kind], {"settings": {"model": "m"}})
+        documents, plain = (render(merged(values, {"orchestrator": one})) for one in ("ray", "kubernetes"))
+        (cluster,) = (one for one in documents if one["kind"] == "RayCluster")
+        scalers = [one for one in documents if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+        assert scalers == [one for one in plain if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+        for pool in ("prefill", "decode"):
+            size = named(documents, "Deployment", f"-{pool}")
+            assert size["spec"]["paused"]
+            assert "replicas" not in size["spec"]  # the scaler's
+            assert (
+                size["spec"]["selector"]["matchLabels"].items() <= groups(cluster)[pool]["metadata"]["labels"].items()
+            )
+        driver = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+        env = {one["name"]: one.get("value") for one in driver["containers"][1]["env"]}
+        (role,) = (one for one in documents if one["kind"] == "Role")
+        (binding,) = (one for one in documents if one["kind"] == "RoleBinding")
+        assert role["rules"][0]["resourceNames"] == [f"{env[PREFIX]}-{pool}" for pool in ("prefill", "decode")]
+        assert set(role["rules"][0]["verbs"]) == {"get", "patch"}
+        assert binding["subjects"][0]["name"] == driver["serviceAccountName"]
+        assert driver["automountServiceAccountToken"] is True
+    plain_size = named(render({"orchestrator": "ray", "settings": {"model": "m"}}), "Deployment", "-decode")
+    assert plain_size["spec"]["replicas"] == 1
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"pools": {"decode": {"autoscaling": {"kind": "keda"}}}}, "hpa and keda"),
         ({"pools": {"decode": {"resources": {"requests": {"cpu": None}}}}}, "cpu"),
         ({"orchestrator": "kubernetes", "pools": {"decode": {"autoscaling": {"kind": "tandem"}}}}, "orchestrator: ray"),
         ({"fullnameOverride": "x" * 43}, "fullnameOverride"),

@@ -35,7 +35,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayHosts]:
-    with RayHosts(str(MODEL), **SETTINGS) as running:
+    with RayHosts(str(MODEL), SETTINGS) as running:
         yield running
 
 

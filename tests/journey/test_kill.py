@@ -181,3 +181,19 @@ async def test_the_decode_worker_leaves_mid_stream(tiny: Path, plain: list[list[
         assert all("decode-0" in receipt.notes[0] for receipt in moved)
         victim.kill()
         cluster.wait_until(lambda: not cluster.audit_faults(), "balanced", explain=cluster.audit_faults)
+
+
+async def test_a_worker_that_cannot_be_reached_costs_no_attempt(tiny: Path) -> None:
+    """The registry still lists a worker that has just been killed. A request that could not be sent to it waits for a
+    worker, as long as it may wait for room: it has not been tried. (Counted as attempts, the only permitted one would
+    be over at once.)"""
+    prompt = oracle.prompts(tiny, [30])[0]
+    with LocalCluster(tiny, prefill=0, max_attempts=1, **SIZES) as cluster:
+        client = AsyncClient(cluster.target)
+        await asyncio.to_thread(cluster.kill, "decode-0")
+        answer = asyncio.create_task(client.generate(prompt, **options(0, 20)))
+        await asyncio.to_thread(cluster.start_worker, "decode-0")
+        done = await answer
+        assert done.token_ids == oracle.greedy(tiny, prompt, 20)
+        assert done.receipt.attempts == 1
+        await client.close()

@@ -84,7 +84,10 @@ class Worker:
         if not self._peers:
             answer = self._answer()
             described, self.links = answer["peers"], answer["links"]
-            self._peers = [Peer(**{**one, "metadata": bytes.fromhex(one["metadata"])}) for one in described]
+            self._peers = [
+                Peer(**{**one, "metadata": bytes.fromhex(one["metadata"]), "also": tuple(one["also"])})
+                for one in described
+            ]
         return self._peers
 
     def fill(self, block: int, seed: int) -> None:
@@ -184,7 +187,7 @@ def worker() -> Iterator[Callable[..., Worker]]:
         one.end()
 
 
-@pytest.fixture(params=["inprocess", "nixl", "nccl"])
+@pytest.fixture(params=["inprocess", "nixl", "nccl", "auto"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -205,6 +208,18 @@ def nixl_source() -> Iterator[Worker]:
 def nccl_source() -> Iterator[Worker]:
     """Likewise, with links."""
     made = Worker("source", "1", 16, 4096, kind="nccl")
+    try:
+        for block in range(16):
+            made.fill(block, block)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="session")
+def auto_source() -> Iterator[Worker]:
+    """Likewise, with both."""
+    made = Worker("source", "1", 16, 4096, kind="auto")
     try:
         for block in range(16):
             made.fill(block, block)

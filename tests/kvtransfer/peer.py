@@ -8,7 +8,7 @@
 
 Arguments: kind of transport, worker id, incarnation, number of blocks, bytes per block, layout hash, number of agents.
 Every agent is a worker of its own over the same blocks; commands are for the first. The first line has the Peer of
-each, and the address of links, which there is for nccl.
+each, and the address of links, which there is for nccl and auto.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     names = [worker_id, *(f"{worker_id}-{number}" for number in range(1, int(agents)))]
     transport, *more = (make_transport(kind, region, name, incarnation, layout_hash) for name in names)
     peers = [one.peer() for one in (transport, *more)]
-    links = Links(transport) if kind == "nccl" else None
+    links = Links(transport) if kind in ("nccl", "auto") else None
     address = links.address if links else ""
     say(peers=[{**vars(peer), "metadata": peer.metadata.hex()} for peer in peers], links=address)
     with ExitStack() as stack:

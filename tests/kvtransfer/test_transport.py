@@ -60,7 +60,9 @@ async def test_block_ids_out_of_range_are_refused_on_both_sides(source, sink, pa
     assert not sink.array.any()
 
 
-@pytest.mark.parametrize("change", [{"layout_hash": "other"}, {"block_bytes": 2048}, {"transport": "other"}])
+@pytest.mark.parametrize(
+    "change", [{"layout_hash": "other"}, {"block_bytes": 2048}, {"transport": "other", "also": ()}]
+)
 async def test_another_layout_is_refused_before_any_byte_moves(source, sink, change):
     """Pages that mean something else are never read, neither by connect nor by read."""
     peer = dataclasses.replace(source.peer, **change)

@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster.state.stream_watches": {"cluster.state.redis_store", "tandem.errors", "tandem.tasks"},
     "cluster.state.job_journal": {"cluster.state.redis_store", "cluster.state.stream_watches", "tandem.errors"},
     "cluster.state.router_samples": {"cluster.state.redis_store"},
+    "cluster.state.pool_objects": {"cluster.state.registry", "tandem.errors"},
     "cluster.state.batch_scripts": set(),
     "cluster.state.batch_store": {
         *("cluster.state.batch_scripts", "cluster.state.job_journal", "cluster.state.redis_store", "tandem.errors"),
@@ -108,7 +109,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "loadtest.scenarios.ray_nodes": {"loadtest.scenarios.slow_device", "cluster.state.embedded_valkey", "tandem"},
     "loadtest.scenarios.hosts": {
-        *("loadtest.scenarios.hosts", "tandem", "cluster.exit_with_parent", "cluster.state.embedded_valkey"),
+        *(
+            "loadtest.scenarios.hosts",
+            "loadtest.harness",
+            "tandem",
+            "cluster.exit_with_parent",
+            "cluster.state.embedded_valkey",
+        ),
     },
     # These run within workers and routers.
     "loadtest.scenarios.slow_device": {"tandem", "engine", "services.launch", "services.worker"},

@@ -138,6 +138,9 @@ class NcclTransport:
     def device(self, peer: Peer) -> str:
         return ""  # neither Gloo nor NCCL tells
 
+    def why(self, peer: Peer) -> str:
+        return ""
+
     def forget(self, peer: Peer) -> None:
         self._lose(peer.agent_name, f"{peer.agent_name} was forgotten")
 

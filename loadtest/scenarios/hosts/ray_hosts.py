@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, Queue
@@ -25,14 +25,14 @@ from types import TracebackType
 from typing import Any
 
 from cluster.state.embedded_valkey import server_binary
-from loadtest.scenarios.hosts.namespaces import Host, Network
+from loadtest.scenarios.hosts.namespaces import NETWORK, Host, Network
 from tandem.errors import DeadlineExceeded, Unavailable
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/ray.md"
 START_S = 180.0
 ANSWER_S = 20.0
-STOP_S = 20.0
+STOP_S = 45.0  # drain_grace_s and the margin for a worker whose host is lost and which Ray has not given up yet
 TARGET = "127.0.0.1:50051"
 
 
@@ -121,12 +121,17 @@ class Clients:
 
 
 class RayHosts:
-    """`settings` are of `tandem up`, in the environment of all hosts; `wires` as in Network."""
+    """`settings` are of `tandem up` and Ray, in the environment of all hosts; `wires` as in Network; `up_on` is the
+    host of Valkey, `tandem up` and the clients."""
 
-    def __init__(self, model: str, wires: dict[str, str] | None = None, **settings: str) -> None:
-        self.network = Network(["head", "a", "b"], wires)
+    def __init__(
+        self, model: str, settings: Mapping[str, str], wires: dict[str, str] | None = None, up_on: str = "head"
+    ) -> None:
+        self.network = Network(names := ["head", "a", "b"], wires)
+        self._up_on = up_on
         password = secrets.token_hex(8)
-        self._up = documented("tandem up")[0].replace("PASSWORD", password).replace("demo/model", model)
+        registry = f"{password}@{NETWORK}.{names.index(up_on) + 1}:"
+        self._up = documented("tandem up")[0].replace(f"PASSWORD@{NETWORK}.1:", registry).replace("demo/model", model)
         self._password = password
         self._logs: dict[str, Path] = {}
         self.env = {
@@ -157,25 +162,25 @@ class RayHosts:
         self._undo.close()
 
     def _start(self) -> None:
-        head = self.hosts["head"]
+        home = self.hosts[self._up_on]
         port = re.findall(r"@[\d.]+:(\d+)", self._up)[0]
-        secured = ["--requirepass", self._password, "--bind", head.address, "--port", port]
+        secured = ["--requirepass", self._password, "--bind", home.address, "--port", port]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        head.start([str(server_binary()), "--save", "", "--appendonly", "no", *secured], **quiet)
+        home.start([str(server_binary()), "--save", "", "--appendonly", "no", *secured], **quiet)
         self.ray_start("head")
         joining = [threading.Thread(target=self.ray_start, args=(name,)) for name in ("a", "b")]
         for thread in joining:
             thread.start()
         for thread in joining:
             thread.join()
-        self.up = head.start(shlex.split(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.up = home.start(shlex.split(self._up), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.said: list[str] = []
         ready = threading.Event()
         threading.Thread(target=self._read, args=(self.up.stderr, ready), daemon=True).start()
         threading.Thread(target=self._read, args=(self.up.stdout, ready), daemon=True).start()
         if not ready.wait(START_S) or self.up.poll() is not None:
             raise Unavailable("the cluster did not start: " + "".join(self.said[-20:]))
-        self.clients = Clients(head, self.env)
+        self.clients = Clients(home, self.env)
 
     def _read(self, lines: Any, ready: threading.Event) -> None:
         for line in lines:
@@ -194,5 +199,5 @@ class RayHosts:
 
     def stop(self) -> int:
         """`tandem up`, by SIGTERM; returns its exit status."""
-        self.hosts["head"].send(self.up, signal.SIGTERM)
+        self.hosts[self._up_on].send(self.up, signal.SIGTERM)
         return self.up.wait(STOP_S)

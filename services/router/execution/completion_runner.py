@@ -16,7 +16,7 @@ import structlog
 from services.router.execution.completion import Completion
 from services.router.execution.poison_check import DECODE_UNREACHABLE, PREFILL_STEP_FAILED, PoisonCheck
 from services.router.execution.request_timeline import RequestTimeline
-from services.router.execution.stream_mux import StreamMuxes
+from services.router.execution.stream_mux import NOT_SENT, StreamMuxes
 from services.router.preprocess.request import Request
 from services.router.routing.placement import Placement
 from services.router.routing.prefix_index import PrefixIndex
@@ -102,6 +102,10 @@ class CompletionRunner:
                 timeline.refused()
             except (Unavailable, DataLoss, IncompatibleLayout) as error:
                 self._blame(error, placement)
+                if error.reason == NOT_SENT and timeline.unsent() < self._settings.queue_timeout_s:
+                    log.info("attempt.not_sent", request=request.request_id, error=error.message)
+                    timeline.refused()
+                    return
                 if alone and error.reason == DECODE_UNREACHABLE:  # it still waited to begin alone: not an attempt
                     timeline.refused()
                     return
@@ -140,7 +144,8 @@ class CompletionRunner:
                 else:
                     raise WorkerLost(f"{worker} ended the stream early")
         except WorkerLost as error:
-            raise WorkerLost(f"{worker}: {error.message}", reason=lost) from error
+            reason = NOT_SENT if error.reason == NOT_SENT else lost
+            raise WorkerLost(f"{worker}: {error.message}", reason=reason) from error
         self._scheduler.observe_path(placement, timeline.path_latency())
 
     def _blame(self, error: TandemError, placement: Placement) -> None:

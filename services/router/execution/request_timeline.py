@@ -48,6 +48,7 @@ class RequestTimeline:
         self._admitted = arrived
         self._retries = 0.0  # attempts that failed or were refused, before the first token
         self._dispatched = arrived
+        self._unsent_since: float | None = None
         self._placement: Placement | None = None
         self._expected: Estimate | None = None  # of the placement that gave the first token
         self._first: decode_pb2.FirstTokenTiming | None = None
@@ -92,9 +93,16 @@ class RequestTimeline:
         self._dispatched = monotonic()
 
     def refused(self) -> None:
-        """The decode worker had no room after all. That does not count as an attempt, only as time."""
+        """The decode worker had no room after all, or has not seen the request. That does not count as an attempt, only
+        as time."""
         self.attempts -= 1
         self.failed()
+
+    def unsent(self) -> float:
+        """No connection to the worker could be made. Returns the seconds since this began, without a first token
+        between."""
+        self._unsent_since = self._unsent_since or self._dispatched
+        return monotonic() - self._unsent_since
 
     def failed(self) -> None:
         if self._first is None:
@@ -102,7 +110,7 @@ class RequestTimeline:
 
     def first_token(self, timing: decode_pb2.FirstTokenTiming) -> None:
         """The first token of an attempt. The first of these is the request's first token."""
-        self._attempt_first = timing
+        self._attempt_first, self._unsent_since = timing, None
         if self._placement:
             self._placements.append(self._placement)
         if self._first is None:

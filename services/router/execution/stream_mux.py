@@ -25,6 +25,7 @@ from tandem.telemetry.tracing import Span
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 OPEN_TIMEOUT_S = 5.0
+NOT_SENT = "NOT_SENT"  # reason of an error: no connection could be made, so the worker has not seen the request
 IDLE_CLOSE_S = 30.0  # without a stream; then the feed is closed, so a router has feeds only to workers that serve it
 OnEvent = Callable[[decode_pb2.DecodeResponse], bool]  # returns True at the end of the stream
 END_WAIT_S = 5.0  # for the end of a stream to arrive after its call has ended without an error
@@ -165,10 +166,13 @@ class StreamMuxes:
     ) -> AsyncIterator[tuple[Any, Substream]]:
         """Opens a Decode call, which yields events up to the first token, and its substream for later ones, and fills
         in the request's `feed_id` and `lane`. Cancels the call when the block ends: the worker frees what it holds for
-        the attempt. Raises WorkerLost and the worker's errors."""
+        the attempt. Raises WorkerLost, with the reason NOT_SENT if the call was never sent, and the worker's errors."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.to(worker.address))
-        with calling(worker.worker_id):
-            mux = await self.of(worker)
+        try:
+            with calling(worker.worker_id):
+                mux = await self.of(worker)
+        except WorkerLost as error:
+            raise WorkerLost(error.message, reason=NOT_SENT) from error
         with mux.substream() as substream, calling(worker.worker_id):
             request.feed_id, request.lane = substream.feed_id, substream.number
             timeout = max(0.001, deadline - monotonic())

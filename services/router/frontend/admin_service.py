@@ -277,7 +277,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         pair.differences.extend(probe.differences)
         pair.transport = probe.transport
         pair.bytes_per_second = probe.bytes_per_second
-        pair.device, pair.slow = probe.device, probe.slow
+        pair.device, pair.slow, pair.why = probe.device, probe.slow, probe.why
         return pair
 
 

@@ -1,0 +1,128 @@
+"""The size of each pool as an object of Kubernetes, where Ray starts the workers (`orchestrator: ray`).
+
+A RayCluster has no scale subresource, so `kubectl scale`, an HPA and KEDA could not size its groups. The chart gives
+each pool a Deployment that is paused from the beginning: Kubernetes makes no ReplicaSet of one, hence no pods, but
+stores its `replicas` and serves its scale subresource. The driver keeps it equal to the registry's wanted size:
+
+    kubectl scale, HPA, KEDA ─▶ Deployment's replicas ◀─ PoolObjects ─▶ registry "wanted" ◀─ tandem scale, autoscaler
+
+An annotation has the last size that both had, so that it shows which of the two has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from cluster.state.registry import Registry
+from tandem.errors import PreconditionFailed, Unavailable
+
+log = structlog.get_logger(__name__)
+
+PREFIX = "POOL_OBJECTS"  # environment variable: the Deployment of a pool is named <its value>-<pool>
+ANNOTATION = "tandem/agreed-size"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+LEAST = {"prefill": 0, "decode": 1}
+MOST = 1024
+EVERY_S = 5.0  # how soon a change of an object is noticed
+ANSWER_S = 10.0
+CONFLICT = 409  # the object has changed since it was read
+
+
+@dataclass(frozen=True)
+class PoolObject:
+    replicas: int
+    agreed: int | None  # None: nobody has looked at it yet
+    version: str
+
+
+def agree(found: PoolObject, wanted: int, least: int, follows: bool) -> int:
+    """The size that both get. The object's, if it has changed since both were equal, is a size that a pool may have,
+    and `follows`: no autoscaler of Tandem's owns the pool. Otherwise the registry's."""
+    changed = found.agreed is not None and found.replicas != found.agreed
+    return found.replicas if changed and follows and least <= found.replicas <= MOST else wanted
+
+
+class Api:
+    """The two calls of the API server that this needs, with the pod's own account."""
+
+    def __init__(self, url: str = "", account: Path = ACCOUNT) -> None:
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        self._url = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        self._account = account
+
+    async def read(self, name: str) -> PoolObject:
+        """Raises Unavailable."""
+        return _object(await asyncio.to_thread(self._call, name, None))
+
+    async def write(self, name: str, size: int, version: str) -> None:
+        """Raises Unavailable, and PreconditionFailed if the object has changed since that version."""
+        metadata = {"resourceVersion": version, "annotations": {ANNOTATION: str(size)}}
+        await asyncio.to_thread(self._call, name, {"metadata": metadata, "spec": {"replicas": size}})
+
+    def _call(self, name: str, change: dict[str, Any] | None) -> Any:
+        try:
+            namespace, token = ((self._account / part).read_text().strip() for part in ("namespace", "token"))
+            request = urllib.request.Request(
+                f"{self._url}/apis/apps/v1/namespaces/{namespace}/deployments/{name}",
+                data=None if change is None else json.dumps(change).encode(),
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/merge-patch+json"},
+                method="GET" if change is None else "PATCH",
+            )
+            trusted = None
+            if self._url.startswith("https:"):
+                trusted = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+            with urllib.request.urlopen(request, timeout=ANSWER_S, context=trusted) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code == CONFLICT:
+                raise PreconditionFailed(f"deployment {name} has changed", reason="CONFLICT") from error
+            raise Unavailable(f"deployment {name}: the API server answered {error.code}") from error
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"deployment {name}: the API server cannot be asked: {error}") from error
+
+
+class PoolObjects:
+    def __init__(self, api: Api, registry: Registry, prefix: str, follows: bool) -> None:
+        """`prefix`: see PREFIX; `follows`: see agree."""
+        self._api, self._registry, self._prefix, self._follows = api, registry, prefix, follows
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        async for _ in self._registry.changes(EVERY_S):
+            for pool in LEAST:
+                try:
+                    await self._one(pool)
+                except (Unavailable, PreconditionFailed) as error:  # the sizes stay; the next round tries again
+                    log.warning("pool_objects.not_equal", pool=pool, error=error.message)
+
+    async def _one(self, pool: str) -> None:
+        wanted = (await self._registry.wanted()).get(pool)
+        if wanted is None:  # the registry has lost it; the supervisor writes it back
+            return
+        found = await self._api.read(name := f"{self._prefix}-{pool}")
+        size = agree(found, wanted, LEAST[pool], self._follows)
+        if size != wanted:
+            log.info("pool_objects.scaled", pool=pool, size=size, before=wanted)
+            await self._registry.set_wanted({pool: size})
+        if (found.replicas, found.agreed) != (size, size):
+            await self._api.write(name, size, found.version)
+
+
+def _object(answer: Any) -> PoolObject:
+    """Raises Unavailable."""
+    try:
+        agreed = (answer["metadata"].get("annotations") or {}).get(ANNOTATION, "")
+        replicas = int(answer["spec"].get("replicas", 1))
+        return PoolObject(replicas, int(agreed) if agreed.isdigit() else None, answer["metadata"]["resourceVersion"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Unavailable(f"not a deployment: {error!r}") from error

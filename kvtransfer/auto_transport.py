@@ -1,0 +1,219 @@
+"""Several transports over the same memory, one of which each pair of workers uses: `transport` = auto.
+
+A worker describes itself as of the default transport, and says which others it has. So it can be paired with a worker
+that has the default only. Which one a pair uses is pair_choice.py's; a read never changes its transport on the way.
+
+    connect, read ─fails─▶ the caller refuses the source, and connects again ─fails─▶ the pair's other transport
+    compare       ─▶ both are measured, also one that had failed
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kvtransfer.pair_choice import Choice, choose
+from kvtransfer.transport import STALL_S, Dial, Pair, Transport, measure_link
+from kvtransfer.types import LinkMessage, Peer, ReadStats
+from tandem.errors import IncompatibleLayout, TandemError, TransferFailed, WorkerLost
+
+log = logging.getLogger(__name__)
+
+FAILURES = 2  # one after the other, until the pair uses another transport
+
+
+@dataclass
+class _Pair:
+    """One incarnation of a source."""
+
+    peer: Peer  # as last connected
+    kinds: list[str]  # what both workers have, the default first
+    connected: set[str] = field(default_factory=set)
+    measured: dict[str, float] = field(default_factory=dict)
+    failures: int = 0
+
+    def choice(self) -> Choice:
+        return choose(self.kinds, self.measured)
+
+    def failed(self, kind: str) -> None:
+        self.failures += 1
+        if self.failures >= FAILURES and len(self.kinds) > 1:
+            self.failures = 0
+            self.measured[kind] = 0.0
+            if not any(self.measured.get(other) != 0.0 for other in self.kinds):  # each gets its turn again
+                self.measured = {kind: 0.0}
+            log.warning("%s", self.choice().why)
+
+
+class AutoTransport:
+    """See Transport."""
+
+    kind = "auto"
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        """The default first. They must be of one region, layout and incarnation; this object closes them."""
+        self._transports = {transport.kind: transport for transport in transports}
+        default = self._default = transports[0]
+        self.region, self.layout_hash = default.region, default.layout_hash
+        self.broken: TandemError | None = None
+        self.on_broken: Callable[[], object] | None = None
+        self._pairs: dict[str, _Pair] = {}  # by agent name
+        for transport in transports:
+            transport.on_broken = partial(self._broke, transport)
+
+    @property
+    def dial(self) -> Dial | None:
+        return self._default.dial
+
+    @dial.setter
+    def dial(self, dial: Dial | None) -> None:
+        for transport in self._transports.values():
+            transport.dial = dial
+
+    @property
+    def under_way(self) -> tuple[Hashable, float] | None:
+        """Of the only transport that has a thread which drives all its pairs."""
+        return next((work for one in self._transports.values() if (work := one.under_way) is not None), None)
+
+    def peer(self) -> Peer:
+        others = tuple(kind for kind in self._transports if kind != self._default.kind)
+        return replace(self._default.peer(), also=others)
+
+    # ---- the decode worker
+
+    async def connect(self, peer: Peer, timeout: float) -> None:
+        pair = self._pair(peer)
+        await self._connect(pair, pair.choice().kind, timeout)
+
+    async def read(
+        self,
+        peer: Peer,
+        pairs: Sequence[Pair],
+        stall: float,
+        failing: Callable[[TandemError], None] | None = None,
+    ) -> ReadStats:
+        pair = self._pairs.get(peer.agent_name)
+        self._kinds(peer)  # raises IncompatibleLayout
+        if pair is None:
+            raise WorkerLost(f"{peer.agent_name} is not connected")
+        kind = pair.choice().kind
+        if kind not in pair.connected:  # chosen since
+            await self._connect(pair, kind, STALL_S)
+        try:
+            stats = await self._transports[kind].read(_as(peer, kind), pairs, stall, failing)
+        except TransferFailed:
+            pair.failed(kind)
+            raise
+        if pairs:
+            pair.failures = 0
+        return stats
+
+    async def compare(self, peer: Peer, blocks: Sequence[int], stall: float = STALL_S) -> float:
+        """As measure_link, of every transport that both workers have, one after the other. Returns the bytes per second
+        of the one that the pair then uses. Raises what the default raises if none works."""
+        pair = self._pair(peer)
+        errors: list[TandemError] = []
+        measured: dict[str, float] = {}
+        for kind in pair.kinds:
+            try:
+                measured[kind] = await measure_link(self._transports[kind], _as(peer, kind), blocks, stall)
+                pair.connected.add(kind)
+            except (TransferFailed, IncompatibleLayout) as error:  # NCCL wants the same kind of memory on both sides
+                measured[kind] = 0.0
+                errors.append(error)
+        pair.measured, pair.failures = measured, 0
+        if len(errors) == len(pair.kinds):
+            raise errors[0]
+        log.info("%s: %s", peer.agent_name, pair.choice().why)
+        return measured[pair.choice().kind]
+
+    def why(self, peer: Peer) -> str:
+        pair = self._pairs.get(peer.agent_name)
+        return pair.choice().why if pair else ""
+
+    def one_sided(self, peer: Peer) -> bool:
+        """By all of the pair's transports: its choice may change before the next read."""
+        return all(self._transports[kind].one_sided(_as(peer, kind)) for kind in self._kinds(peer))
+
+    def link(self, peer: Peer) -> str:
+        transport, described = self._used(peer)
+        return transport.link(described)
+
+    def device(self, peer: Peer) -> str:
+        transport, described = self._used(peer)
+        return transport.device(described)
+
+    def forget(self, peer: Peer) -> None:
+        self._pairs.pop(peer.agent_name, None)
+        for kind, transport in self._transports.items():
+            transport.forget(_as(peer, kind))
+
+    async def _connect(self, pair: _Pair, kind: str, timeout: float) -> None:
+        try:
+            await self._transports[kind].connect(_as(pair.peer, kind), timeout)
+        except TransferFailed:
+            pair.failed(kind)
+            raise
+        pair.connected.add(kind)
+
+    def _pair(self, peer: Peer) -> _Pair:
+        """Of a source that is being connected. Raises IncompatibleLayout."""
+        kinds = self._kinds(peer)
+        for name, other in list(self._pairs.items()):
+            if other.peer.worker_id == peer.worker_id and name != peer.agent_name:
+                self.forget(other.peer)
+        pair = self._pairs.setdefault(peer.agent_name, _Pair(peer, kinds))
+        if pair.peer != peer:  # its default transport had to restart
+            pair.peer, pair.kinds, pair.connected = peer, kinds, set()
+        return pair
+
+    def _kinds(self, peer: Peer) -> list[str]:
+        theirs = {peer.transport, *peer.also}
+        kinds = [kind for kind in self._transports if kind in theirs]
+        if not kinds:
+            ours = " and ".join(self._transports)
+            raise IncompatibleLayout(
+                f"{peer.worker_id} has transport {' and '.join(sorted(theirs))} where this worker has {ours}",
+                field="transport",
+                bound=ours,
+            )
+        return kinds
+
+    def _used(self, peer: Peer) -> tuple[Transport, Peer]:
+        pair = self._pairs.get(peer.agent_name)
+        kind = pair.choice().kind if pair else self._kinds(peer)[0]
+        return self._transports[kind], _as(peer, kind)
+
+    # ---- both
+
+    def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
+        """By the transport whose sources act; the last one, if none does, refuses."""
+        acting = [transport for transport in self._transports.values() if transport.kind == "nccl"]
+        return (acting or [self._default])[0].answer(messages)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for transport in self._transports.values():
+                stack.enter_context(transport.serving())
+            yield
+
+    def close(self) -> None:
+        self._pairs.clear()
+        with ExitStack() as stack:  # all of them, whatever one raises
+            for transport in self._transports.values():
+                stack.callback(transport.close)
+
+    def _broke(self, transport: Transport) -> None:
+        """On that transport's thread. Its memory may still be written, so the others must not serve on."""
+        self.broken = transport.broken
+        if self.on_broken is not None:
+            self.on_broken()
+
+
+def _as(peer: Peer, kind: str) -> Peer:
+    """The description for one of its transports. Only that of the default has metadata."""
+    return replace(peer, transport=kind, also=(), metadata=peer.metadata if kind == peer.transport else b"")

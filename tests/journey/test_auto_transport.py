@@ -1,0 +1,63 @@
+"""Workers with both transports, NIXL and Gloo: each pair uses one of them, and says which and why."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtransfer.backends.nixl_transport import NixlTransport
+from services.router.routing import request_scheduler
+from tandem.errors import TransferFailed
+from tests.support import oracle
+
+NEW = 16
+
+
+async def never_arrives(self: NixlTransport, peer: Any, pairs: Any, *_: Any, **__: Any) -> Any:
+    raise TransferFailed("injected: nothing arrives by NIXL")
+
+
+async def test_receipt_and_doctor_say_which_transport_a_pair_uses_and_why(inside: Any, tiny: Path) -> None:
+    """Both transports are measured, and the tokens are right over the one that was chosen."""
+    prompts = oracle.prompts(tiny, [50, 51])
+    async with inside(transport="auto") as cluster:
+        (pair,) = (await cluster.client.diagnose()).pairs
+        assert pair.compatible
+        assert {part.partition(":")[0] for part in pair.why.split("; ")} == {"nixl", "nccl"}
+        assert pair.why.count("GB/s") == 2
+        for prompt in prompts:
+            done = await cluster.client.generate(prompt, max_tokens=NEW, ignore_eos=True)
+            assert done.token_ids == oracle.greedy(tiny, prompt, NEW)
+            assert (done.receipt.transfer.transport, done.receipt.transfer.why) == (pair.transport, pair.why)
+        assert await cluster.ledgers_balance()
+
+
+@pytest.mark.parametrize("transport", ["auto", "nixl"])
+async def test_a_pair_whose_nixl_fails_goes_on_over_the_other_transport(
+    inside: Any, tiny: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that finds out is computed by its decode worker, as with every transfer that fails. Later ones move
+    KV over Gloo, with the right tokens and nothing left in the ledger. The control: with NIXL alone none moves any."""
+    monkeypatch.setattr(request_scheduler, "SUSPECT_S", 0.1)  # for which the pair is avoided
+    prompts = oracle.prompts(tiny, [50, 51, 52, 53])
+    async with inside(transport=transport) as cluster:
+        monkeypatch.setattr(NixlTransport, "read", never_arrives)
+        done = await cluster.client.generate(prompts[0], max_tokens=NEW, ignore_eos=True)
+        assert done.token_ids == oracle.greedy(tiny, prompts[0], NEW)
+        assert done.receipt.path == "local"
+        if transport == "auto":
+            async with asyncio.timeout(20):
+                while done.receipt.path == "local":  # until the source is verified, and the pair no longer avoided
+                    done = await cluster.client.generate(prompts[1], max_tokens=NEW, ignore_eos=True)
+            assert done.token_ids == oracle.greedy(tiny, prompts[1], NEW)
+            assert done.receipt.transfer.transport == "gloo:tcp"
+            assert "nixl failed" in done.receipt.transfer.why
+        else:
+            assert "injected" in (await cluster.client.diagnose()).pairs[0].error
+            done = await cluster.client.generate(prompts[1], max_tokens=NEW, ignore_eos=True)
+            assert done.receipt.path == "local"
+        await cluster.freed()
+        assert await cluster.ledgers_balance()

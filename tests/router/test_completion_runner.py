@@ -1,0 +1,86 @@
+"""How many attempts a completion may make, with workers that cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.router.execution import completion_runner, request_timeline
+from services.router.execution.completion_runner import CompletionRunner
+from services.router.execution.request_timeline import RequestTimeline
+from services.router.execution.stream_mux import NOT_SENT
+from services.router.preprocess.request import build_request
+from services.router.preprocess.served_model import ModelFacts
+from services.router.preprocess.tokenizer import Tokenizer
+from services.router.routing.placement import Placement, WorkerSnapshot
+from tandem.errors import WorkerLost
+from tandem.settings import Settings
+from tandem.v1 import generation_pb2
+
+DECODE = WorkerSnapshot("decode-0", "a", "h:1", "L", 0, 4, 64, 16, 1024)
+MODEL = ModelFacts("toy", context=64, vocab_size=100, eos_token_ids=())
+CALL_S = 1.0  # of one that is not answered
+
+
+class Unreachable:
+    """Stands for the scheduler, the prefix index, the shared streams and the poison check: one decode worker, which
+    every call fails to reach after CALL_S of the clock."""
+
+    def __init__(self, reason: str) -> None:
+        self.now, self.calls, self._reason = 100.0, 0, reason
+
+    def clock(self) -> float:
+        return self.now
+
+    @asynccontextmanager
+    async def placed(self, *_: Any, **__: Any) -> AsyncIterator[Placement]:
+        yield Placement(DECODE, None)
+
+    @asynccontextmanager
+    async def decode(self, *_: Any) -> AsyncIterator[Any]:
+        self.calls += 1
+        self.now += CALL_S
+        raise WorkerLost("no connection", reason=self._reason)
+        yield
+
+    async def prompt(self, *_: Any) -> None: ...
+
+    async def settle(self, *_: Any) -> bool:
+        return False
+
+    def cached(self, *_: Any) -> None: ...
+
+    holders = suspect = failed = served = cached
+
+
+async def calls_until_given_up(monkeypatch: pytest.MonkeyPatch, reason: str, queue_timeout_s: float) -> tuple[int, Any]:
+    parts: Any = Unreachable(reason)
+    for module in (completion_runner, request_timeline):
+        monkeypatch.setattr(module, "monotonic", parts.clock)
+    settings = Settings(model="toy", max_attempts=3, queue_timeout_s=queue_timeout_s)
+    asked = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]))
+    request = build_request(asked, Tokenizer(None, None), MODEL)
+    timeline = RequestTimeline(parts.now)
+    completion: Any = SimpleNamespace(request=request, timeline=timeline, begun=asyncio.Event())
+    with pytest.raises(WorkerLost, match="given up after 3 attempts"):
+        await CompletionRunner(settings, parts, parts, parts, parts).run(completion, parts.now + 1000.0)
+    return parts.calls, completion
+
+
+async def test_a_request_that_cannot_be_sent_waits_and_is_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls count as attempts once it has waited as long as for room: it does not try until its deadline."""
+    calls, completion = await calls_until_given_up(monkeypatch, NOT_SENT, queue_timeout_s=10.0)
+    assert calls == 9 + 3
+    assert len(completion.request.notes) == 3
+    assert completion.timeline._retries == pytest.approx(calls * CALL_S)  # each is counted once
+
+
+async def test_a_request_that_was_sent_has_only_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: another loss of the same worker counts at once."""
+    calls, _ = await calls_until_given_up(monkeypatch, "DECODE_LOST", queue_timeout_s=10.0)
+    assert calls == 3
