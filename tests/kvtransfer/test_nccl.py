@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -384,11 +384,9 @@ async def test_links_listen_on_the_workers_own_address_alone(pages: Any) -> None
 
 
 def listening() -> set[tuple[str, int]]:
-    """The IPv4 addresses on which something of this machine listens."""
-    with open("/proc/net/tcp") as table:
-        rows = [line.split() for line in table][1:]
-    local = [row[1].split(":") for row in rows if row[3] == "0A"]
-    return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in local}
+    """The addresses on which this process listens."""
+    found = psutil.Process().net_connections(kind="tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
 
 async def test_a_transport_without_links_refuses_them(pages: Any) -> None:
