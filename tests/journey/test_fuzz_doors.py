@@ -164,18 +164,29 @@ SENT: st.SearchStrategy[Sent] = st.one_of(
     posts("/v1/unload_lora_adapter", body_of({"lora_name": '"red"'}, "lora_int_id")),
 )
 
+
+def good(path: str, body: dict[str, str]) -> Sent:
+    return "POST", path, {"content": encoded(body), "headers": JSON_BODY}
+
+
+UPLOAD: Sent = (
+    "POST",
+    "/v1/files",
+    {"files": {"file": ("x.jsonl", "\n".join(GOOD_LINES).encode())}, "data": {"purpose": "batch"}},
+)
 GOOD: list[Sent] = [
-    (
-        "POST",
-        "/v1/files",
-        {"files": {"file": ("x.jsonl", "\n".join(GOOD_LINES).encode())}, "data": {"purpose": "batch"}},
-    ),
-    *(
-        ("POST", path, {"content": encoded(body), "headers": JSON_BODY})
-        for path, body in (("/v1/batches", BATCH), ("/v1/responses", RESPONSE), ("/v1/load_lora_adapter", RED))
-    ),
-    ("GET", "/v1/files/{file/0}/content", {}),
+    UPLOAD,
+    good("/v1/responses", RESPONSE),
+    *(("GET", path, {}) for path in ("/v1/files", "/v1/files/{file/0}", "/v1/files/{file/0}/content")),
+    *(("GET", path, {}) for path in ("/v1/responses/{resp/0}", "/v1/responses/{resp/0}/input_items")),
+    *(("DELETE", path, {}) for path in ("/v1/files/{file/0}", "/v1/responses/{resp/0}")),
+    UPLOAD,
+    good("/v1/responses", RESPONSE),
+    good("/v1/batches", BATCH),
+    *(("GET", path, {}) for path in ("/v1/batches", "/v1/batches/{batch/0}")),
     ("POST", "/v1/batches/{batch/0}/cancel", {}),
+    good("/v1/load_lora_adapter", RED),
+    good("/v1/unload_lora_adapter", {"lora_name": '"red"'}),
 ]
 
 
@@ -225,9 +236,9 @@ async def test_whatever_comes_to_files_batches_responses_and_adapters_is_answere
         await each(700, SENT, check)
         doors = {door for door, _ in known.outcomes}
         assert len(doors) >= 16, doors
-        good = {door for door, status in known.outcomes if status == 200}
+        answered = {door for door, status in known.outcomes if status == 200}
         # No response runs in the background, and a batch seldom runs for as long as this takes.
-        assert doors - good <= {"POST responses cancel 5", "POST batches cancel 5"}, doors - good
+        assert doors - answered <= {"POST responses cancel 5", "POST batches cancel 5"}, doors - answered
         assert doors == {door for door, status in known.outcomes if status != 200}
         for batch_id in known.ids["batch"]:
             await http.post(f"/v1/batches/{batch_id}/cancel")
