@@ -34,11 +34,13 @@ demo: setup
 test: setup lint
 	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
-# The tests that need no second process and not seconds of their own (`long`), with fewer examples of each property. Two
-# runs at once, of which each imports only what its tests need; xdist's workers would both import all of it.
+# The tests that need no second process and not seconds of their own (`long`), with fewer examples of each property. Four
+# runs at once, of which each imports only what its tests need; xdist's workers would all import all of it. Two of them
+# mostly wait.
+FAST_WAITS := tests/router/test_http_server.py
 FAST_ENGINE := $(addprefix tests/engine/test_,block_pool.py scheduler.py sampler.py)
 fast: setup
-	@printf '%s\n' tests/router "tests/rules tests/tandem $(FAST_ENGINE)" | xargs -P 2 -I@ sh -c '$(BIN)/python -m pytest --hypothesis-profile=fast -m "not long" @'
+	@printf '%s\n' $(FAST_WAITS) tests/tandem "tests/router --ignore=$(FAST_WAITS)" "tests/rules $(FAST_ENGINE)" | xargs -P 4 -I@ sh -c '$(BIN)/python -m pytest --hypothesis-profile=fast -m "not long" @'
 
 # Changes the product line by line and looks whether a test fails. ARGS as `--module scheduler --sample 20`; minutes to hours.
 mutate: setup
