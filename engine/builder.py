@@ -37,6 +37,7 @@ CALIBRATION_TOKENS = 256
 # Tokens of a step where the settings name none: on a GPU, so many that its time is the device's and not the host's.
 BUDGETS = {"cpu": 512, "cuda": 8192}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's, today's name and the former one
 KEYS = ("dtype", "torch_dtype")  # in config.json, today and in older checkpoints
 
 
@@ -186,13 +187,14 @@ def _device(settings: Settings) -> torch.device:
     if settings.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    if "expandable_segments:true" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", ""):
-        raise SettingsError(
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments: memory of that kind cannot be opened by another process,"
-            " so no block could be handed over on this host; unset it",
-            field="device",
-            bound="cuda without expandable_segments",
-        )
+    for name in ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            raise SettingsError(
+                f"{name} has expandable_segments: memory of that kind cannot be opened by another process, so no block"
+                " could be handed over on this host; unset it",
+                field="device",
+                bound="cuda without expandable_segments",
+            )
     if settings.gpu_share < 1:  # not yet run on a GPU
         torch.cuda.set_per_process_memory_fraction(settings.gpu_share, device)
     return device

@@ -103,10 +103,11 @@ def test_pages_are_not_put_into_memory_that_no_other_process_can_open(monkeypatc
     """Expandable segments are refused by name on CUDA, before a model is loaded; without them nothing is said."""
     monkeypatch.setattr(builder.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(builder.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments: True")
-    with pytest.raises(SettingsError, match="expandable_segments"):
-        _device(Settings(model="m"))
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "garbage_collection_threshold:0.8, expandable_segments: True")
+        with pytest.raises(SettingsError, match=f"{name} has expandable_segments"):
+            _device(Settings(model="m"))
+        monkeypatch.setenv(name, "expandable_segments:False")
     assert _device(Settings(model="m")) == torch.device("cuda", 0)
 
 
