@@ -52,7 +52,7 @@ def main(launcher: str = LAUNCHER) -> int:
         runtime.start()
         try:
             supervisor, ended = _supervisor(settings, launcher), SimpleQueue[Future[None] | None]()
-            _equal_sizes(settings, ended)
+            _keep_sizes_equal(settings, ended)
             return _follow(supervisor, ended)
         finally:
             runtime.stop()
@@ -94,7 +94,7 @@ def _supervisor(settings: Settings, launcher: str) -> SupervisorHandle:
     return SupervisorHandle(options.remote(settings, launcher, secrets.token_hex(8), placement))
 
 
-def _equal_sizes(settings: Settings, ended: SimpleQueue[Future[None] | None]) -> None:
+def _keep_sizes_equal(settings: Settings, ended: SimpleQueue[Future[None] | None]) -> None:
     """Keeps the pools' objects in Kubernetes and their wanted sizes equal, if there are such objects, on a thread of
     its own. That it fails is put into `ended`."""
     if not (prefix := os.environ.get(PREFIX, "")):

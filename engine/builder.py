@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CPU_SHARE, CUDA_SHARE = 0.15, 0.9
 CALIBRATION_TOKENS = 256
-# Tokens of a step where the settings name none: on a GPU, so many that its time is the device's and not the host's.
+# Tokens of a step where the settings name none. On a GPU a smaller step would spend its time launching kernels.
 BUDGETS = {"cpu": 512, "cuda": 8192}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's, today's name and the former one

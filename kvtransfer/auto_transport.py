@@ -190,7 +190,7 @@ class AutoTransport:
     # ---- both
 
     def answer(self, messages: AsyncIterator[LinkMessage]) -> AsyncGenerator[LinkMessage, None]:
-        """By the transport whose sources act; the last one, if none does, refuses."""
+        """By NCCL, whose sources act; without it the default refuses."""
         acting = [transport for transport in self._transports.values() if transport.kind == "nccl"]
         return (acting or [self._default])[0].answer(messages)
 

@@ -41,7 +41,7 @@ CONFLICT = 409  # the object has changed since it was read
 @dataclass(frozen=True)
 class PoolObject:
     replicas: int
-    agreed: int | None  # None: nobody has looked at it yet
+    agreed: int | None  # None: no driver has written one yet
     version: str
 
 

@@ -248,7 +248,7 @@ def sample(logits: torch.Tensor, sampling: Seq[Sampling], positions: Seq[int], *
     `compiled`: by the operator, where there is one. It differs from plain PyTorch in the order of its sums, whose last
     bits decide a token in some 10^13. So does the kernel for CUDA, which serves where its trial went well.
     """
-    if logits.device.type == "cuda" and kernel_problem(logits.device) is None:
+    if compiled and logits.device.type == "cuda" and kernel_problem(logits.device) is None:
         return gpu_sampling.sample(logits, sampling, _numbers(sampling, positions))
     if not compiled or kernels.serving(logits.device) == kernels.REFERENCE:
         return _sample(logits, sampling, positions)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -24,26 +24,11 @@ import torch
 
 from engine.attention.forward_context import on_device
 from engine.core.kv_layout import HOST_DIGEST, SUMS_DIGEST
-from engine.kv.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
 
 TILE, TILES = 1024, 8  # words that a program reads at a time, and how often
 SPREAD, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # of the 64-bit finaliser that makes keys of positions
-
-
-def block_reader(pages: KvCache) -> Callable[[Sequence[int]], Sequence[memoryview | bytes]]:
-    """Reads of blocks what their digests cover, by the layout: their bytes, or their sums. Bytes on a GPU are copied to
-    the host first. (CUDA: not yet run on a GPU.)"""
-    if pages.layout.digest == SUMS_DIGEST:
-        return BlockSums(pages.buffer)
-    if pages.buffer.device.type == "cpu":
-        return lambda blocks: [pages.block_view(block) for block in blocks]
-
-    def copies(blocks: Sequence[int]) -> list[memoryview]:
-        return [memoryview(pages.buffer[block].cpu().numpy().data) for block in blocks]
-
-    return copies
 
 
 class BlockSums:

@@ -22,11 +22,11 @@ import torch
 import typer
 
 from engine.attention.forward_context import Batch
-from engine.gpu.block_digest import block_reader
 from engine.kernels import REFERENCE, modules, serving, sum_order
 from engine.kv.kv_cache import KvCache
 from engine.loading import attention_probe, self_check
 from engine.runner import captured_steps, traced_forward
+from engine.runner.block_reader import block_reader
 from engine.runner.model_runner import ModelRunner, RunnerConfig
 from kvtransfer.types import digests
 from loadtest.harness.options import names

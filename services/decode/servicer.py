@@ -19,7 +19,7 @@ import grpc
 
 from engine.core.sequence import Finish, LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
-from engine.gpu.block_digest import block_reader
+from engine.runner.block_reader import block_reader
 from kvtransfer.backends.network_devices import why_slow
 from kvtransfer.types import DigestBlocks, digests
 from services.cluster_credentials import to_workers

@@ -21,7 +21,7 @@ import grpc
 from engine.core import block_hash
 from engine.core.sequence import LoraSlot, Sequence
 from engine.engine_thread import EngineThread, StepOutput
-from engine.gpu.block_digest import block_reader
+from engine.runner.block_reader import block_reader
 from kvtransfer.sender import PART_BYTES, Sender
 from kvtransfer.types import DigestBlocks, Offer, Ticket, digests
 from services.kv_links import answered

@@ -172,9 +172,9 @@ async def test_without_an_api_server_the_sizes_stay(api: Api, registry: Registry
     """It does not answer, refuses the account, or answers nonsense: each is an error that is logged, and changes no
     size."""
     await registry.set_wanted({"prefill": 1, "decode": 2})
-    nobody = Api("http://127.0.0.1:9", tmp_path)
+    unreachable = Api("http://127.0.0.1:9", tmp_path)
     with pytest.raises(Unavailable, match="cannot be asked"):
-        await PoolObjects(nobody, registry, "demo", follows=True)._one("decode")
+        await PoolObjects(unreachable, registry, "demo", follows=True)._one("decode")
     (tmp_path / "token").write_text("another")
     with pytest.raises(Unavailable, match="401"):
         await PoolObjects(api, registry, "demo", follows=True)._one("decode")

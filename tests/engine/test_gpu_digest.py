@@ -13,9 +13,10 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64 and aarch64"
 
 from engine.core.kv_layout import HOST_DIGEST, SUMS_DIGEST, KvLayout
 from engine.gpu import block_digest
-from engine.gpu.block_digest import MIX, SPREAD, TILE, TILES, BlockSums, block_reader, kind, sums_of, wrong
+from engine.gpu.block_digest import MIX, SPREAD, TILE, TILES, BlockSums, kind, sums_of, wrong
 from engine.kv.kv_cache import KvCache, layout_of
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec
+from engine.runner.block_reader import block_reader
 from kvtransfer.types import digest, digests
 from tests.engine.stand_ins import Streams
 

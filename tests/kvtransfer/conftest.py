@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -192,40 +192,37 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
-def nixl_source() -> Iterator[Worker]:
-    """One process for all tests that only read from it."""
-    made = Worker("source", "1", 16, 4096)
+@contextmanager
+def _filled(kind: str) -> Iterator[Worker]:
+    """A source of 16 blocks of 4 KiB, block b filled with pattern b."""
+    made = Worker("source", "1", 16, 4096, kind=kind)
     try:
         for block in range(16):
             made.fill(block, block)
         yield made
     finally:
         made.end()
+
+
+@pytest.fixture(scope="session")
+def nixl_source() -> Iterator[Worker]:
+    """One process for all tests that only read from it."""
+    with _filled("nixl") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def nccl_source() -> Iterator[Worker]:
     """Likewise, with links."""
-    made = Worker("source", "1", 16, 4096, kind="nccl")
-    try:
-        for block in range(16):
-            made.fill(block, block)
+    with _filled("nccl") as made:
         yield made
-    finally:
-        made.end()
 
 
 @pytest.fixture(scope="session")
 def auto_source() -> Iterator[Worker]:
     """Likewise, with both."""
-    made = Worker("source", "1", 16, 4096, kind="auto")
-    try:
-        for block in range(16):
-            made.fill(block, block)
+    with _filled("auto") as made:
         yield made
-    finally:
-        made.end()
 
 
 @pytest.fixture(scope="session")

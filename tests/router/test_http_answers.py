@@ -54,7 +54,7 @@ class Exchange:
             self._events.put_nowait(event)
 
     async def bodies(self, count: int) -> list[bytes]:
-        """So many, once they have been sent."""
+        """The first `count` bodies, as soon as that many have been sent."""
         async with self.news, asyncio.timeout(30.0):
             await self.news.wait_for(lambda: len(self._bodies()) >= count)
         return self._bodies()[:count]

@@ -20,6 +20,7 @@ import mmap
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -109,7 +110,7 @@ class Batch:
         return True
 
 
-class PairLink:
+class PairLink(ABC):
     """`tell` sends a message to the other side; `on_end` is called once, when the link has ended. Both are called on
     the link's thread or on the one that calls `end`, and must not block. `ready` is done when the link can be used, or
     has ended; `error` says why it has ended."""
@@ -242,13 +243,13 @@ class PairLink:
             self._finish(batch, staging[: len(batch.remote)])
             self._staging.append(staging)
 
+    @abstractmethod
     def _begin(self, batch: Batch, staging: torch.Tensor, group: Any) -> Any | None:
         """Starts to move it; None if it is not needed any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, batch: Batch, staging: torch.Tensor) -> None:
         """It has moved."""
-        raise NotImplementedError
 
     def _answer_ready(self) -> None:
         if not self.ready.done():

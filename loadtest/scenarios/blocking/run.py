@@ -184,7 +184,7 @@ class Streams:
     failed: int = 0
 
     async def measure(self, seconds: float) -> float:
-        """The 99th percentile within so many seconds."""
+        """Measures for `seconds`; returns the 99th percentile of the time between two messages of a stream."""
         self.gaps.clear()
         await asyncio.sleep(seconds)
         return percentile(self.gaps, 0.99) if self.gaps else float("inf")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from services.router.answer.call_formats.json_calls import NAME
 from services.router.answer.call_formats.scanner import MAX_NAME, Ends, Steps
 from services.router.answer.call_formats.typed_value import ANY, TEXT, Kind
 from services.router.answer.call_formats.xml_calls import XmlCalls
@@ -26,32 +25,19 @@ _AS_TEXT, _AS_JSON = '" string="true">', '" string="false">'  # what DeepSeek's 
 
 
 class InvokeCalls(XmlCalls):
-    invoke: ClassVar[str] = ""  # the tag before a call's name
+    name_closer = '">'
     key_closers: ClassVar[tuple[str, ...]] = ('">',)
-
-    def _call(self, opener: str) -> Steps[bool]:
-        if opener != self.invoke:
-            yield from self._in.space()
-            if not (yield from self._in.literal((self.invoke,))):
-                return False
-        name = yield from self._in.run(NAME, MAX_NAME)
-        if not (yield from self._in.literal(('">',))):
-            return False
-        return (yield from self._parameters(name))
+    key_closer = ""  # of the parameter that is read
 
     def _key(self) -> Steps[str]:
         key = yield from self._in.run(_KEY, MAX_NAME)
-        closer = yield from self._in.literal(self.key_closers)
-        return key if len(key) <= MAX_NAME and closer and self._typed(closer) else ""
-
-    def _typed(self, closer: str) -> bool:
-        """Notes what the end of the tag says of the value. Always true."""
-        return True
+        self.key_closer = yield from self._in.literal(self.key_closers)
+        return key if len(key) <= MAX_NAME and self.key_closer else ""
 
 
 class MiniMaxCalls(InvokeCalls):
-    invoke = '<invoke name="'
-    openers = Ends("<minimax:tool_call>", invoke)
+    call_tag = '<invoke name="'
+    openers = Ends("<minimax:tool_call>", call_tag)
     between = ("</invoke>", "</minimax:tool_call>")
     parameters = ('<parameter name="',)
     others = (*parameters, "</parameter>")
@@ -61,8 +47,8 @@ class MiniMaxCalls(InvokeCalls):
 
 
 class DsmlCalls(InvokeCalls):
-    invoke = '<｜DSML｜invoke name="'
-    openers = Ends("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", invoke)
+    call_tag = '<｜DSML｜invoke name="'
+    openers = Ends("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", call_tag)
     between = ("</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
     parameters = ('<｜DSML｜parameter name="',)
     others = (*parameters, "</｜DSML｜parameter>")
@@ -71,12 +57,7 @@ class DsmlCalls(InvokeCalls):
     key_closers = ('">', _AS_TEXT, _AS_JSON)
     value_closers = ("</｜DSML｜parameter>",)
     value_ends = Ends(*value_closers, *parameters, *between)
-    _closer = ""
-
-    def _typed(self, closer: str) -> bool:
-        self._closer = closer
-        return True
 
     def _kind(self, name: str, key: str) -> Kind:
         kinds = {_AS_TEXT: TEXT, _AS_JSON: ANY}
-        return kinds.get(self._closer) or super()._kind(name, key)
+        return kinds.get(self.key_closer) or super()._kind(name, key)

@@ -30,6 +30,8 @@ _QWEN_KEY, _GLM_KEY = re.compile(r"[^<>\n]+"), re.compile(r"[^<]+")
 
 
 class XmlCalls(CallReader):
+    call_tag: ClassVar[str] = ""  # the tag before a call's name, up to the name
+    name_closer: ClassVar[str] = ""  # what stands between the name and the parameters
     parameters: ClassVar[tuple[str, ...]] = ()  # tags before a parameter's name
     closers: ClassVar[tuple[str, ...]] = ()  # tags after the last parameter
     value_ends: ClassVar[Ends] = NOTHING  # the first ones end a value; others show that its end is missing
@@ -42,6 +44,16 @@ class XmlCalls(CallReader):
     @abstractmethod
     def _key(self) -> Steps[str]:
         """Reads a parameter's name and all up to its value; empty if that is not there."""
+
+    def _call(self, opener: str) -> Steps[bool]:
+        if opener != self.call_tag:
+            yield from self._in.space()
+            if not (yield from self._in.literal((self.call_tag,))):
+                return False
+        name = yield from self._in.run(NAME, MAX_NAME)
+        if not (yield from self._in.literal((self.name_closer,))):
+            return False
+        return (yield from self._parameters(name))
 
     def _parameters(self, name: str) -> Steps[bool]:
         """Reads the parameters of a call; see _call."""
@@ -99,23 +111,14 @@ class XmlCalls(CallReader):
 class Qwen3CoderCalls(XmlCalls):
     """The line ends beside a value are no part of it."""
 
-    openers = Ends("<tool_call>", "<seed:tool_call>", "<function=")
+    call_tag, name_closer = "<function=", ">"
+    openers = Ends("<tool_call>", "<seed:tool_call>", call_tag)
     between = ("</function>", "</tool_call>", "</seed:tool_call>")
     others = ("<parameter=", "</parameter>")
     parameters = ("<parameter=",)
     closers = between
     value_closers = ("\n</parameter>", "</parameter>")
     value_ends = Ends(*value_closers, "\n<parameter=", *(f"\n{tag}" for tag in between))
-
-    def _call(self, opener: str) -> Steps[bool]:
-        if opener != "<function=":
-            yield from self._in.space()
-            if not (yield from self._in.literal(("<function=",))):
-                return False
-        name = yield from self._in.run(NAME, MAX_NAME)
-        if not (yield from self._in.literal((">",))):
-            return False
-        return (yield from self._parameters(name))
 
     def _key(self) -> Steps[str]:
         key = yield from self._in.run(_QWEN_KEY, MAX_NAME)
