@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -91,3 +92,29 @@ async def test_a_backlog_of_one_model_does_not_keep_the_jobs_of_another_from_bei
         for number in range(MAX_RUNNING):
             await runner._slots[model].take(str(number))
         assert runner._takes_more() is takes
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_running_jobs_of_one_model_leave_another_its_slots(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many jobs of a as there are slots run without an end; one of b runs beside them. The control: where both
+    have the same slots it waits."""
+    held, seen = asyncio.Event(), list[str]()
+
+    async def attempt(runner: JobRunner, job: _Running) -> None:
+        seen.append(job.kept.request.model)
+        if job.kept.request.model == "a":
+            await held.wait()
+
+    monkeypatch.setattr(JobRunner, "_attempt", attempt)
+    runner = JobRunner(GIVEN(key_of=lambda name: name if apart else "all"), RateLimits(None), GIVEN())
+    for number, model in enumerate([*"a" * MAX_RUNNING, "b"]):
+        request = generation_pb2.GenerateRequest(model=model)
+        kept = jobs_pb2.KeptJob(request=request, tenant=str(number))
+        runner.run_here(GIVEN(job_id=str(number), generation=1, request=kept.SerializeToString()))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert seen.count("a") == MAX_RUNNING
+    assert ("b" in seen) is apart
+    held.set()
+    await asyncio.wait({task for _, task in runner._running.values()}, timeout=30)
+    assert seen.count("b") == 1
