@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 MODEL = Path(__file__).parents[2] / "demo/model"
-NEW, END_S = 600, 60.0
+NEW, END_S = 1000, 60.0
 NOTICED_S = 8.0  # documented: 2 to 3 s, or transfer_timeout_s (4 s); and then the prompt is computed again
 SETTINGS = {
     "TANDEM_DTYPE": "float32",
@@ -70,12 +70,18 @@ def undisturbed(cluster: RayHosts, asked: list[list[int]]) -> list[list[int]]:
     return [stream.tokens for stream in streams]
 
 
-def busiest(cluster: RayHosts) -> str:
-    """The host whose decode worker has the most streams."""
+def busiest(cluster: RayHosts) -> tuple[str, set[str]]:
+    """The host whose decode worker has the most streams, and the workers of the hosts beside it and the head."""
     workers = cluster.clients.ask("workers")["answer"]["workers"]
-    return str(
-        max((worker for worker in workers if worker["role"] == "decode"), key=lambda one: one["running"])["node"]
-    )
+    decode = [worker for worker in workers if worker["role"] == "decode"]
+    host = max(decode, key=lambda worker: worker["running"])["node"]
+    return host, {worker["worker_id"] for worker in workers if worker["node"] not in (host, "head")}
+
+
+def strike(streams: list[Stream], fault: Callable[[], None]) -> None:
+    """In mid-stream: a machine that is slow to say which host is busiest can be too late."""
+    fault()
+    assert not all(stream.ended.is_set() for stream in streams), "every stream had ended before the fault"
 
 
 def balanced(cluster: RayHosts, workers: set[str]) -> None:
@@ -117,9 +123,9 @@ def test_a_host_that_is_cut_or_frozen_in_mid_stream_costs_no_token(cluster: RayH
     expected = undisturbed(cluster, asked)
     streams = begin(cluster, asked)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
-    host = cluster.hosts[busiest(cluster)]
-    host.cut() if fault == "cut" else host.freeze()
+    host = cluster.hosts[busiest(cluster)[0]]
     try:
+        strike(streams, host.cut if fault == "cut" else host.freeze)
         finish(cluster, streams, expected)
     finally:
         host.join() if fault == "cut" else host.thaw()
@@ -154,10 +160,8 @@ def test_a_host_that_is_killed_in_mid_stream_costs_no_token(cluster: RayHosts) -
     expected = undisturbed(cluster, asked)
     streams = begin(cluster, asked)
     cluster.clients.until(lambda: all(len(stream.tokens) > 20 for stream in streams), END_S)
-    lost = busiest(cluster)
-    workers = cluster.clients.ask("workers")["answer"]["workers"]
-    left = {worker["worker_id"] for worker in workers if worker["node"] not in (lost, "head")}
-    cluster.hosts[lost].kill()
+    lost, left = busiest(cluster)
+    strike(streams, cluster.hosts[lost].kill)
     finish(cluster, streams, expected)
     assert max(stream.receipt["attempts"] for stream in streams) in (2, 3)  # the host of the prefill worker, too
     assert max(stream.silence_s for stream in streams) < NOTICED_S

@@ -129,7 +129,7 @@ class Fake(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminSe
         try:
             async for event in self.script(request):
                 yield event
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the second one while gRPC was still sending
             self.cancelled.set()
             raise
 
