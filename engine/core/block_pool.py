@@ -122,7 +122,17 @@ class BlockPool:
 
     def drop(self, owner: str) -> None:
         """Give up the owner's blocks: known prefixes become cached, the rest free."""
-        for block in reversed(self._tables.pop(owner)):  # the tail first, so that it is also evicted first
+        self._let_go(self._tables.pop(owner))
+
+    def shorten(self, owner: str, count: int) -> None:
+        """Give up the last `count` blocks of the owner's table, likewise."""
+        table = self._tables[owner]
+        kept = len(table) - count
+        self._let_go(table[kept:])
+        del table[kept:]
+
+    def _let_go(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):  # the tail first, so that it is also evicted first
             self._holders[block] -= 1
             if self._holders[block]:
                 continue

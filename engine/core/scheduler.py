@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.sequence import Sequence
+from engine.core.state_slots import StateSlots
 
 # Rows of logits in one step beyond the one that each sequence may want: for prompt_logprobs and for drafts. A row is as
 # long as the vocabulary, so they are the largest tensor of a step.
@@ -33,10 +34,14 @@ class Chunk(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, token_budget: int, max_running: int) -> None:
+    def __init__(
+        self, pool: BlockPool, slots: StateSlots | None = None, *, token_budget: int, max_running: int
+    ) -> None:
+        """`slots` of the states of recurrent layers: whoever runs has one."""
         if token_budget < max_running:
             raise ValueError(f"token_budget {token_budget} must be at least max_running {max_running}")
         self.pool = pool
+        self.slots = slots
         self.token_budget = token_budget
         self.max_running = max_running
         self.waiting: deque[Sequence] = deque()
@@ -61,6 +66,8 @@ class Scheduler:
         self.arrivals += 1
         sequence.arrival = self.arrivals
         if self.pool.owns(sequence.id):
+            if self.slots is not None and not self.slots.take(sequence.id):
+                raise AssertionError(f"no state slot for {sequence.id}, though at most {self.max_running} may run")
             self.running.append(sequence)
         else:
             self.waiting.append(sequence)
@@ -68,7 +75,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence; its blocks are the caller's business."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -145,10 +152,16 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for every token the sequence has, reusing the cached prefix; at least one token stays to compute."""
-        reusable = sequence.reusable(self.pool.block_size)
-        reused = self.pool.take(sequence.id, reusable, self.pool.blocks_for(len(sequence.tokens)))
+        reusable, blocks = sequence.reusable(self.pool.block_size), self.pool.blocks_for(len(sequence.tokens))
+        if self.slots is not None:  # the cache has no states, so computing begins at the first token
+            reusable, blocks = [], blocks + (self.slots.blocks if sequence.handoff else 0)
+            if not self.slots.free:
+                return False
+        reused = self.pool.take(sequence.id, reusable, blocks)
         if reused is None:
             return False
+        if self.slots is not None:
+            self.slots.take(sequence.id)
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.num_computed = reused * self.pool.block_size
@@ -175,12 +188,17 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Drop its blocks, keep its tokens, and let it wait in front of the others. Full blocks stay cached."""
         assert not sequence.handoff, "a hand-off has all its blocks from the start and never needs more"
-        self.running.remove(sequence)
+        self._stop(sequence)
         self.pool.drop(sequence.id)
         sequence.num_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if self.slots is not None:
+            self.slots.drop(sequence.id)
 
 
 def _order(sequence: Sequence) -> tuple[bool, int, int]:
