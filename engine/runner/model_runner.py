@@ -146,7 +146,8 @@ class ModelRunner:
         extra: dict[str, Any] = {"step": step} if self._passes_step else {}
         if self._keeps_logits:
             extra["logits_to_keep"] = wanted
-        if step.pages.states is not None:
+        if self.mixers is not None:
+            assert step.pages.states is not None, "pages without slots for the states of recurrent layers"
             step.pages.states.begin()
         with running(step):
             out = self.module(input_ids=step.input_ids, position_ids=step.position_ids, use_cache=False, **extra)
