@@ -33,7 +33,7 @@ from engine.core.sequence import Finish, Sequence
 from engine.core.step_retries import BeforeStep, Retries
 from engine.core.step_time import PROMPTS_S, StepTime
 from engine.decoding.sampler import choose, score_prompt
-from engine.decoding.speculative import Ask, Speculation
+from engine.decoding.speculative import Ask, Speculation, agrees
 from engine.decoding.structured_output import Filling, Grammars, Masks
 from engine.kernels import REFERENCE, speed_check
 from engine.kv.kv_cache import KvCache
@@ -73,13 +73,12 @@ class Engine:
         self.pool = BlockPool(config.num_blocks, config.block_size)
         blocks, each = config.num_blocks + config.spare_block, config.block_size
         self.pages: KvCache = model.allocate(blocks, each, slots=config.max_running + 1)  # the last one is for PROOF
-        self.states = SequenceStates(self.pages) if self.pages.states else None
-        self.state_blocks = self.states.blocks if self.states else 0  # with a copy of the state in a handoff
-        assert not (self.states and speculation), "drafts would change recurrent states, and nothing takes them back"
+        self.states = states = SequenceStates(self.pages, self.pool) if self.pages.states else None
+        self.state_blocks = states.blocks if states else 0  # with a copy of the state in a handoff
+        assert not (states and speculation), "drafts would change recurrent states, and nothing takes them back"
         self.spare = config.num_blocks if config.spare_block else None  # that block's id
         self.decode: Decode | None = None  # set by `capture`
-        slots = self.states.slots if self.states else None
-        self.scheduler = Scheduler(self.pool, slots, token_budget=config.token_budget, max_running=config.max_running)
+        self.scheduler = Scheduler(self.pool, states, token_budget=config.token_budget, max_running=config.max_running)
         self.sequences: dict[str, Sequence] = {}  # everything that may own blocks: running, waiting, reserved, held
         self.steps = self.failures = 0
         self.stepped = False  # the recurrent states are those after the step that runs
@@ -109,8 +108,8 @@ class Engine:
         self.scheduler.add(sequence)
 
     def reserve(self, sequence: Sequence, ahead: int, arrives: bool = True) -> None:
-        """Blocks for all its tokens and `ahead` more, now, for KV that will arrive from elsewhere, if it `arrives`; the
-        last ones for a copy of recurrent states.
+        """Blocks for all its tokens and `ahead` more, now; if KV `arrives` from elsewhere, the last ones are for a copy
+        of recurrent states.
 
         `sequence.cached` tokens need not arrive: they are in this worker's prefix cache.
         Raises Busy when there is no room now, TooLarge when there never will be.
@@ -122,10 +121,10 @@ class Engine:
         blocks, hashes = self.pool.blocks_for(wanted), sequence.reusable(self.pool.block_size)
         if arrives:
             blocks += self.state_blocks
-        elif self.states:  # who computes here begins at the first token: the cache has no states
-            hashes = []
+        elif self.states:
+            hashes = self.states.resume(sequence) or []
         if (reused := self.pool.take(sequence.id, hashes, blocks)) is None:
-            del self.sequences[sequence.id]
+            self.drop(sequence.id)
             raise Busy(f"needs {blocks} blocks, {self.pool.available} are available", reason="NO_ROOM")
         sequence.cached = sequence.num_computed = reused * self.pool.block_size
 
@@ -156,6 +155,8 @@ class Engine:
             self.speculation.forget(sequence_id)
         if self.pool.owns(sequence_id):
             self.pool.drop(sequence_id)
+        if self.states:
+            self.states.slots.drop(sequence_id)
 
     # ---- the step
 
@@ -228,7 +229,7 @@ class Engine:
         return ended
 
     def _give_up(self, sequence: Sequence, error: Exception) -> Progress:
-        self.pool.distrust(sequence.id)
+        self._distrust(sequence)
         if out_of_memory(error):
             why: TandemError = TooLarge("a step with this request alone runs out of memory", reason="OUT_OF_MEMORY")
         else:
@@ -266,7 +267,7 @@ class Engine:
         """One sentence for each inconsistency of the books of blocks and of state slots. `live`: as in the pool."""
         faults = self.pool.check(live)
         if self.states:
-            faults += self.states.slots.check(sequence.id for sequence in self.scheduler.running)
+            faults += self.states.slots.check([each.id for each in self.scheduler.running], self.sequences)
         return faults
 
     def _enter(self, sequence: Sequence) -> None:
@@ -274,14 +275,11 @@ class Engine:
             raise ValueError(f"{sequence.id} is already in the engine")
         if sequence.adapter is not None and self.model.lora is None:
             raise ValueError(f"{sequence.id} has an adapter, the model has none")
-        usable = self.pool.total - self.state_blocks
-        if self.pool.blocks_for(sequence.max_len) > usable:
-            raise TooLarge(
-                f"{sequence.max_len} tokens need {self.pool.blocks_for(sequence.max_len)} blocks,"
-                f" this worker has {usable}; ask for fewer tokens",
-                field="max_tokens",
-                bound=f"prompt + max_tokens <= {usable * self.pool.block_size}",
-            )
+        needed, usable = self.pool.blocks_for(sequence.max_len), self.pool.total - self.state_blocks
+        if needed > usable:
+            what = f"{sequence.max_len} tokens need {needed} blocks, this worker has {usable}; ask for fewer tokens"
+            bound = f"prompt + max_tokens <= {usable * self.pool.block_size}"
+            raise TooLarge(what, field="max_tokens", bound=bound)
         self.sequences[sequence.id] = sequence
 
     def _draft(self, plan: list[Chunk]) -> list[list[int]]:
@@ -340,14 +338,21 @@ class Engine:
         # that was read back has waited already.
         device_done(self.model.device)
         self.stepped = self.states is not None and self.states.commit()
-        for (sequence, _), start in zip(plan, before, strict=True):
+        for (sequence, count), start in zip(plan, before, strict=True):
             self._publish(sequence, start)
+            if self.states:
+                self.states.keep(sequence, count)
         for sequence, _, _, finish, _, error in progress:
             if isinstance(error, InternalError):
-                self.pool.distrust(sequence.id)
+                self._distrust(sequence)
             if finish is not None or error is not None:
                 self._end(sequence, error)
         return progress
+
+    def _distrust(self, sequence: Sequence) -> None:
+        self.pool.distrust(sequence.id)
+        if self.states:
+            self.states.forget(sequence)
 
     def _end(self, sequence: Sequence, error: TandemError | None = None) -> None:
         """Out of the batch; the blocks of a hand-off stay until drop(), with a copy of its recurrent states."""
@@ -393,8 +398,3 @@ class Engine:
         hashes = sequence.hashes(size)
         for index in range(before // size, sequence.num_computed // size):
             self.pool.publish(sequence.id, index, hashes[index])
-
-
-def agrees(draft: int, token: int) -> bool:
-    """Whether a draft is the token that the target chose at its place."""
-    return draft == token

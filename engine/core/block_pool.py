@@ -141,6 +141,19 @@ class BlockPool:
             else:
                 heapq.heappush(self._free, block)
 
+    def find(self, hashes: Sequence[bytes]) -> list[int] | None:
+        """The blocks with these hashes; None if one is not here. Their content is theirs until the next change."""
+        return [self._block_of[digest] for digest in hashes] if self.match(hashes) == len(hashes) else None
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nobody finds blocks with these hashes any more; those without an owner are free."""
+        for digest in hashes:
+            if (block := self._block_of.get(digest)) is not None:
+                self._forget(block)
+                if block in self._cached:
+                    del self._cached[block]
+                    heapq.heappush(self._free, block)
+
     # ---- queries
 
     def listen(self) -> list[bytes]:

@@ -1,7 +1,7 @@
 """The owners of the slots that hold the states of recurrent layers. Pure Python.
 
-A slot belongs to one sequence from when it starts to run until it ends or is preempted: states are never shared, and a
-preempted sequence computes its state anew. Always free + held = total.
+A slot belongs to one sequence from when it starts to run, or reserves blocks to run on this worker, until it ends or is
+preempted: states are never shared. Always free + held = total.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 
 class StateSlots:
-    def __init__(self, total: int, blocks: int) -> None:
-        """`blocks` of the pool hold a copy of one state."""
-        self.total, self.blocks = total, blocks
+    def __init__(self, total: int) -> None:
+        self.total = total
         self._free = list(range(total))  # a heap
         self._slot_of: dict[str, int] = {}
 
@@ -45,14 +44,16 @@ class StateSlots:
         if slot is not None:
             heapq.heappush(self._free, slot)
 
-    def check(self, running: Iterable[str] | None = None) -> list[str]:
-        """One sentence for each inconsistency. `running`: exactly these should have a slot."""
+    def owns(self, owner: str) -> bool:
+        return owner in self._slot_of
+
+    def check(self, running: Iterable[str], live: Iterable[str]) -> list[str]:
+        """One sentence for each inconsistency. All of `running` should have a slot, and only of `live` any may."""
         faults = []
         every = sorted([*self._free, *self._slot_of.values()])
         if every != list(range(self.total)):
             faults.append(f"state slots: free {self.free} + held {self.held} are not all {self.total}, each once")
-        if running is not None:
-            owners, expected = self._slot_of.keys(), set(running)
-            faults += [f"{owner} has a state slot but does not run" for owner in sorted(owners - expected)]
-            faults += [f"{owner} runs without a state slot" for owner in sorted(expected - owners)]
+        owners = self._slot_of.keys()
+        faults += [f"{owner} has a state slot but no longer exists" for owner in sorted(owners - set(live))]
+        faults += [f"{owner} runs without a state slot" for owner in sorted(set(running) - owners)]
         return faults

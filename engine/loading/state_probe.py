@@ -118,7 +118,7 @@ def learn(model: PreTrainedModel) -> Mixers | None:
         raise CheckpointRefused(f"{type(model).__name__} {beside}: {error.message}") from error
     except ODD_ERRORS as error:
         raise CheckpointRefused(
-            f"{type(model).__name__} does not run over transformers' cache of K, V and states, so it keeps state"
+            f"{type(model).__name__} does not run over transformers' cache of K, V and states, so it may keep state"
             f" elsewhere: {error!r}"
         ) from error
     return mixers

@@ -19,6 +19,7 @@ from engine.loading import self_check
 from engine.loading.model_loader import load_model
 from engine.runner import mixers
 from engine.runner.model_runner import ModelRunner
+from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
 from tandem.errors import CheckpointRefused, SettingsError
 from tests.support import oracle
@@ -208,3 +209,78 @@ def test_a_mixer_that_never_continues_is_refused(checkpoint: Checkpoint, monkeyp
     monkeypatch.setattr(mixers.SlotStates, "__init__", lambda self, memory, slots, _: kept(self, memory, slots, False))
     with pytest.raises(CheckpointRefused, match=r"model\.layers\.0\.conv \(Lfm2ShortConv\) does not continue from its"):
         load(checkpoint("tiny-lfm2"))
+
+
+def again(engine: Engine, folder: Path, shared: int, more: int) -> Sequence:
+    """Runs a prompt of 61 tokens, then one with `shared` of them and `more` others; returns that."""
+    first, other = oracle.prompts(folder, [61, more])
+    run(engine, [Sequence(id="first", tokens=list(first), prompt_len=61, max_len=61 + NEW)])
+    prompt = first[:shared] + other
+    second = Sequence(id="second", tokens=prompt, prompt_len=len(prompt), max_len=len(prompt) + NEW)
+    run(engine, [second])
+    return second
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+@pytest.mark.parametrize("shared", [61, 60, 35])
+def test_a_cached_beginning_is_reused_up_to_its_deepest_snapshot(
+    family: str, shared: int, checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """At the end of the last full block of the earlier prompt, or at a regular place before; the tokens are those
+    without a cache, also when the snapshot is used again after its sequence went on from a copy."""
+    folder, model = checkpoint(f"tiny-{family}"), loaded(family)
+    engine = engine_of(model, blocks=400)
+    second = again(engine, folder, shared, 9)
+    interval = 4 * model.layout(SIZE).state_blocks * SIZE
+    assert second.cached == (60 if shared >= 60 else shared // SIZE * SIZE // interval * interval)
+    assert right(folder, second)
+    third = Sequence(id="third", tokens=second.tokens[:-NEW], prompt_len=shared + 9, max_len=shared + 9 + NEW)
+    run(engine, [third])
+    assert third.cached == (shared + 8) // SIZE * SIZE
+    assert right(folder, third)
+
+
+def test_control_kv_that_is_reused_beyond_the_snapshot_gives_wrong_logits(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks that match, with the state of fewer tokens: what others' prefix caches do to hybrid models."""
+    folder = checkpoint("tiny-qwen3-next")
+    resume = SequenceStates.resume
+
+    def deeper(self: SequenceStates, sequence: Sequence) -> list[bytes] | None:
+        found = resume(self, sequence)
+        return sequence.reusable(SIZE)[: self._pool.match(sequence.reusable(SIZE))] if found else found
+
+    monkeypatch.setattr(SequenceStates, "resume", deeper)
+    assert not right(folder, again(engine_of(loaded("qwen3-next"), blocks=400), folder, 55, 5))
+
+
+def test_snapshots_stay_within_their_share_and_the_ledger_balances(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """Of a small pool, over many prompts; those that were used least recently go first."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model, blocks=48)
+    states = engine.states
+    assert states is not None
+    for number, prompt in enumerate(oracle.prompts(folder, [30] * 12)):
+        run(engine, [Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=30, max_len=32)])
+        assert 0 < len(states._snapshots) <= 48 // 4 // states.blocks
+    assert engine.pool.free + engine.pool.cached == 48
+
+
+def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:
+    """With the KV of its sequence: whoever comes with the same prompt begins at the first token."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model)
+    (prompt,) = oracle.prompts(folder, [30])
+    one = Sequence(id="one", tokens=list(prompt), prompt_len=30, max_len=30 + NEW)
+    engine.add(one)
+    while one.num_computed < 29:
+        engine.step()
+    engine._distrust(one)
+    engine.drop("one")
+    two = Sequence(id="two", tokens=list(prompt), prompt_len=30, max_len=30 + NEW)
+    run(engine, [two])
+    assert two.cached == 0
+    assert right(folder, two)
