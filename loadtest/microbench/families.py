@@ -94,8 +94,8 @@ def tiny(name: str) -> PreTrainedConfig:
     default = AutoConfig.for_model(name).get_text_config()
     own = default.to_dict().keys() | default.attribute_map.keys()
     values = {key: value for key, value in SMALL.items() if key in own}
-    own_kinds = set(KINDS).isdisjoint({**known.get(name, {}), **MORE.get(name, {})})
-    for key in own & set(KINDS) if own_kinds else ():
+    told = known.get(name, {}).keys() | MORE.get(name, {}).keys()
+    for key in own & set(KINDS) if told.isdisjoint(KINDS) else ():
         if each := list(dict.fromkeys(getattr(default, key, None) or ())):
             values[key] = (each * LAYERS)[:LAYERS]
     if "kv_lora_rank" in values:  # every head has its own expanded key

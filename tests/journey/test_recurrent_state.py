@@ -4,7 +4,8 @@ of the KV, and nothing runs on a state that is not provably the sequence's own."
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ import pytest
 import torch
 
 from engine.core import block_hash
+from engine.core.sequence import Sequence
 from engine.runner.sequence_states import SequenceStates
 from kvtransfer.sender import Sender
 from kvtransfer.types import Offer, Peer, Ticket
 from loadtest.harness.random_checkpoints import make_checkpoint
+from services import launch
+from tandem.async_client import AsyncClient
 from tests.journey.test_handoff import harming, reuse_at_source
+from tests.journey.test_kill import ids, until
 from tests.support import oracle
 from tests.support.faults import Harm
+from tests.support.harness import LocalCluster
 from tests.support.memory import block_view
 
 NEW = 16
@@ -83,11 +89,11 @@ def folder(hybrid: Callable[[str], Path]) -> Path:
     return hybrid("qwen3-next")
 
 
-def scramble_state(running: list[Any]) -> Callable[[Harm, Peer, Sequence[tuple[int, int]]], None]:
+def scramble_state(running: list[Any]) -> Callable[[Harm, Peer, Seq[tuple[int, int]]], None]:
     """Once, of the copy that has just been read."""
     done: list[int] = []
 
-    def act(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+    def act(harm: Harm, peer: Peer, pairs: Seq[tuple[int, int]]) -> None:
         pool = running[0].workers["decode-0"].engine.pool
         ends = {pool.table(owner)[-1] for owner in pool.owners() if owner.startswith("sequence:")}
         for _, local in pairs:
@@ -133,7 +139,7 @@ async def test_a_state_that_is_not_this_sequences_own_never_commits(
     """The prefill worker leaves it out, offers that of another position, or mixes it up with a block of KV."""
     announce, done = Sender.announce, list[int]()
 
-    def wrong(self: Sender, ticket: Ticket, offers: Sequence[Offer]) -> Any:
+    def wrong(self: Sender, ticket: Ticket, offers: Seq[Offer]) -> Any:
         if done or not any(offer.index == 7 for offer in offers):
             return announce(self, ticket, offers)
         done.append(1)
@@ -173,7 +179,7 @@ async def test_control_a_state_of_one_token_less_gives_other_tokens(
         before[id(self._pages)] = self._memory.buffer.clone()
         return commit(self)
 
-    def early(self: SequenceStates, owner: str, table: Sequence[int]) -> None:
+    def early(self: SequenceStates, owner: str, table: Seq[int]) -> None:
         now = self._memory.buffer.clone()
         self._memory.buffer.copy_(before[id(self._pages)])
         self._pages.save_state(self.slots.slot(owner), table[-self.blocks :])
@@ -193,7 +199,7 @@ async def test_states_that_the_source_gave_up_during_the_read_are_never_used(
     running: list[Any] = []
     fired: list[int] = []
 
-    async def give_up(harm: Harm, peer: Peer, pairs: Sequence[tuple[int, int]]) -> None:
+    async def give_up(harm: Harm, peer: Peer, pairs: Seq[tuple[int, int]]) -> None:
         if not fired:
             fired.append(1)
             await reuse_at_source(running[0], overwrite=True)
@@ -219,3 +225,46 @@ async def test_preempted_answers_and_several_of_one_prompt(inside: Any, folder: 
         assert [each.token_ids for each in several] == [oracle.greedy(folder, prompts[0], NEW)] * 3
         await cluster.freed()
         assert await cluster.ledgers_balance()
+
+
+async def test_the_decode_worker_dies_mid_stream(folder: Path) -> None:
+    """SIGKILL: its streams go on at another worker, which gets KV and state of all tokens so far, with the same
+    tokens."""
+    prompts = oracle.prompts(folder, [20, 33, 48, 7])
+    with LocalCluster(folder, decode=2, step_s=0.01, block_size=8, dtype="float32") as cluster:
+        client = AsyncClient(cluster.target)
+        pieces: list[list[Any]] = [[] for _ in prompts]
+
+        async def one(index: int) -> None:
+            async for piece in client.stream(prompts[index], max_tokens=80, ignore_eos=True, timeout=60):
+                pieces[index].append(piece)
+
+        running = asyncio.ensure_future(asyncio.gather(*map(one, range(len(prompts)))))
+        await until(lambda _: all(len(ids(each)) >= 5 for each in pieces), pieces, running)
+        await asyncio.to_thread(cluster.kill, "decode-0")
+        await running
+        await client.close()
+        assert any(each[-1].receipt.attempts > 1 for each in pieces)
+        for prompt, each in zip(prompts, pieces, strict=True):
+            assert ids(each) == oracle.greedy(folder, prompt, 80)
+        await asyncio.to_thread(cluster.start_worker, "decode-0")
+        cluster.wait_balanced()
+
+
+async def test_a_role_switch_keeps_the_snapshots_and_no_state(inside: Any, folder: Path) -> None:
+    """The engine of a prefill worker becomes a decode worker's: no slot is held, and its snapshots still serve."""
+    (prompt,) = oracle.prompts(folder, [50])
+    async with inside(model=str(folder), **SETTINGS) as cluster:
+        await ask(cluster, prompt)
+        worker = cluster.workers["prefill-0"]
+        engine = await worker.release(5.0)
+        assert engine.engine.states.slots.held == 0
+        assert engine.engine.check(live=()) == []
+        again: Any = await launch.start("decode", cluster.settings, "decode-1", engine=engine)
+        cluster.workers["decode-1"] = again
+        try:
+            sequence = Sequence(id="s", tokens=list(prompt), prompt_len=50, max_len=60)
+            assert len(await engine.call(lambda: engine.engine.states.resume(sequence))) == 6
+            await engine.call(lambda: engine.engine.states.slots.drop("s"))
+        finally:
+            await again.stop(0.0)
