@@ -95,7 +95,7 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
     speculation = _speculation(settings, draft, blocks) if generates else None
     engine = Engine(model, config, pace=pace, speculation=speculation, grammars=grammars)
     engine.products = products
-    say(f"{blocks} blocks of KV allocated")
+    say(f"{blocks} blocks of KV allocated{engine.states or ''}")
     if device.type == "cuda":
         problem = sampler.kernel_problem(device)
         say(f"sampling: {f'plain PyTorch, because the kernel {problem}' if problem else 'cuda (triton)'}")

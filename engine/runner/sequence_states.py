@@ -21,6 +21,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.sequence import Sequence
 from engine.core.state_slots import StateSlots
 from engine.kv.kv_cache import KvCache
+from tandem.errors import TooLarge
 
 SHARE = 4  # of the KV's memory: one in so many blocks
 SNAPSHOT = "snapshot"  # owner of its blocks while they are written
@@ -33,9 +34,16 @@ class SequenceStates:
         self._pages, self._memory, self._pool = pages, pages.states, pool
         self.blocks = pages.layout.state_blocks  # that hold a copy
         self.slots = StateSlots(len(pages.states.buffer) - 1)
+        if pool.total <= self.blocks:
+            what = f"a copy of one sequence's recurrent states needs {self.blocks} blocks, there are {pool.total}"
+            raise TooLarge(f"{what}; raise kv_blocks", field="kv_blocks", bound=f"> {self.blocks}")
         self._most = pool.total // SHARE // self.blocks
         self._interval = SHARE * self.blocks * pool.block_size  # tokens
         self._snapshots: OrderedDict[bytes, list[bytes]] = OrderedDict()  # hash of the block that ends -> of the state
+
+    def __str__(self) -> str:
+        state = self._pages.layout.state_bytes
+        return f", {self.slots.total} slots of {state / 2**20:.1f} MiB for recurrent states"
 
     def commit(self) -> bool:
         """The states of the last forward are those of the slots from now on; always True."""

@@ -21,7 +21,7 @@ from engine.runner import mixers
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
-from tandem.errors import CheckpointRefused, SettingsError
+from tandem.errors import CheckpointRefused, SettingsError, TooLarge
 from tests.support import oracle
 
 Checkpoint = Callable[[str], Path]
@@ -284,3 +284,13 @@ def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[
     run(engine, [two])
     assert two.cached == 0
     assert right(folder, two)
+
+
+def test_a_pool_that_does_not_hold_one_state_is_refused(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """When the engine is made, with the number of blocks that it needs at least."""
+    model = loaded("falcon-h1")
+    needed = model.layout(SIZE).state_blocks
+    with pytest.raises(TooLarge, match=f"needs {needed} blocks"):
+        engine_of(model, blocks=needed)
