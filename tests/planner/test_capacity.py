@@ -127,7 +127,7 @@ def test_what_cannot_fit_or_be_read_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(HYBRID))
 def test_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
     """Their states are not in this arithmetic."""
-    with pytest.raises(CheckpointRefused, match="recurrent layers|does not know this kind"):
+    with pytest.raises(CheckpointRefused, match=r"recurrent layers|does not know this kind"):
         read_shape(make_checkpoint(tmp_path, f"tiny-{family}"))
 
 
