@@ -194,7 +194,7 @@ class Step:
         self.calls += 1
         return self.calls - 1
 
-    def tensor(self, values: list[Any]) -> torch.Tensor:
+    def tensor(self, values: Any) -> torch.Tensor:
         """An int64 tensor on the step's device."""
         return on_device(values, torch.int64, self.device)
 
