@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import builder, kernels
 from engine.core.engine_config import EngineConfig
 from engine.core.sequence import Sequence
 from engine.engine import Engine
@@ -22,6 +23,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.sequence_states import SequenceStates
 from loadtest.harness.random_checkpoints import HYBRID
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
+from tandem.settings import Settings
 from tests.support import oracle
 
 Checkpoint = Callable[[str], Path]
@@ -193,6 +195,19 @@ def test_what_is_not_served_beside_recurrent_layers_is_refused(checkpoint: Check
     """Adapters, by a sentence that says why."""
     with pytest.raises(SettingsError, match="recurrent layers, beside which adapters"):
         load(checkpoint("tiny-lfm2"), later_rank=4)
+
+
+def test_an_order_of_sums_that_recurrent_layers_do_not_have_is_refused(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]
+) -> None:
+    """One that the products have: by name, with what to do. Without the setting the model is served."""
+    if (order := kernels.sum_order(CPU, torch.float32)) == kernels.PLAIN:
+        pytest.skip("the compiled operators are not built, so there is no order to ask for")
+    asked: dict[str, Any] = {"model": str(checkpoint("tiny-lfm2")), "device": "cpu", "dtype": "float32"}
+    with pytest.raises(SettingsError, match=f"sum_order is {order}, and .* has recurrent layers.*leave") as refused:
+        builder.build_engine(Settings(**asked, sum_order=order), lambda _: None)
+    assert (refused.value.field, refused.value.bound) == ("sum_order", "fastest")
+    builder._check_order(Settings(**asked), loaded("lfm2"))
 
 
 def test_quantised_kv_beside_states(checkpoint: Checkpoint) -> None:
