@@ -284,6 +284,35 @@ def test_snapshots_stay_within_their_share_and_the_ledger_balances(
     assert engine.pool.free + engine.pool.cached == 48
 
 
+def served_between(engine: Engine, folder: Path, others: int) -> int:
+    """The least cached tokens of a prompt that comes again after each of so many others."""
+    cached: list[int] = []
+    kept, *rest = oracle.prompts(folder, [29] * (1 + others))
+    for number, prompt in enumerate(rest):
+        run(engine, [Sequence(id=f"s{number}", tokens=list(prompt), prompt_len=29, max_len=30)])
+        one = Sequence(id=f"k{number}", tokens=list(kept), prompt_len=29, max_len=30)
+        run(engine, [one])
+        cached.append(one.cached)
+    return min(cached[1:])
+
+
+def test_a_snapshot_that_is_used_is_not_evicted_before_others(
+    checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pool is full of other prompts' blocks; in the control, where reading one is no use of it, it is."""
+    folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")
+    engine = engine_of(model, blocks=36)
+    assert served_between(engine, folder, 12) == 28
+    assert engine.states is not None
+    assert engine.states.evictions > 0
+
+    def only_read(self: SequenceStates, digest: bytes, sequence: Sequence) -> None:
+        self.load(sequence.id, self._pool.find(self._snapshots[digest]) or ())
+
+    monkeypatch.setattr(SequenceStates, "_begin_with", only_read)
+    assert served_between(engine_of(model, blocks=36), folder, 12) < 28
+
+
 def test_a_state_in_doubt_is_forgotten(checkpoint: Checkpoint, loaded: Callable[[str], ModelRunner]) -> None:
     """With the KV of its sequence: whoever comes with the same prompt begins at the first token."""
     folder, model = checkpoint("tiny-qwen3-next"), loaded("qwen3-next")

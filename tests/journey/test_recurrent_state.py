@@ -70,6 +70,10 @@ async def test_tokens_equal_transformers_over_nixl(inside: Any, hybrid: Callable
         await cluster.freed()
         assert await cluster.ledgers_balance()
         assert engine.states.slots.held == 0
+        for ledger in (await cluster.client.audit()).ledgers:
+            worker = cluster.workers[ledger.worker_id]
+            assert (ledger.states.free, ledger.states.total) == (worker.settings.max_num_seqs,) * 2
+            assert ledger.states.snapshots == worker._load().states[2] > 0
 
 
 async def test_a_prompt_that_is_computed_where_it_decodes(inside: Any, hybrid: Callable[[str], Path]) -> None:
