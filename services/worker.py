@@ -220,6 +220,7 @@ class Worker:
             vocab_size=model.vocab_size,
             eos_token_ids=list(model.eos_token_ids),
             block_size=pool.block_size,
+            state_blocks=self.engine.state_blocks,
             running=len(self._open),
             waiting=len(scheduler.waiting),
             max_running=scheduler.max_running,

@@ -67,6 +67,7 @@ class WorkerRecord:
     vocab_size: int = 0
     eos_token_ids: list[int] = field(default_factory=list)
     block_size: int = 0
+    state_blocks: int = 0  # that a copy of a sequence's recurrent states takes; 0: the model has none
     max_running: int = 0
     blocks_total: int = 0
     weights: str = ""  # format of the weights of its products
