@@ -166,6 +166,7 @@ def plan(
     kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences with a slot for recurrent states.", min=1)] = 64,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -193,6 +194,7 @@ def plan(
                 sorted({length for length in (512, 2048, 8192, 32768) if length < shape.context} | {shape.context})
             ),
             concurrencies=(1, 8, 32, 128),
+            slots=max_num_seqs + 1,
         )
         if output is JSON:
             print_json(report.facts(shape, plan, dtype=dtype, weights=weights, kv_dtype=kv_dtype, link=link * 1e9))
