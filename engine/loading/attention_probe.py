@@ -161,10 +161,8 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
             f"alone: {error}"
         ) from error
     facts = tuple(_recorded_calls)
-    mixers = None
-    if facts:
-        switch(model, ISOLATION)
-        mixers = state_probe.learn(model)
+    switch(model, ISOLATION)
+    mixers = state_probe.learn(model)
     _check_calls(model, facts, mixers)
     _check_isolation(model, ids, mixers)
     return Learnt(facts, mixers)
@@ -173,7 +171,7 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
 def _check_calls(model: PreTrainedModel, facts: tuple[CallFacts, ...], mixers: Mixers | None) -> None:
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if len(facts) >= layers or (facts and mixers):
+    if len(facts) >= layers or (mixers and (facts or len(mixers.each) >= layers)):
         return
     kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or () if _is_stateful(str(kind))})
     if not facts:

@@ -12,6 +12,7 @@ even then, or keeps its state where this module cannot see it, refuses the model
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -146,9 +147,10 @@ def _recorded(model: PreTrainedModel, tokens: int) -> tuple[_Recorder, dict[nn.M
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
     hooks += [module.register_forward_hook(leave) for module in model.modules()]
     ids, positions = _inputs(model, tokens)
+    given = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
     try:
         with torch.inference_mode():
-            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, position_ids=positions, **{given: cache}, use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
