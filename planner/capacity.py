@@ -108,7 +108,8 @@ def read_shape(folder: Path) -> Shape:
         raise CheckpointRefused(f"{folder} has no readable config.json: {error}") from error
     asked = config.get("quantization_config") or {}
     config = config.get("text_config") or config
-    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers")
+    kinds = config.get("layers_block_type")  # some name nothing else
+    layers = len(kinds) if kinds else _first(config, "num_hidden_layers", "n_layer", "n_layers")
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
     shapes, stored = _weights(folder)

@@ -143,8 +143,8 @@ class Learnt(NamedTuple):
     mixers: Mixers | None
 
 
-def learn_facts(model: PreTrainedModel) -> Learnt:
-    """What pages and slots must hold for this model.
+def learn_facts(model: PreTrainedModel, compiled: bool = False) -> Learnt:
+    """What pages and slots must hold for this model; `compiled`: which may be served by Tandem's operators.
 
     Leaves the model switched to the probe; the caller switches it on. Raises CheckpointRefused with the reason for a
     model that pages cannot serve.
@@ -162,7 +162,7 @@ def learn_facts(model: PreTrainedModel) -> Learnt:
         ) from error
     facts = tuple(_recorded_calls)
     switch(model, ISOLATION)
-    mixers = state_probe.learn(model)
+    mixers = state_probe.learn(model, compiled)
     _check_calls(model, facts, mixers)
     _check_isolation(model, ids, mixers)
     return Learnt(facts, mixers)

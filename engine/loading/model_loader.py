@@ -68,7 +68,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank))
+    facts, mixers = _learn(module, say, adapters=bool(adapters or later_rank), compiled=served_by != REFERENCE)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -90,10 +90,12 @@ def load_model(
     return model
 
 
-def _learn(module: PreTrainedModel, say: Callable[[str], None], *, adapters: bool) -> attention_probe.Learnt:
+def _learn(
+    module: PreTrainedModel, say: Callable[[str], None], *, adapters: bool, compiled: bool
+) -> attention_probe.Learnt:
     """What pages and slots must hold. Raises SettingsError for what is not served beside recurrent layers."""
     latent = mla.use_latent_pages(module)
-    learnt = attention_probe.learn_facts(module)
+    learnt = attention_probe.learn_facts(module, compiled)
     say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
     if learnt.mixers:
         say(str(learnt.mixers))
