@@ -212,7 +212,7 @@ def test_an_order_of_sums_that_recurrent_layers_do_not_have_is_refused(
 
 def test_quantised_kv_beside_states(checkpoint: Checkpoint) -> None:
     """K and V of the attention layers in int8: the paged path still equals eager attention over the stored values."""
-    model = load(checkpoint("tiny-qwen3-next"), kv_dtype="int8")
+    model = load(checkpoint("tiny-qwen3-5"), kv_dtype="int8")
     report = self_check.run(model)
     assert report.gap < EXACT
     assert report.kept_gap < EXACT
