@@ -50,8 +50,8 @@ KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *STATE_LAYE
 KERNELS, PLAIN = ("causal_conv1d", "fla", "mamba_ssm"), "transformers"
 PIECES = (5, 1, 9, 7, 1)  # tokens, of those of the proof
 # Standard deviations of a mixer's output. One that forgets its state is off by 0.06 and more. What a mixer's rounding
-# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much, and operators by
-# LIKE times as much as transformers in pieces.
+# does shows token by token, which is how transformers decodes: pieces may be off by LIKE times as much, and operators
+# by LIKE times as much as transformers in pieces.
 ROUNDING, MOST_ROUNDING, LIKE = 1e-5, 1e-4, 3.0
 ODD_ERRORS = (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError, AssertionError)
 
