@@ -236,6 +236,8 @@ class EngineThread:
         except Exception as error:  # raised to its waiter
             self._built.set_exception(error)
             return
+        if self.engine.model.ranks is not None:
+            self.engine.model.ranks.on_lost = self.abandon
         self._built.set_result(None)
         try:
             while self._iterate():
@@ -247,6 +249,7 @@ class EngineThread:
             self._break(Unavailable(message, reason="ENGINE_BROKEN"))
         if self.broken:  # abandoned: fails calls that arrived since then
             self._fail_all(self.broken)
+        self.engine.model.close()
 
     def _iterate(self) -> bool:
         with self._wake:

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as Unreadable
 
 from tandem.errors import SettingsError
+from tandem.rank_settings import RankSettings, check_ranks
 
 Role = Literal["router", "decode", "prefill"]
 STRETCH_WITH_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
@@ -26,7 +27,7 @@ MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:
 ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
 
-class Settings(BaseSettings):
+class Settings(RankSettings, BaseSettings):
     """One cluster. The same object reaches the router and every worker."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
@@ -127,7 +128,6 @@ class Settings(BaseSettings):
     ray_address: str | None = None
     """An existing Ray cluster, by the host:port of its head; this host must be one of its nodes. Absent: one on this
     machine that runs as long as `tandem up`."""
-
     logs: Path | None = None
     """A folder that keeps the logs of every run, each in a separate folder. Absent: those of a failed run are kept in
     the temporary directory."""
@@ -162,7 +162,7 @@ class Settings(BaseSettings):
     """The share of a GPU's memory that one worker may take, weights included. Ray places several workers on one GPU
     only if their shares fit: 0.5 is two (not yet run on a GPU)."""
     threads: Annotated[int, Field(ge=0, le=512)] = 0
-    """CPU threads of one worker's engine; 0: this machine's cores divided by `host_workers`, at least one."""
+    """CPU threads of one worker, all ranks together; 0: this machine's cores over `host_workers`, at least one."""
     host_workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster, of an existing Ray
     those that a host may get."""
@@ -312,10 +312,9 @@ def load(**overrides: Any) -> Settings:
 
     Raises SettingsError naming the setting and its bound.
     """
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     # Variables of other parts of the product, not settings of a cluster.
     others = ("TARGET", "API_KEY", "TLS_CA", "TLS_CLIENT_CERT", "TLS_CLIENT_KEY", "OPERATORS")
-    known |= {ENV_PREFIX + name for name in others}
+    known = {ENV_PREFIX + name.upper() for name in (*Settings.model_fields, *others)}
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise SettingsError(f"unknown setting {name} in the environment", field=name)
@@ -377,6 +376,7 @@ def check_model(settings: Settings) -> None:
             field="adapters",
             bound="names that differ from the model's",
         )
+    check_ranks(settings, dict(settings))
     _check_autoscale(settings)
 
 

@@ -28,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 from engine.attention.implementation import switch
 from engine.attention.mla import expander
 from engine.kv.kv_cache_spec import CallFacts, FullAttentionSpec, Reach, SlidingWindowSpec, name_reach
+from engine.parallel.weight_cut import held_heads
 from tandem.errors import CheckpointRefused
 
 PROBE, ISOLATION = "probe_kv", "isolation_kv"
@@ -104,6 +105,7 @@ def _probe_attention(
             sinks=s_aux is not None,
             scaling=float(scaling) if scaling is not None else query.shape[3] ** -0.5,
             latent=expander(module) is not None,
+            held=held_heads(module),
         )
     )
     return _own_value(module, query, key, value), None

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +23,9 @@ from engine.kernels.weight_cache import WeightCache
 from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.tp_plan import check_plan
+from engine.parallel.weight_cut import cut
 from engine.runner import traced_forward
 from engine.runner.model_runner import CHECKPOINT, KvDtype, ModelRunner, RunnerConfig
 from tandem.errors import CheckpointRefused, SettingsError
@@ -44,6 +49,7 @@ def load_model(
     weights: str = CHECKPOINT,
     kv_dtype: KvDtype = "auto",
     cache: WeightCache | None = None,
+    group: RankGroup | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModelRunner:
     """Loads a checkpoint folder (or hub id) and proves that it can be served from pages.
@@ -52,7 +58,8 @@ def load_model(
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
     (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
     rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
-    `cache` keeps packed weights for other workers and the next start. `progress` receives a line for each stage.
+    `cache` keeps packed weights for other workers and the next start. `group`: loads one rank's part; the other ranks
+    load theirs at the same time, with equal arguments. `progress` receives a line for each stage.
     Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
     and for `weights` that are not supported here.
     """
@@ -60,6 +67,10 @@ def load_model(
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
     config, max_len, method = _checked_config(folder, max_model_len, weights)
+    if group is not None:
+        check_plan(config, group.size)
+        if method is not None:
+            raise CheckpointRefused(f"a checkpoint that is quantised, by {method}, is not served by several ranks")
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
@@ -68,6 +79,8 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
+    if group is not None:
+        say(cut(module, group))
     latent = mla.use_latent_pages(module)
     facts = attention_probe.learn_facts(module)
     say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
@@ -78,10 +91,11 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype),
+        sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype, group.size if group else 1),
         kv_dtype=kv_dtype,
     )
     model = ModelRunner(module, facts, served)
+    model.group = group
     model.weights = method or CHECKPOINT
     _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
@@ -89,7 +103,16 @@ def load_model(
     say(f"step: {traced_forward.install(model)}")
     if model.lora:
         model.lora.clear()
+    if group is not None:
+        _agree(model, group)
     return model
+
+
+def _agree(model: ModelRunner, group: RankGroup) -> None:
+    """All ranks have parts of one model that are equal in everything but which heads and columns they are."""
+    facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
+    same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
+    group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
 
 
 def _prepare(
@@ -108,7 +131,7 @@ def _prepare(
 
 def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
-    config = _read_config(folder)
+    config = read_config(folder)
     max_len = max_length(config, max_model_len)
     check_positions(config, max_len)
     method = quantized_checkpoint.check(config)
@@ -137,7 +160,8 @@ def quantise(model: ModelRunner, format: str) -> str:
     return f"weights: {count} products in {format}, {before / 2**20:.0f} MiB are now {model.weight_bytes / 2**20:.0f}"
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises CheckpointRefused if transformers cannot read it."""
     try:
         with _quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)

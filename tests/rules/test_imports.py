@@ -154,8 +154,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tenant_slots",),
     ),
     "engine": (
-        *(("builder",), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
-        *(("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
+        *(("builder", "follower"), ("engine_thread",), ("engine",), ("loading", "decoding"), ("runner",)),
+        *(("parallel",), ("gpu",), ("attention",), ("kv",), ("kernels",), ("core",)),
     ),
     "cluster": (
         *(("local_cluster", "driver"), ("ray_runtime",), ("ray_actors",), ("supervisor", "autoscaler")),
