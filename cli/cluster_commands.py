@@ -68,8 +68,8 @@ def up(
     transport: Annotated[str | None, typer.Option(help="What moves KV: nixl or nccl. [default: nixl]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one worker. [default: a fair share]")] = None,
     tp: Annotated[int | None, typer.Option(help="Processes that serve one copy of the model. [default: 1]")] = None,
-    prefill_tp: Annotated[int | None, typer.Option(help="The same of prefill workers alone. [default: --tp]")] = None,
-    decode_tp: Annotated[int | None, typer.Option(help="The same of decode workers alone. [default: --tp]")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="Likewise in the prefill pool. [default: --tp]")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="Likewise in the decode pool. [default: --tp]")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block. [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of one worker. [default: measured]")] = None,
     memory_utilization: Annotated[float | None, typer.Option(help="Share of free memory for KV.")] = None,
@@ -91,6 +91,7 @@ def up(
     overrides = dict(locals())
     del overrides["output"]
     overrides["adapters"] = _parse_adapters(overrides.pop("adapter"))
+    overrides |= {"prefill_tp": prefill_tp or tp, "decode_tp": decode_tp or tp, "tp": None}
     with reported():
         from tandem.settings import load
 

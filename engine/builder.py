@@ -28,7 +28,7 @@ from engine.kernels.weight_cache import WeightCache, default_folder
 from engine.loading import checkpoint
 from engine.loading.model_loader import load_model, read_config
 from engine.parallel.leader import Ranks
-from engine.parallel.tp_plan import check_plan
+from engine.parallel.tp_plan import check_plan, check_settings
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import CheckpointRefused, SettingsError, TooLarge
 from tandem.settings import Settings
@@ -123,12 +123,9 @@ def _load_ranks(
     settings: Settings, device: torch.device, dtype: torch.dtype, size: int, say: Callable[[str], None]
 ) -> ModelRunner:
     """Rank 0's part of a model, with the other ranks ready to follow. Raises what load_model raises, on any rank."""
-    if device.type != "cpu":
-        raise SettingsError(
-            f"a worker of {size} ranks runs on CPU alone; set device to cpu", field="device", bound="cpu with tp"
-        )
+    check_settings(settings, size, device.type)  # before anything is started
     folder = checkpoint.resolve(settings.model)
-    check_plan(read_config(folder), size)  # before anything is started
+    check_plan(read_config(folder), size)
     options: dict[str, Any] = {
         "path": str(folder),
         "max_model_len": settings.max_model_len,

@@ -12,7 +12,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as Unreadable
 
 from tandem.errors import SettingsError
-from tandem.rank_settings import RankSettings, check_ranks
 
 Role = Literal["router", "decode", "prefill"]
 STRETCH_WITH_PREFILL, STRETCH_ALONE = 2.0, 8.0  # of `stream_stretch`
@@ -27,11 +26,10 @@ MODEL_NAMES = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}(,[A-Za-z0-9][A-Za-z0-9._/:
 ORIGINS = r"^(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+(,[a-z][a-z0-9+.-]*://[^\s,/*]+)*)$"
 
 
-class Settings(RankSettings, BaseSettings):
+class Settings(BaseSettings):
     """One cluster. The same object reaches the router and every worker."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
-
     model: str = ""
     """A checkpoint folder or a hub id; org/name@REVISION pins a commit. Required, unless `models` names several."""
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], dict[str, Any]] = {}
@@ -166,7 +164,11 @@ class Settings(RankSettings, BaseSettings):
     host_workers: Annotated[int, Field(ge=0, le=4096)] = 0
     """Workers that share the cores of one machine; 0: all prefill and decode workers of the cluster, of an existing Ray
     those that a host may get."""
-
+    prefill_tp: Annotated[int, Field(ge=1, le=16)] = 1
+    """Tensor parallelism: processes of one host that serve one copy of the model as one prefill worker, each with its
+    part of the weights and of every layer's work. On CPU only. `--tp` sets it for both pools."""
+    decode_tp: Annotated[int, Field(ge=1, le=16)] = 1
+    """Likewise of one decode worker; it may differ from `prefill_tp`."""
     block_size: Annotated[int, Field(ge=1, le=512)] = 16
     """Token places in a block: the unit of allocation, caching and transfer."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
@@ -197,7 +199,6 @@ class Settings(RankSettings, BaseSettings):
     on CUDA, 0.15 on CPU, where workers share the host."""
     kv_blocks: Annotated[int, Field(ge=2)] | None = None
     """Blocks of one worker, instead of measuring."""
-
     speculation: Literal["off", "ngram", "draft"] = "off"
     """Draft the next tokens and verify several in one step: the same tokens, sooner where drafts are right. `ngram`:
     from the text so far; `draft`: by `draft_model`. It stops by itself where it does not pay."""
@@ -376,7 +377,6 @@ def check_model(settings: Settings) -> None:
             field="adapters",
             bound="names that differ from the model's",
         )
-    check_ranks(settings, dict(settings))
     _check_autoscale(settings)
 
 

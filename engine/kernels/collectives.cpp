@@ -12,8 +12,8 @@
 // that counts up its beat, and a beat that stands still for STALE_S while the waiting rank itself runs breaks the group.
 // Time in which the waiting rank did not run does not count. A broken group stays so, and every call raises.
 //
-// The call that a rank is in (which one of the forward, of which size and type) is compared with that of rank 0, so that
-// ranks that have lost step never add unrelated tensors.
+// Each rank compares the call that it is in (which one of the forward, of which size and type) with those of the others,
+// so that ranks that have lost step never add unrelated tensors.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -151,19 +151,26 @@ class Group {
   // Returns when the parts of all ranks are there.
   void exchange(const void* piece, int64_t bytes, const Call& call) {
     std::lock_guard<std::mutex> one(mutex_);
+    check_whole();
     ++turn_;
     if (bytes > 0) std::memcpy(part(rank_), piece, bytes);
     Rank& own = header_->ranks[rank_];
     own.calls[turn_ & 1] = call;
     own.turn.store(turn_, std::memory_order_release);
-    for (int64_t r = 0; r < ranks_; ++r)
-      if (r != rank_) wait_for(r);
-    const Call& first = header_->ranks[0].calls[turn_ & 1];
-    if (first.site != call.site || first.count != call.count || first.type != call.type) {
-      break_off();
-      TORCH_CHECK(false, "the ranks have lost step: rank ", rank_, " is at ", call.site, " with ", call.count,
-                  " left, rank 0 at ", first.site, " with ", first.count);
+    for (int64_t r = 0; r < ranks_; ++r) {
+      if (r == rank_) continue;
+      wait_for(r);
+      const Call& there = header_->ranks[r].calls[turn_ & 1];
+      if (there.site != call.site || there.count != call.count || there.type != call.type) {
+        break_off();
+        TORCH_CHECK(false, "the ranks have lost step: rank ", rank_, " is at ", call.site, " with ", call.count,
+                    " left, rank ", r, " at ", there.site, " with ", there.count);
+      }
     }
+  }
+
+  void check_whole() const {
+    TORCH_CHECK(header_->broken.load(std::memory_order_acquire) == 0, "the group of ranks is broken");
   }
 
   void wait_for(int64_t other) {
@@ -187,7 +194,7 @@ class Group {
       const uint64_t seen = there.beat.load(std::memory_order_relaxed);
       silent = seen == beat && seen > 0 ? silent + spent : 0;  // without a first beat its process is starting
       beat = seen;
-      if (header_->broken.load(std::memory_order_acquire) != 0) TORCH_CHECK(false, "the group of ranks is broken");
+      check_whole();
       if (silent > STALE_S || waited > LONGEST_S) {
         break_off();
         TORCH_CHECK(false, "rank ", other, silent > STALE_S ? " has shown no sign of life for " : " is late by ",

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
+from engine.kv.kv_cache_spec import CallFacts
 from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
@@ -66,11 +67,7 @@ def load_model(
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
     files = checkpoint.check_folder(folder)
-    config, max_len, method = _checked_config(folder, max_model_len, weights)
-    if group is not None:
-        check_plan(config, group.size)
-        if method is not None:
-            raise CheckpointRefused(f"a checkpoint that is quantised, by {method}, is not served by several ranks")
+    config, max_len, method = _checked_config(folder, max_model_len, weights, group)
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
@@ -79,11 +76,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    if group is not None:
-        say(cut(module, group))
-    latent = mla.use_latent_pages(module)
-    facts = attention_probe.learn_facts(module)
-    say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    facts = _learn(module, group, say)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -93,26 +86,28 @@ def load_model(
         kernels=served_by,
         sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype, group.size if group else 1),
         kv_dtype=kv_dtype,
+        group=group,
     )
     model = ModelRunner(module, facts, served)
-    model.group = group
     model.weights = method or CHECKPOINT
     _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
     say(f"step: {traced_forward.install(model)}")
+    return _finished(model, group)
+
+
+def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
+    """Ready to serve: with empty slots of adapters, and on all ranks parts of one model, equal in everything but which
+    heads and columns they are."""
     if model.lora:
         model.lora.clear()
-    if group is not None:
-        _agree(model, group)
-    return model
-
-
-def _agree(model: ModelRunner, group: RankGroup) -> None:
-    """All ranks have parts of one model that are equal in everything but which heads and columns they are."""
+    if group is None:
+        return model
     facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
     same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
     group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
+    return model
 
 
 def _prepare(
@@ -129,7 +124,9 @@ def _prepare(
     say(f"self-check passed: {self_check.check(model)}")
 
 
-def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tuple[PreTrainedConfig, int, str | None]:
+def _checked_config(
+    folder: Path, max_model_len: int | None, weights: str, group: RankGroup | None
+) -> tuple[PreTrainedConfig, int, str | None]:
     """The checkpoint's config, the longest sequence, and by which method it is quantised, if it is."""
     config = read_config(folder)
     max_len = max_length(config, max_model_len)
@@ -137,7 +134,21 @@ def _checked_config(folder: Path, max_model_len: int | None, weights: str) -> tu
     method = quantized_checkpoint.check(config)
     if method is not None and weights != CHECKPOINT:
         raise SettingsError(f"the checkpoint is quantised already, by {method}", field="weights", bound=CHECKPOINT)
+    if group is not None:
+        check_plan(config, group.size)
+        if method is not None:
+            raise CheckpointRefused(f"a checkpoint that is quantised, by {method}, is not served by several ranks")
     return config, max_len, method
+
+
+def _learn(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> tuple[CallFacts, ...]:
+    """Of this rank's part of the model: what its attention calls need of pages."""
+    if group is not None:
+        say(cut(module, group))
+    latent = mla.use_latent_pages(module)
+    facts = attention_probe.learn_facts(module)
+    say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    return facts
 
 
 def quantise(model: ModelRunner, format: str) -> str:

@@ -69,7 +69,7 @@ def group_memory(size: int) -> int:
     if serving(CPU) == REFERENCE:
         raise SettingsError(
             "a worker of several ranks needs the compiled operators (`python -m engine.kernels.build`)",
-            field="tp",
+            field="decode_tp",
             bound="1 without them",
         )
     return shared_file(torch.ops.tandem.group_bytes.default(size))
@@ -78,7 +78,7 @@ def group_memory(size: int) -> int:
 def shared_file(nbytes: int) -> int:
     """An anonymous file in memory; it is gone when the last process that has it open or mapped has ended."""
     if not hasattr(os, "memfd_create"):
-        raise SettingsError("a worker of several ranks needs Linux", field="tp", bound="1 on this system")
+        raise SettingsError("a worker of several ranks needs Linux", field="decode_tp", bound="1 on this system")
     file = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
     try:
         os.truncate(file, nbytes)

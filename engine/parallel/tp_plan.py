@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from tandem.errors import CheckpointRefused
+from tandem.errors import CheckpointRefused, SettingsError
+from tandem.settings import Settings
 
 MAX_RANKS = 16
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
@@ -34,15 +35,43 @@ CUT = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", *GATH
 KNOWN = CUT | SUMMED | KEPT
 
 
+# Settings that have not been made to work by several ranks, and the values with which they are as if absent.
+WITHOUT: dict[str, tuple[object, ...]] = {
+    "weights": ("checkpoint",),
+    "kv_dtype": ("auto",),
+    "adapters": ({},),
+    "adapter_root": (None,),
+    "draft_model": (None,),
+    "weight_cache": ("auto", "off"),
+}
+
+
+def check_settings(settings: Settings, ranks: int, device: str) -> None:
+    """Raises SettingsError for what a worker of `ranks` ranks does not serve."""
+    if device != "cpu":
+        raise SettingsError(f"{ranks} ranks serve a worker on CPU only", field="device", bound="cpu with --tp")
+    for name, absent in WITHOUT.items():
+        if (value := getattr(settings, name)) not in absent:
+            raise SettingsError(
+                f"{name} is {value}, which a worker of {ranks} ranks does not serve",
+                field=name,
+                bound=f"{absent[0]} where prefill_tp or decode_tp is above 1",
+            )
+    if settings.flips and settings.prefill_tp != settings.decode_tp:
+        raise SettingsError(
+            f"workers change pools, and prefill_tp is {settings.prefill_tp} where decode_tp is {settings.decode_tp}",
+            field="prefill_tp",
+            bound="the same as decode_tp with autoscale",
+        )
+
+
 def check_plan(config: PreTrainedConfig, ranks: int) -> None:
     """Raises CheckpointRefused with the reason where a model of this config cannot be cut for `ranks` ranks."""
     text = config.get_text_config()
     kind = text.model_type
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not plan:
-        raise CheckpointRefused(
-            f"transformers has no plan to cut {kind} for tensor parallelism; serve it with tp = 1 (by one rank)"
-        )
+        raise CheckpointRefused(f"transformers has no plan to cut {kind} for tensor parallelism; serve it by one rank")
     unknown = sorted(set(plan.values()) - KNOWN)
     if unknown:
         raise CheckpointRefused(f"the plan of {kind} has styles that Tandem does not know: {', '.join(unknown)}")

@@ -49,6 +49,7 @@ class RunnerConfig:
     kernels: str = REFERENCE  # the level of the compiled operators that serve it, or "reference"
     sum_order: str = PLAIN  # where it is equal in two processes, bits are (engine.kernels)
     kv_dtype: KvDtype = "auto"
+    group: RankGroup | None = None  # if this is one rank of several
 
 
 class ModelRunner:
@@ -76,7 +77,7 @@ class ModelRunner:
         self.cuda_kernel: CudaKernel | None = None  # set by `choose_attention`: attends on CUDA
         self.recorded: RecordedForward | None = None  # set by engine.runner.traced_forward.install
         self.lora: Lora | None = None  # set by engine.loading.lora_attachment, if there are adapters
-        self.group: RankGroup | None = None  # set by the loader, if this is one rank of several
+        self.group = served.group
         self.ranks: Ranks | None = None  # set by engine.builder on rank 0: the others, which follow
         self.latent = any(call.latent for call in facts)  # each step expands the whole context of its sequences
         self._keeps_logits = "logits_to_keep" in accepted
