@@ -86,6 +86,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
+        self.ranks = model.ranks
         self.products: speed_check.Report | None = None  # set by build_engine
         self.pace = pace or StepTime()
         self.alone_s = PROMPTS_S  # of a step without streams; the worker may shorten it

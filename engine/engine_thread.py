@@ -233,11 +233,11 @@ class EngineThread:
     def _run(self, make: Callable[[], Engine]) -> None:
         try:
             self.engine = make()
+            if self.engine.ranks is not None:
+                self.engine.ranks.on_lost = self.abandon
         except Exception as error:  # raised to its waiter
             self._built.set_exception(error)
             return
-        if self.engine.model.ranks is not None:
-            self.engine.model.ranks.on_lost = self.abandon
         self._built.set_result(None)
         try:
             while self._iterate():
@@ -249,7 +249,8 @@ class EngineThread:
             self._break(Unavailable(message, reason="ENGINE_BROKEN"))
         if self.broken:  # abandoned: fails calls that arrived since then
             self._fail_all(self.broken)
-        self.engine.model.close()
+        if self.engine.ranks is not None:
+            self.engine.ranks.close()
 
     def _iterate(self) -> bool:
         with self._wake:
