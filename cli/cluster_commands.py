@@ -170,6 +170,7 @@ def plan(
     kv_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8, of KV; auto is as --dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Token places in a block.", min=1)] = 16,
     link: Annotated[float, typer.Option(help="GB/s between prefill and decode.", min=0.001)] = 25.0,
+    tp: Annotated[int, typer.Option(help="Ranks of one worker.", min=1, max=16)] = 1,
     output: Output = TEXT,
 ) -> None:
     """How many sequences of which length fit, and how long their KV takes to move. Loads nothing."""
@@ -185,6 +186,12 @@ def plan(
         formats = (CHECKPOINT, *shape.quantised)
         if weights not in formats:
             raise SettingsError(f"weights is {weights}", field="weights", bound=", ".join(formats))
+        if tp > 1:
+            from planner.ranks import of_ranks
+
+            if (weights, kv_dtype) != (CHECKPOINT, "auto"):
+                raise SettingsError("several ranks do not serve quantised weights or KV", field="tp", bound="1")
+            shape = of_ranks(shape, model, tp)
         plan = capacity(
             shape,
             memory=int(memory * 2**30),

@@ -136,9 +136,9 @@ def _load_ranks(
     try:
         try:
             model = load_model(**options, dtype=dtype, device=device, group=ranks.group, progress=say)
-        except (RuntimeError, CheckpointRefused) as error:  # perhaps because another rank was first
-            if (why := ranks.why_failed()) is not None:
-                raise CheckpointRefused(why) from error
+        except (RuntimeError, CheckpointRefused) as error:
+            if ranks.group.broken:  # another rank was first
+                raise ranks.why_not_loaded() from error
             raise
         ranks.wait_joined()
     except BaseException:

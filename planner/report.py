@@ -40,7 +40,8 @@ def table(
         (
             "weights",
             f"{capacity.weights / GIB:.2f} GiB",
-            f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk",
+            f"as {format_name(dtype, weights)}; {shape.stored_bytes / GIB:.2f} GiB on disk"
+            + (f"; {capacity.weights / shape.ranks / GIB:.2f} GiB in each of {shape.ranks} ranks" * (shape.ranks > 1)),
         ),
         ("KV bytes per token", f"{per_token:,}", f"{shape.why}, {shape.layers} layers, {kept}"),
         ("KV pool", f"{capacity.kv / GIB:.2f} GiB", f"{capacity.blocks:,} blocks, {capacity.tokens:,} tokens"),

@@ -98,6 +98,8 @@ class Group {
 
   void break_off() { header_->broken.store(1, std::memory_order_release); }
 
+  bool broken() const { return header_->broken.load(std::memory_order_acquire) != 0; }
+
   std::vector<int64_t> beats() const {
     std::vector<int64_t> all(ranks_);
     for (int64_t r = 0; r < ranks_; ++r) all[r] = header_->ranks[r].beat.load(std::memory_order_relaxed);
@@ -169,9 +171,7 @@ class Group {
     }
   }
 
-  void check_whole() const {
-    TORCH_CHECK(header_->broken.load(std::memory_order_acquire) == 0, "the group of ranks is broken");
-  }
+  void check_whole() const { TORCH_CHECK(!broken(), "the group of ranks is broken"); }
 
   void wait_for(int64_t other) {
     const Rank& there = header_->ranks[other];
@@ -262,6 +262,8 @@ void close_group(int64_t number) {
 
 void break_group(int64_t number) { group_of(number)->break_off(); }
 
+bool group_broken(int64_t number) { return group_of(number)->broken(); }
+
 std::vector<int64_t> group_beats(int64_t number) { return group_of(number)->beats(); }
 
 void group_barrier(int64_t number, int64_t site) { group_of(number)->barrier(site); }
@@ -277,6 +279,7 @@ TORCH_LIBRARY_FRAGMENT(tandem, m) {
   m.def("open_group(int fd, int rank, int ranks) -> int", &tandem::open_group);
   m.def("close_group(int group) -> ()", &tandem::close_group);
   m.def("break_group(int group) -> ()", &tandem::break_group);
+  m.def("group_broken(int group) -> bool", &tandem::group_broken);
   m.def("group_beats(int group) -> int[]", &tandem::group_beats);
   m.def("group_barrier(int group, int site) -> ()", &tandem::group_barrier);
   m.def("all_reduce(Tensor x, int group, int site) -> Tensor");

@@ -21,7 +21,7 @@ from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
 from engine.kv.kv_cache_spec import CallFacts
-from engine.loading import attention_probe, checkpoint, lora_attachment, quantized_checkpoint, self_check
+from engine.loading import attention_probe, checkpoint, cut_check, lora_attachment, quantized_checkpoint, self_check
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
@@ -144,7 +144,9 @@ def _checked_config(
 def _learn(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> tuple[CallFacts, ...]:
     """Of this rank's part of the model: what its attention calls need of pages."""
     if group is not None:
+        expected = cut_check.whole(module) if group.rank == 0 else None
         say(cut(module, group))
+        say(cut_check.check(module, expected, group))
     latent = mla.use_latent_pages(module)
     facts = attention_probe.learn_facts(module)
     say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")

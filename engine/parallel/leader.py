@@ -57,6 +57,7 @@ class Ranks:
         self._numbers: weakref.WeakKeyDictionary[KvCache, int] = weakref.WeakKeyDictionary()
         self._made = 0  # pages, ever
         self._gone: list[int] = []  # pages of which the others have not been told yet that they are free
+        self._joined = False
         self._ended = threading.Event()
         try:
             self.group = RankGroup(0, size, memory)
@@ -75,26 +76,33 @@ class Ranks:
         self._watcher.start()
 
     def wait_joined(self) -> None:
-        """Until every rank has loaded and checked its part. Raises CheckpointRefused with the first reason."""
+        """Until every rank has loaded and checked its part. Raises CheckpointRefused with a rank's reason, Unavailable
+        if one has ended without."""
+        if (why := self._reports(JOIN_S)) is not None:
+            raise why
+        self._joined = True
+
+    def why_not_loaded(self) -> TandemError:
+        """The first reason that a rank has given, or that one has ended without any."""
+        return self._reports(END_S) or self._ended_silently()
+
+    def _reports(self, timeout: float) -> TandemError | None:
+        """What the ranks say of their load, each in `timeout` seconds: the first bad news, None if there is none."""
+        worst: TandemError | None = None
         for rank, connection in enumerate(self._connections, 1):
-            connection.settimeout(JOIN_S)
+            connection.settimeout(timeout if worst is None else END_S)
             try:
                 kind, content, _ = rank_messages.receive(connection)
-            except (EOFError, OSError) as error:
-                raise CheckpointRefused(f"rank {rank} ended while it loaded its part; its log says why") from error
-            if kind != READY:
-                raise CheckpointRefused(f"rank {rank}: {rank_messages.from_json(content)['why']}")
+            except (EOFError, OSError):
+                worst = worst or self._ended_silently()
+                continue
             connection.settimeout(SEND_S)
+            if kind != READY:
+                return CheckpointRefused(f"rank {rank}: {rank_messages.from_json(content)['why']}")
+        return worst
 
-    def why_failed(self) -> str | None:
-        """What the first rank that could not load has said, if one has."""
-        for rank, connection in enumerate(self._connections, 1):
-            connection.settimeout(END_S)
-            with suppress(EOFError, OSError, KeyError):
-                kind, content, _ = rank_messages.receive(connection)
-                if kind != READY:
-                    return f"rank {rank}: {rank_messages.from_json(content)['why']}"
-        return None
+    def _ended_silently(self) -> TandemError:
+        return self.lost or Unavailable("a rank ended while it loaded its part", reason="RANK_LOST")
 
     # ---- pages and steps
 
@@ -119,7 +127,8 @@ class Ranks:
     @contextmanager
     def together(self, pages: KvCache, batch: Batch) -> Iterator[None]:
         """Has the other ranks run this step while rank 0 does so inside. Raises Unavailable when one is lost, and for
-        every error of rank 0's own: the others are in the middle of a step then, so the group is over."""
+        every error of rank 0's own: the others are in the middle of a step then, so the group is over. Such an error is
+        not told to `on_lost`: the sequences of the step may be its reason."""
         if self._gone:
             gone, self._gone[:] = list(self._gone), []
             self._tell(FREE, rank_messages.of_json({"numbers": gone}))
@@ -127,7 +136,11 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            self._lose(f"a step of rank 0 failed: {error}")
+            if self.group.broken:
+                self._lose(f"a step was not finished: {error}")
+            elif self.lost is None:
+                self.lost = Unavailable(f"a step of rank 0 failed: {error}", reason="RANK_LOST")
+                self.group.break_off()
             assert self.lost is not None
             raise self.lost from error
 
@@ -186,8 +199,8 @@ class Ranks:
     def close(self) -> None:
         """Ends the other ranks. Repeatable."""
         self._ended.set()
-        if self.lost is not None:
-            self.group.break_off()  # a rank may be in the middle of a step
+        if hasattr(self, "group") and (self.lost is not None or not self._joined):
+            self.group.break_off()  # a rank may be in the middle of a step, or of its load
         for connection in self._connections:
             connection.close()  # a rank without a step ends at that
         deadline = monotonic() + END_S

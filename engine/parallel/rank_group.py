@@ -53,6 +53,12 @@ class RankGroup:
         counts: list[int] = torch.ops.tandem.group_beats.default(self.number)
         return counts
 
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has broken the group, or has found another one lost."""
+        broken: bool = torch.ops.tandem.group_broken.default(self.number)
+        return broken
+
     def break_off(self) -> None:
         """Every rank that waits, or calls anything later, raises. Safe on any thread, and after `close`."""
         with suppress(RuntimeError):

@@ -21,11 +21,14 @@ from engine import kernels
 from engine.attention.forward_context import Batch
 from engine.builder import build_engine
 from engine.engine import Engine
+from engine.loading import cut_check
 from engine.loading.self_check import pack
 from engine.parallel import leader, rank_messages, weight_cut
 from engine.parallel.rank_group import RankGroup, group_memory
 from engine.parallel.tp_plan import check_settings
 from loadtest.harness.random_checkpoints import make_checkpoint
+from planner.capacity import read_shape
+from planner.ranks import of_ranks
 from tandem.errors import CheckpointRefused, SettingsError, TandemError, Unavailable
 from tandem.settings import Settings
 from tests.support.rank_copies import rank_copies
@@ -110,22 +113,27 @@ def random_biases(folder: Path) -> None:
 
 @pytest.mark.parametrize("cut", list(CUTS))
 def test_several_ranks_give_the_tokens_of_transformers(cut: str, tmp_path: Path) -> None:
-    """In float32, whatever is cut and whatever stays whole; by the recorded forward where one rank has it."""
+    """In float32, whatever is cut and whatever stays whole; by the recorded forward where one rank has it. The planner
+    knows the bytes of its weights."""
     shape, changes, ranks = CUTS[cut]
     make_checkpoint(tmp_path, shape, dtype="float32", **changes)
     if cut == "biases":
         random_biases(tmp_path)
     expected = by_transformers(tmp_path)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    planned = of_ranks(read_shape(tmp_path), tmp_path, ranks)
     with engine_of(tmp_path, ranks) as (engine, _):
         assert greedy(engine) == expected
+        assert planned.weight_bytes("float32") == pytest.approx(engine.model.weight_bytes, rel=1e-3)
         assert engine.model.recorded is not None or engine.model.latent
         assert engine.model.sum_order.endswith(f"x{ranks}")
         assert engine.decode is None
 
 
-def test_control_a_wrong_cut_gives_other_tokens(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes other columns of one product. The self-checks pass: they see the path and not the cut."""
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_wrong_cut_is_refused_at_load(tiny: Path, checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes other columns of one product. In the control, without the check of the cut, it serves other tokens:
+    self-checks see the path and not the cut."""
     part = weight_cut._part
 
     def wrong(weight: torch.Tensor, dim: int, group: RankGroup, name: str) -> torch.Tensor:
@@ -134,8 +142,21 @@ def test_control_a_wrong_cut_gives_other_tokens(tiny: Path, monkeypatch: pytest.
         return part(weight, dim, group, name)
 
     monkeypatch.setattr(weight_cut, "_part", wrong)
+    if checked:
+        with pytest.raises(CheckpointRefused, match="differs from the whole model"), engine_of(tiny, 2):
+            pass
+        return
+    monkeypatch.setattr(cut_check, "_gap", lambda *_: 0.0)
     with engine_of(tiny, 2) as (engine, _):
         assert greedy(engine) != by_transformers(tiny)
+
+
+def test_the_cut_is_checked_in_bfloat16(tmp_path: Path) -> None:
+    """Against what rounding does to the model."""
+    make_checkpoint(tmp_path, "tiny-qwen3-moe", dtype="bfloat16")
+    with engine_of(tmp_path, 2, dtype="bfloat16") as (engine, _):
+        assert engine.model.dtype == torch.bfloat16
+        assert greedy(engine)
 
 
 def test_a_tokens_bits_and_a_block_do_not_depend_on_company_nor_on_ranks(tiny: Path) -> None:
