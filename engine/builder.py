@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -66,7 +65,6 @@ def build_engine(settings: Settings, say: Callable[[str], None], *, generates: b
 def _engine_of(model: ModelRunner, settings: Settings, say: Callable[[str], None], *, generates: bool) -> Engine:
     device = model.device
     draft = _draft_model(settings, model, say) if generates and settings.speculation == "draft" else None
-    _return_memory()
     blocks = settings.kv_blocks or _measured_blocks(model, draft, settings, say)
     pace = _calibrate(model, settings)
     say(
@@ -201,14 +199,6 @@ def _speculation(settings: Settings, draft: ModelRunner | None, blocks: int) -> 
     elif settings.speculation == "ngram":
         drafter = Ngram()
     return Speculation(drafter, settings.speculation_tokens) if drafter else None
-
-
-def _return_memory() -> None:
-    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
-    it to the system when asked."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _cache(settings: Settings) -> WeightCache | None:

@@ -28,7 +28,7 @@ def of_ranks(shape: Shape, folder: Path, ranks: int) -> Shape:
 
     config = read_config(folder)
     check_plan(config, ranks)
-    plan: dict[str, str] = config.get_text_config().base_model_tp_plan
+    plan = config.get_text_config().base_model_tp_plan or {}
     shapes = tensor_shapes(folder)
     own = sum(
         math.prod(size) // _parts(name, size, shape, plan, CUT, ranks)

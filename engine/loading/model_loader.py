@@ -5,9 +5,10 @@ load_model(path) ─▶ folder complete? ─▶ load, eager ─▶ latent pages 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_or
 from engine.kernels.weight_cache import WeightCache
 from engine.kv.kv_cache_spec import CallFacts
 from engine.loading import attention_probe, checkpoint, cut_check, lora_attachment, quantized_checkpoint, self_check
+from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
 from engine.loading.position_limits import check_positions, max_length
 from engine.parallel.rank_group import RankGroup
@@ -59,10 +61,9 @@ def load_model(
     compiled operators out. `adapters` are LoRA folders by name, of which `adapter_slots` are in the model at a time
     (engine.runner.lora), and others of up to `later_rank` may come later. `weights` is the format that products are
     rounded to (engine/core/weight_formats.py), `kv_dtype` what pages keep K and V in (engine/kv/kv_quantization.py).
-    `cache` keeps packed weights for other workers and the next start. `group`: loads one rank's part; the other ranks
-    load theirs at the same time, with equal arguments. `progress` receives a line for each stage.
-    Raises CheckpointRefused with one sentence about the reason, SettingsError for a `max_model_len` beyond the config's
-    and for `weights` that are not supported here.
+    `cache` keeps packed weights for others and the next start. `group`: loads this rank's part, with the other ranks.
+    `progress` receives a line for each stage. Raises CheckpointRefused with a sentence about the reason, SettingsError
+    for a `max_model_len` beyond the config's and for `weights` that are not supported here.
     """
     say = progress if progress is not None else log.info
     folder = checkpoint.resolve(path)
@@ -71,12 +72,14 @@ def load_model(
     fingerprint = checkpoint.fingerprint(folder, files)
     say(f"fingerprint of {len(files)} weight files")
     served_by = serving(device) if kernels == "auto" else REFERENCE
-    module, packed = _load_module(folder, files, config, dtype, device)
-    say(f"{config.model_type} loaded from {folder}")
+    with group.in_turn() if group else nullcontext():  # memory for the whole model at a time
+        module, packed = _load_module(folder, files, config, dtype, device)
+        say(f"{config.model_type} loaded from {folder}")
+        whole = _cut(module, group, say)
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    facts = _learn(module, group, say)
+    facts = _learn(module, group, whole, say)
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -102,6 +105,7 @@ def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
     heads and columns they are."""
     if model.lora:
         model.lora.clear()
+    _return_memory()
     if group is None:
         return model
     facts = [replace(fact, held=fact.held and replace(fact.held, first=0)) for fact in model.facts]
@@ -124,6 +128,14 @@ def _prepare(
     say(f"self-check passed: {self_check.check(model)}")
 
 
+def _return_memory() -> None:
+    """What loading and checking took and freed stays in the C library's heap, as much as the model has; glibc returns
+    it to the system when asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _checked_config(
     folder: Path, max_model_len: int | None, weights: str, group: RankGroup | None
 ) -> tuple[PreTrainedConfig, int, str | None]:
@@ -141,12 +153,22 @@ def _checked_config(
     return config, max_len, method
 
 
-def _learn(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> tuple[CallFacts, ...]:
-    """Of this rank's part of the model: what its attention calls need of pages."""
+def _cut(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], None]) -> Whole | None:
+    """Leaves `module` the part of its rank; returns what rank 0 has computed with the whole."""
+    if group is None:
+        return None
+    whole = cut_check.whole(module) if group.rank == 0 else None
+    say(cut(module, group))
+    _return_memory()
+    return whole
+
+
+def _learn(
+    module: PreTrainedModel, group: RankGroup | None, whole: Whole | None, say: Callable[[str], None]
+) -> tuple[CallFacts, ...]:
+    """What the attention calls of a model, or of this rank's part, need of pages."""
     if group is not None:
-        expected = cut_check.whole(module) if group.rank == 0 else None
-        say(cut(module, group))
-        say(cut_check.check(module, expected, group))
+        say(cut_check.check(module, whole, group))
     latent = mla.use_latent_pages(module)
     facts = attention_probe.learn_facts(module)
     say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")

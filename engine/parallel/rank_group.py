@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
 from engine.kernels import CPU, REFERENCE, serving
 from tandem.errors import CheckpointRefused, SettingsError
 
-STEP_END, AGREEMENT = 0, -1  # sites that belong to no module of a model; those of modules count from 1
+STEP_END, AGREEMENT, TURN = 0, -1, -2  # sites that belong to no module of a model; those of modules count from 1
 DIGEST_BYTES = 16
 LARGE_PAGE = 2 << 20
 
@@ -41,6 +42,15 @@ class RankGroup:
     def end_step(self) -> None:
         """Returns when every rank has written all of its KV of this step. Raises RuntimeError if the group breaks."""
         torch.ops.tandem.group_barrier.default(self.number, STEP_END)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """One rank after the other is inside. Raises RuntimeError if a rank before this one fails there."""
+        for _ in range(self.rank):
+            torch.ops.tandem.group_barrier.default(self.number, TURN)
+        yield
+        for _ in range(self.rank, self.size):
+            torch.ops.tandem.group_barrier.default(self.number, TURN)
 
     def agree(self, digest: bytes, what: str) -> None:
         """Raises CheckpointRefused unless all ranks call it with the same digest of DIGEST_BYTES."""
