@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]
 WATCH_S = 0.25  # between two looks at the beats
 STALE_S = 1.5  # without a beat after the first, while this process runs: stopped
+START_S = 120.0  # until the first beat: its process imports libraries
 JOIN_S = 900.0  # for the slowest rank to have loaded its part, after rank 0 has
 END_S = 2.0  # for a rank to end by itself
 SEND_S = 10.0  # for a rank to take a message
@@ -186,12 +187,13 @@ class Ranks:
             now, seen = monotonic(), self.group.beats()
             lived, last = min(now - last, 2 * WATCH_S), now  # time in which this process stood still does not count
             silent = [
-                quiet + lived if before == after > 0 else 0.0
-                for quiet, before, after in zip(silent, beats, seen, strict=False)
+                quiet + lived if before == after else 0.0
+                for quiet, before, after in zip(silent, beats, seen, strict=True)
             ]
             beats = seen
-            if max(silent, default=0.0) > STALE_S:
-                self._lose(f"rank {silent.index(max(silent))} shows no sign of life")
+            stopped = [r for r, count in enumerate(seen) if silent[r] > (STALE_S if count else START_S)]
+            if stopped:
+                self._lose(f"rank {stopped[0]} has shown no sign of life for {silent[stopped[0]]:.1f} s")
                 break
         for file in ranks:
             os.close(file)

@@ -33,6 +33,7 @@ KEPT = frozenset(
 )
 CUT = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise", *GATHERED, *SPLIT})
 KNOWN = CUT | SUMMED | KEPT
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers that keep only K and V
 
 
 # Settings that have not been made to work by several ranks, and the values with which they are as if absent.
@@ -75,6 +76,8 @@ def check_plan(config: PreTrainedConfig, ranks: int) -> None:
     unknown = sorted(set(plan.values()) - KNOWN)
     if unknown:
         raise CheckpointRefused(f"the plan of {kind} has styles that Tandem does not know: {', '.join(unknown)}")
+    if other := sorted({str(layer) for layer in getattr(text, "layer_types", None) or ()} - ATTENTION):
+        raise CheckpointRefused(f"{kind} has layers of type {', '.join(other)}; several ranks share K and V alone")
     if not any(style in SUMMED or style.startswith("rowwise") for style in plan.values()):
         raise CheckpointRefused(f"the plan of {kind} cuts neither attention nor MLP")
     heads = text.num_attention_heads

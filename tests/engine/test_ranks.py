@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import kernels
 from engine.attention.forward_context import Batch
@@ -25,7 +25,7 @@ from engine.loading import cut_check
 from engine.loading.self_check import pack
 from engine.parallel import leader, rank_messages, weight_cut
 from engine.parallel.rank_group import RankGroup, group_memory
-from engine.parallel.tp_plan import check_settings
+from engine.parallel.tp_plan import check_plan, check_settings
 from loadtest.harness.random_checkpoints import make_checkpoint
 from planner.capacity import read_shape
 from planner.ranks import of_ranks
@@ -311,6 +311,12 @@ def test_a_model_that_cannot_be_cut_is_refused(
     make_checkpoint(tmp_path, shape, dtype="float32", **changes)
     with pytest.raises(CheckpointRefused, match=why), engine_of(tmp_path, ranks):
         pass
+
+
+def test_layers_that_keep_other_state_are_refused() -> None:
+    """Which is no part of the blocks that ranks share."""
+    with pytest.raises(CheckpointRefused, match="layers of type linear_attention"):
+        check_plan(AutoConfig.for_model("qwen3_next"), 2)
 
 
 def test_a_model_without_a_plan_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
