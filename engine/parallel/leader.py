@@ -130,8 +130,7 @@ class Ranks:
         """Has the other ranks run this step while rank 0 does so inside. Raises Unavailable when one is lost, and for
         every error of rank 0's own: the others are in the middle of a step then, so the group is over. Such an error is
         not told to `on_lost`: the sequences of the step may be its reason."""
-        if self._gone:
-            gone, self._gone[:] = list(self._gone), []
+        if gone := [self._gone.pop() for _ in range(len(self._gone))]:
             self._tell(FREE, rank_messages.of_json({"numbers": gone}))
         self._tell(STEP, rank_messages.of_step(self._numbers[pages], batch))
         try:
