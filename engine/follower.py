@@ -62,7 +62,7 @@ def follow(model: ModelRunner, connection: socket.socket) -> None:
             layout, count = model.layout(about["block_size"]), about["num_blocks"]
             memory = mapped(files[0], count * layout.block_bytes)
             os.close(files[0])
-            pages[about["number"]] = KvCache(layout, count, CPU, model.facts, memory)
+            pages[about["number"]] = KvCache(layout, count, CPU, facts=model.facts, memory=memory)
         elif kind == FREE:
             for number in rank_messages.from_json(content)["numbers"]:
                 del pages[number]

@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import mla
 from engine.kernels import PLAIN, REFERENCE, described, modules, serving, sum_order, weight_quantization
 from engine.kernels.weight_cache import WeightCache
-from engine.kv.kv_cache_spec import CallFacts
 from engine.loading import attention_probe, checkpoint, cut_check, lora_attachment, quantized_checkpoint, self_check
 from engine.loading.cut_check import Whole
 from engine.loading.gptq_awq_fp8 import Weights
@@ -79,7 +78,7 @@ def load_model(
     if method is not None:
         say(quantized_checkpoint.adopt(module, served_by != REFERENCE, packed))
     del packed
-    facts = _learn(module, group, whole, say)
+    facts, mixers = _learn(module, group, whole, say, adapters=bool(adapters or later_rank))
     served = RunnerConfig(
         max_model_len=max_len,
         fingerprint=fingerprint,
@@ -87,12 +86,12 @@ def load_model(
         device=device,
         block_size=block_size,
         kernels=served_by,
-        sum_order=PLAIN if served_by == REFERENCE else sum_order(device, dtype, group.size if group else 1),
+        sum_order=PLAIN if served_by == REFERENCE or mixers else sum_order(device, dtype, group.size if group else 1),
         kv_dtype=kv_dtype,
         group=group,
     )
     model = ModelRunner(module, facts, served)
-    model.weights = method or CHECKPOINT
+    model.weights, model.mixers = method or CHECKPOINT, mixers
     _prepare(model, weights, cache, say, attention=device.type == "cuda" and kernels == "auto")
     if adapters or later_rank:
         say(lora_attachment.attach_checked(model, adapters or {}, adapter_slots, later_rank))
@@ -112,6 +111,27 @@ def _finished(model: ModelRunner, group: RankGroup | None) -> ModelRunner:
     same = (model.fingerprint, model.kernels, model.sum_order, model.parameters, model.recorded is None, facts)
     group.agree(xxhash.xxh3_128(repr(same).encode()).digest(), "model")
     return model
+
+
+def _learn(
+    module: PreTrainedModel, group: RankGroup | None, whole: Whole | None, say: Callable[[str], None], *, adapters: bool
+) -> attention_probe.Learnt:
+    """What pages and slots must hold, of this rank's part if there are several. Raises SettingsError for what is not
+    served beside recurrent layers."""
+    if group is not None:
+        say(cut_check.check(module, whole, group))
+    latent = mla.use_latent_pages(module)
+    learnt = attention_probe.learn_facts(module)
+    say(f"{len(learnt.calls)} attention calls{f', {latent} with latent pages' if latent else ''}")
+    if learnt.mixers:
+        say(str(learnt.mixers))
+        if adapters:
+            what = f"{type(module).__name__} has recurrent layers, beside which adapters are not served yet"
+            raise SettingsError(what, field="adapters", bound="none for this model")
+        if group is not None:
+            what = f"{type(module).__name__} has recurrent layers, whose states are not divided among ranks yet"
+            raise SettingsError(what, field="tp", bound="1 for this model")
+    return learnt
 
 
 def _prepare(
@@ -161,18 +181,6 @@ def _cut(module: PreTrainedModel, group: RankGroup | None, say: Callable[[str], 
     say(cut(module, group))
     _return_memory()
     return whole
-
-
-def _learn(
-    module: PreTrainedModel, group: RankGroup | None, whole: Whole | None, say: Callable[[str], None]
-) -> tuple[CallFacts, ...]:
-    """What the attention calls of a model, or of this rank's part, need of pages."""
-    if group is not None:
-        say(cut_check.check(module, whole, group))
-    latent = mla.use_latent_pages(module)
-    facts = attention_probe.learn_facts(module)
-    say(f"{len(facts)} attention calls{f', {latent} with latent pages' if latent else ''}")
-    return facts
 
 
 def quantise(model: ModelRunner, format: str) -> str:
