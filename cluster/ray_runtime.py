@@ -27,6 +27,7 @@ from typing import Any
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # no warning that Ray hides no device from other processes
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # no second opinion on which worker to kill
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15: behind every other process of the machine
 
 import psutil
 import ray
@@ -118,7 +119,8 @@ class Runtime:
         try:
             with _quiet_and_signals_kept():
                 if self._address:
-                    ray.init(address=self._address, namespace=NAMESPACE, **_quiet())
+                    ours = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray runs there already, with its default
+                    ray.init(address=self._address, namespace=NAMESPACE, runtime_env=ours, **_quiet())
                 else:
                     self._start_local()
         except (RayError, ConnectionError, RuntimeError, TimeoutError) as error:
