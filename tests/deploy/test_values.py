@@ -10,7 +10,7 @@ import yaml
 from helm_python.errors import HelmError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.state.pool_objects import PREFIX
+from cluster.kuberay.pool_objects import PREFIX
 from services import pod_launch
 from tandem.errors import PreconditionFailed
 from tandem.settings import Settings

@@ -1,4 +1,4 @@
-"""`python -m cluster.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
+"""`python -m cluster.kuberay.driver`: keeps a cluster's supervisor on a Ray that others own, such as KubeRay.
 
     no supervisor                ─▶ start one: a detached actor on the head's node
     one with these settings      ─▶ follow it
@@ -26,10 +26,10 @@ from typing import Any
 
 import ray
 
+from cluster.kuberay.pool_objects import PREFIX, Api, PoolObjects
 from cluster.placement import Placement
 from cluster.ray_actors import NAMESPACE, SupervisorActor, _our_actors
 from cluster.ray_runtime import Runtime, SupervisorHandle, _supervisor_name
-from cluster.state.pool_objects import PREFIX, Api, PoolObjects
 from cluster.state.registry import Registry
 from tandem import settings as tandem_settings
 from tandem.errors import SettingsError, TandemError, Unavailable
